@@ -13,7 +13,7 @@ ROOT = Path(nanovllm.__file__).parent
 # From the top down; a folder or a file may import what stands below it, and a folder its own files.
 LAYERS = [
     "__main__", "cli", "commands", "bench", "batch_files", "__init__", "integrations", "serve", "openai_format",
-    "openai_answers", "async_llm", "llm", "stats_plot", "replicas", "text", "engine", "workers", "runner", "models",
+    "openai_answers", "llm", "stats_plot", "client", "tasks", "text", "engine", "workers", "runner", "models",
     "sampling", "layers", "quantization", "attention", "distributed", "kernels", "model_config", "experts_config",
     "pooling_config", "rope_config", "quantization_config", "config", "sampling_params", "outputs", "logprobs",
     "assets", "utils",

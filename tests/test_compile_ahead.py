@@ -17,9 +17,9 @@ import torch
 
 from nanovllm import LLM
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.client import loading
 from nanovllm.config import Config
 from nanovllm.kernels.compile_ahead import _shared_out
-from nanovllm.replicas import local_engine
 from nanovllm.workers import worker as rank
 
 PROGRAM = """
@@ -508,9 +508,9 @@ def test_an_engine_makes_its_compilers_first_and_ends_them(monkeypatch: pytest.M
         raise KeyError("the runner's own")
 
     order.Compilers.return_value.__exit__.return_value = False
-    monkeypatch.setattr(local_engine, "Compilers", order.Compilers)
-    monkeypatch.setattr(local_engine, "start_ranks", start_ranks)
-    monkeypatch.setattr(local_engine, "ModelRunner", make_runner)
+    monkeypatch.setattr(loading, "Compilers", order.Compilers)
+    monkeypatch.setattr(loading, "start_ranks", start_ranks)
+    monkeypatch.setattr(loading, "ModelRunner", make_runner)
     with pytest.raises(KeyError, match="the runner's own"):
         LLM(BUNDLED_MODEL, device="cpu")
     names = [name for name, _, _ in order.mock_calls]

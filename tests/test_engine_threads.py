@@ -179,7 +179,7 @@ def test_exit_from_another_thread_ends_a_generate(llm: LLM) -> None:
 
 
 def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.call_guard._EXIT_SECONDS", 0.1)
+    monkeypatch.setattr("nanovllm.engine.engine._EXIT_SECONDS", 0.1)
     first = Background(llm, [[1, 2, 3]], greedy(100))
     llm.exit()
     assert llm.llm_engine._runner is not None

@@ -35,8 +35,8 @@ from nanovllm.serve.response_protocol import ResponseBody
 from nanovllm.serve.responses import answer_response
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.tasks.ranking import RankBy
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.text.ranking import RankBy
 
 
 class PlayedStream:

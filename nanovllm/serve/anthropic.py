@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.anthropic_input import Block, chat_messages, sampling_body, tool_use

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.openai_answers import (
     ChatChunk,
     ChatCompletion,

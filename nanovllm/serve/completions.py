@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.openai_answers import Completion, TextChoice, TextLogprobs
 from nanovllm.openai_format import ENDPOINTS, prompt_positions, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt

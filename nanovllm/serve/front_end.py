@@ -105,10 +105,9 @@ def run_front_end(descriptor: int, parent: int) -> None:
 def _answer(plan: FrontEndPlan, control: Connection) -> int:
     """Get ready while the engines load, then answer; returns the exit code."""
     # What imports torch and Prometheus' client.
+    from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
+    from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.llm import LLM  # noqa: PLC0415
-    from nanovllm.replicas.loaded_model import over_replicas  # noqa: PLC0415
-    from nanovllm.replicas.model_files import read_model_files  # noqa: PLC0415
-    from nanovllm.replicas.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.serve.connection import raise_descriptor_limit  # noqa: PLC0415
     from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
     from nanovllm.serve.server_counts import ServerCounts, memory_size  # noqa: PLC0415

@@ -24,8 +24,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from types import FrameType
 
+from nanovllm.client.engine_process import EngineProcesses
 from nanovllm.config import Config
-from nanovllm.replicas.engine_process import EngineProcesses
 from nanovllm.serve.front_end import READY, FrontEndPlan
 from nanovllm.serve.server_counts import ServerCounts, memory_size
 from nanovllm.serve.settings import ServeSettings

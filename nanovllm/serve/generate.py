@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.openai_format import chat_logprobs, prompt_positions
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams

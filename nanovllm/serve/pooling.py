@@ -24,7 +24,7 @@ from nanovllm.serve.pooling_protocol import (
     ScoreItem,
 )
 from nanovllm.serve.service import Service
-from nanovllm.text.ranking import ranked
+from nanovllm.tasks.ranking import ranked
 
 
 async def embed(service: Service, body: EmbeddingBody) -> EmbeddingAnswer:

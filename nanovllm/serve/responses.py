@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.openai_answers import CallItem, MessageItem, OutputText, ResponseAnswer
 from nanovllm.openai_format import ENDPOINTS
 from nanovllm.outputs import RequestOutput, TokensPrompt

@@ -17,7 +17,8 @@ import torch
 from anyio import to_thread
 
 import nanovllm
-from nanovllm.async_llm import AsyncLLM, RequestStream
+from nanovllm.client.async_llm import AsyncLLM
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.config import Pooling
 from nanovllm.openai_format import Endpoint, ShownTokens, request_params
 from nanovllm.outputs import RequestOutput, TokensPrompt
@@ -29,10 +30,9 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import MOST_CHOICES, ChatMessage, SamplingBody
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.tasks.ranking import Judge, cosines, embeddings, rank_method, text_pairs
 from nanovllm.text.answers import AnswerFormat
 from nanovllm.text.chat_template import one_conversation
-from nanovllm.text.pooling import embeddings
-from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
 
 _logger = logging.getLogger(__name__)
 _LARGE_ANSWER = 10_000

@@ -7,20 +7,24 @@ job holds does not grow with its length, but for its outputs.
 from __future__ import annotations
 
 import struct
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Literal, NamedTuple
 
+from tqdm.auto import tqdm
+
+from nanovllm.client.engine_client import EngineClient, News
+from nanovllm.client.read_ahead import ReadAhead
+from nanovllm.client.request_state import RequestState
+from nanovllm.engine.engine import Engine
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, StepError, failed_output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
-from nanovllm.text.read_ahead import ReadAhead
-from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params
-from nanovllm.utils.checks import check_bool
-from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.text.output_processor import OutputProcessor
+from nanovllm.utils.checks import check_bool, check_int
 
 CHUNK_SIZE = 1000
 """Prompts that are prepared in one call: tokenizers then use every core, and their lists become arrays soon."""
@@ -30,15 +34,19 @@ Schedule = Literal["prefix", "arrival"]
 other's blocks before these are evicted; or as they are given."""
 
 
-class PreparedPrompt(NamedTuple):
-    """A prompt of a job: its place, and its request, or why it cannot be served."""
+class RefusedPrompt(NamedTuple):
+    """A prompt that cannot be served: its place, what it was made of, and why; see `RequestState`."""
 
-    place: int
-    prompt: Any
-    request: Request | ValueError
+    index: int
+    source: Any
+    error: ValueError
+
+    def result(self) -> RequestOutput:
+        """Return an output that says so."""
+        return failed_output(-1, self.error, self.source if isinstance(self.source, str) else None)
 
 
-FinishedPrompt = tuple[PreparedPrompt, RequestOutput]
+PreparedPrompt = RequestState | RefusedPrompt
 
 
 class Job:
@@ -46,6 +54,7 @@ class Job:
 
     Args:
         processor: checks and encodes them.
+        output_processor: makes their texts.
         prompts: see `LLM.generate`; with `template`, conversations.
         params: one for all, or one each.
         priority: of each.
@@ -63,6 +72,7 @@ class Job:
     def __init__(
         self,
         processor: InputProcessor,
+        output_processor: OutputProcessor,
         prompts: Any,
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None = None,
@@ -73,7 +83,7 @@ class Job:
     ) -> None:
         if schedule not in ("prefix", "arrival"):
             raise ValueError(f"schedule must be 'prefix' or 'arrival', not {schedule!r:.80}")
-        self._processor = processor
+        self._processor, self._output_processor = processor, output_processor
         self._schedule = schedule
         self._template, self._pooling = template, pooling
         self._prompts: list[Any] | Iterable[Any] = as_prompts(prompts)
@@ -128,10 +138,25 @@ class Job:
             seeds=[seeds.of(first + index * num_outputs) for index, _ in items],
             checker=self._checker,
         )
-        prepared = [PreparedPrompt(*item, request) for item, request in zip(items, requests, strict=True)]
+        prepared = [
+            prepared_prompt(request, self._output_processor, *item)
+            for item, request in zip(items, requests, strict=True)
+        ]
         if self._sorts_requests:
             prepared.sort(key=_request_key)
         return prepared
+
+
+def prepared_prompt(
+    request: Request | ValueError, processor: OutputProcessor, index: int, source: Any
+) -> PreparedPrompt:
+    """Return what a job runs for a prompt, or why it does not."""
+    if isinstance(request, ValueError):
+        return RefusedPrompt(index, source, request)
+    return RequestState(request, processor, index, source)
+
+
+Done = list[tuple[PreparedPrompt, RequestOutput]]
 
 
 class JobRun:
@@ -139,6 +164,7 @@ class JobRun:
 
     Args:
         client: drives the engine.
+        prompts: they.
         deliver: gets what each step has finished, and prompts that cannot be served.
         most_pending: requests that the engine has at a time.
         returns_errors: whether prompts that cannot be served, and requests that fail while the engine goes on, have an
@@ -148,71 +174,67 @@ class JobRun:
     def __init__(
         self,
         client: EngineClient,
-        deliver: Callable[[list[FinishedPrompt]], None],
+        prompts: ReadAhead[Any, list[PreparedPrompt]],
+        deliver: Callable[[Done], None],
         *,
         most_pending: int,
         returns_errors: bool,
     ) -> None:
         self._client = client
+        self._prompts = prompts
         self._deliver = deliver
         self._most_pending = most_pending
         self._returns_errors = returns_errors
         # What the engine does not need yet.
-        self._ready: deque[PreparedPrompt] = deque()
-        self._pending: dict[int, PreparedPrompt] = {}
+        self._ready: deque[RequestState] = deque()
 
-    def run(self, prompts: ReadAhead[Any, list[PreparedPrompt]], progress: Progress) -> None:
+    def run(self) -> None:
         """Run all prompts; on any exception drop what is queued."""
-        try:
-            while self._fill(prompts, progress):
-                self._client.run_step()
-                self._pass_on(self._claim(), progress)
-        except BaseException:
-            self._client.drop(set(self._pending))
-            raise
+        with closing(self._client.run(self._fill)) as steps:
+            for news in steps:
+                done: Done = [(state, self._result(state)) for state in news.values() if state.is_done]
+                if done:
+                    self._deliver(done)
 
-    def _fill(self, prompts: ReadAhead[Any, list[PreparedPrompt]], progress: Progress) -> bool:
-        """Queue requests until there are enough; returns whether one is left. With none, waits for a chunk."""
-        while (missing := self._most_pending - len(self._pending)) > 0:
+    def _fill(self, pending: News) -> None:
+        """Queue requests until there are enough; with none, waits for a chunk."""
+        while (missing := self._most_pending - len(pending)) > 0:
             if not self._ready:
-                chunk = prompts.take(wait=not self._pending)
+                chunk = self._prompts.take(wait=not pending)
                 if chunk is None:
-                    break
-                self._take_chunk(chunk, progress)
-            self._enqueue(missing)
-        return bool(self._pending)
+                    return
+                self._take_chunk(chunk)
+            states = [self._ready.popleft() for _ in range(min(missing, len(self._ready)))]
+            self._client.add_pending(states, pending)
 
-    def _take_chunk(self, chunk: list[PreparedPrompt], progress: Progress) -> None:
-        if not self._returns_errors:
-            _raise_errors(chunk)
-        self._ready.extend(item for item in chunk if isinstance(item.request, Request))
-        self._pass_on([(item, _refused(item)) for item in chunk if isinstance(item.request, ValueError)], progress)
+    def _take_chunk(self, chunk: list[PreparedPrompt]) -> None:
+        refused = [item for item in chunk if isinstance(item, RefusedPrompt)]
+        if refused and not self._returns_errors:
+            first = min(refused, key=lambda item: item.index)
+            concerns_all = all(item.error is first.error for item in refused) and len(refused) == len(chunk)
+            # One that is of all of them does not need a place.
+            is_general = concerns_all and (len(chunk) > 1 or first.index == 0)
+            raise first.error if is_general else of_prompt(first.index, first.error)
+        self._ready.extend(item for item in chunk if isinstance(item, RequestState))
+        if refused:
+            self._deliver([(item, item.result()) for item in refused])
 
-    def _enqueue(self, count: int) -> None:
-        # Deferred, so that the id of every queued request is known.
-        with deferred_signals():
-            items = [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
-            requests = [item.request for item in items if isinstance(item.request, Request)]
-            states = self._client.enqueue_all(requests)
-            self._pending.update({state.request_id: item for state, item in zip(states, items, strict=True)})
-
-    def _claim(self) -> list[FinishedPrompt]:
-        """Return what has finished; other requests' results stay for their callers."""
-        pending = self._pending
+    def _result(self, state: RequestState) -> RequestOutput:
         try:
-            done = self._client.claim(pending.keys())
+            return state.result()
         except StepError as error:
-            failed = [request_id for request_id in error.request_ids if request_id in pending]
-            if not self._returns_errors or not failed:
+            if not self._returns_errors:
                 raise
-            self._client.drop(set(failed))
-            return [(item := pending.pop(i), _failed(i, item, error)) for i in failed]
-        return [(pending.pop(request_id), output) for request_id, output in done.items()]
+            return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
 
-    def _pass_on(self, done: list[FinishedPrompt], progress: Progress) -> None:
-        if done:
-            self._deliver(done)
-            progress.update(len(done))
+
+def stream(client: EngineClient, states: list[RequestState]) -> Iterator[RequestOutput]:
+    """Queue streamed requests and yield what is new after each step; aborts what is left when it is closed."""
+    with closing(client.run_all(states)) as steps:
+        for news in steps:
+            for request_id in sorted(news):
+                if (output := news[request_id].news()) is not None:
+                    yield output
 
 
 class Outputs:
@@ -234,48 +256,116 @@ class Outputs:
         if not keep and on_output is None:
             raise ValueError("keep=False needs on_output: nobody would get the outputs")
         self._on_output, self._keep, self._finish = on_output, keep, finish
-        self._by_place: dict[int, RequestOutput] = {}
+        self._by_index: dict[int, RequestOutput] = {}
 
-    def take(self, done: list[FinishedPrompt]) -> None:
+    def take(self, done: Done) -> None:
         """Take what has finished."""
         for item, output in done:
             if self._finish is not None:
-                self._finish(item.place, output)
+                self._finish(item.index, output)
             if self._keep:
-                self._by_place[item.place] = output
+                self._by_index[item.index] = output
         if self._on_output is not None:
             for _, output in done:
                 self._on_output(output)
 
     def in_order(self) -> list[RequestOutput]:
         """Return the outputs in the order of the prompts."""
-        return [self._by_place[place] for place in range(len(self._by_place))]
+        return [self._by_index[index] for index in range(len(self._by_index))]
 
 
-def _raise_errors(chunk: list[PreparedPrompt]) -> None:
-    """Raise the first error of a chunk, with the place of its prompt unless it is one of all of them."""
-    errors = [(item.place, item.request) for item in chunk if isinstance(item.request, ValueError)]
-    if errors:
-        place, error = min(errors, key=itemgetter(0))
-        concerns_all = all(item.request is error for item in chunk) and (len(chunk) > 1 or place == 0)
-        raise error if concerns_all else of_prompt(place, error)
+def run_job(
+    client: EngineClient, job: Job, outputs: Outputs, *, most_pending: int, returns_errors: bool, use_tqdm: bool
+) -> list[RequestOutput]:
+    """Run a job's prompts, and return what `outputs` keeps; see `JobRun`."""
+    with (
+        job.read() as prompts,
+        Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm) as progress,
+    ):
+
+        def deliver(done: Done) -> None:
+            outputs.take(done)
+            progress.update(len(done))
+
+        JobRun(client, prompts, deliver, most_pending=most_pending, returns_errors=returns_errors).run()
+    return outputs.in_order()
 
 
-def _refused(item: PreparedPrompt) -> RequestOutput:
-    assert isinstance(item.request, ValueError)
-    return failed_output(-1, item.request, item.prompt if isinstance(item.prompt, str) else None)
+class Progress:
+    """A progress bar over requests, with rates and the engine's state.
+
+    Args:
+        engine: computes the requests.
+        total: number of requests; None if it is not known.
+        unit: what a request is called.
+        disable: show nothing; None shows the bar on a terminal alone.
+    """
+
+    def __init__(self, engine: Engine, total: int | None, unit: str, *, disable: bool | None) -> None:
+        self._engine = engine
+        self._bar: Any = tqdm(total=total, desc="Generating", unit=unit, dynamic_ncols=True, disable=disable)
+        self._started, self._before = time.perf_counter(), engine.stats()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def update(self, num_done: int) -> None:
+        """Show that so many more requests are done."""
+        if num_done and not self._bar.disable:
+            stats, seconds = self._engine.stats(), time.perf_counter() - self._started
+            names = "num_prompt_tokens", "num_output_tokens"
+            rates = [(stats[name] - self._before[name]) / seconds for name in names]
+            cache = stats["num_used_blocks"] / max(1, stats["num_used_blocks"] + stats["num_free_blocks"])
+            self._bar.set_postfix_str(
+                f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out, {stats['num_running']} running, "
+                f"{stats['num_waiting']} waiting, cache {cache:.0%}",
+                refresh=False,
+            )
+        self._bar.update(num_done)
 
 
-def _failed(request_id: int, item: PreparedPrompt, error: StepError) -> RequestOutput:
-    assert isinstance(item.request, Request)
-    return failed_output(request_id, error, item.request.prompt, item.request.token_ids)
+def as_prompts(prompts: Any) -> Any:
+    """Return prompts as a list, a single text or dict as a list of one; other iterables as they are."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    num_dimensions = getattr(prompts, "ndim", None)
+    if num_dimensions == 2 and hasattr(prompts, "tolist"):
+        return prompts.tolist()
+    if isinstance(prompts, (list, tuple)):
+        return list(prompts)
+    if num_dimensions is not None or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a string or a list, or give prompts, not {type(prompts).__name__}")
+    return prompts
+
+
+def expand_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Return sampling parameters for `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)):
+        raise ValueError(f"sampling_params must be SamplingParams, or a list of them, not {params!r}")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
+    return list(params)
+
+
+def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+    """Return a priority for each of `count` prompts."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, (list, tuple)) or len(priority) != count:
+        raise ValueError(f"priority must be a list of {count} integers, one for each prompt, not {priority!r:.80}")
+    return [check_int("priority", value) for value in priority]
 
 
 def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:
     """Return by what requests that share blocks of the prefix cache are neighbours when sorted."""
-    request = item.request
-    if isinstance(request, ValueError):
+    if isinstance(item, RefusedPrompt):
         return 0, "", b""
+    request = item.request
     return request.priority, request.cache_salt or "", request.token_ids.tobytes()
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from nanovllm.engine.protocol import Engine
+from nanovllm.engine.engine import Engine
 from nanovllm.models.tensor_files import write_tensors
 from nanovllm.runner.messages import LoadedWeights, LoadFailedError
 from nanovllm.runner.weights_loader import counted

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tqdm.auto import tqdm
 
+from nanovllm.client.engine_client import EngineClient
+from nanovllm.client.jobs import stream
+from nanovllm.client.request_state import RequestState
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_files import PrefixFiles
 from nanovllm.engine.request import Request
-from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.run_requests import stream_requests
 
 
 def save_prefixes(
@@ -27,10 +28,10 @@ def save_prefixes(
         RuntimeError: the engine got other weights meanwhile.
     """
     saved: set[bytes] = set()
-    with client.driving(), engine.block_source(files):
+    with engine.block_source(files):
         # One after the other, since a cache need not have room for two.
         for request in tqdm(requests, desc="Saving", unit="prompt", disable=not use_tqdm):
-            for _ in stream_requests(client, [request]):
+            for _ in stream(client, [RequestState(request, client.processor)]):
                 pass
             if not engine.has_own_weights:
                 raise RuntimeError("the model got other weights than its folder, which files of prefixes belong to")

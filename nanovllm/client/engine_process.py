@@ -12,9 +12,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
+from nanovllm.client.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
+from nanovllm.client.replica_devices import replica_devices
 from nanovllm.config import Config
-from nanovllm.replicas.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
-from nanovllm.replicas.replica_devices import replica_devices
 from nanovllm.utils.host_memory import check_swap_space
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.python_process import describe_exit, start_python
@@ -42,7 +42,7 @@ class EngineProcess:
             arguments = other.fileno(), os.getpid()
             title = f"nanovllm engine {index}"
             self._process = start_python(
-                "nanovllm.replicas.engine_main", "run_engine", arguments, title, [other.fileno()]
+                "nanovllm.client.engine_main", "run_engine", arguments, title, [other.fileno()]
             )
 
     @property

@@ -1,0 +1,403 @@
+"""A model and its engine, as every front end has them: processors, state, and control between two steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+from nanovllm.client.engine_client import EngineClient
+from nanovllm.client.loading import LoadedModel
+from nanovllm.client.request_state import RequestState
+from nanovllm.client.weight_loading import Weights, load_weights, warn_of_nans
+from nanovllm.config import Config, Pooling
+from nanovllm.engine.block_usage import BlockUsage, joined_usage
+from nanovllm.engine.engine import EngineRunningError
+from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.stats_history import StatsSample
+from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
+from nanovllm.models import count_parameters
+from nanovllm.outputs import Prompt, StepResult, TokenIds
+from nanovllm.pooling_config import folder_pooling
+from nanovllm.sampling_params import SamplingParams, recommended_values
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
+from nanovllm.text.chat_template import ChatTemplateOptions
+from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.output_processor import OutputProcessor
+from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.utils.unpicklable import Unpicklable
+
+_POLL_SECONDS = 0.005
+_MOST_QUEUED = 4000
+"""Requests that a job holds ready for several replicas."""
+
+
+class ModelClient(Unpicklable):
+    """A loaded model: `LLM` adds calls that step its engine, `AsyncLLM` has a thread that does.
+
+    Methods that change the engine do so between two steps, and may be called from any thread.
+
+    Args:
+        config: the settings.
+        loaded: the model.
+
+    Attributes:
+        device: where the model runs; of several ranks, the first one's.
+        dtype: of weights and KV cache.
+        device_name: what people call the device, or devices.
+        num_parameters: of the whole model, embeddings included.
+        limits: what a request must keep to.
+    """
+
+    def __init__(self, config: Config, loaded: LoadedModel) -> None:
+        files = loaded.files
+        self.config, self._loaded, self._folder = config, loaded, files.folder
+        self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
+        self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
+        self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
+        self.input_processor = InputProcessor(
+            self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
+        )
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._answer_format: AnswerFormat | None = None
+        self.engine_client = EngineClient(loaded.engine, self.output_processor)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, if it is in this process; a ValueError if it is in others."""
+        return self._loaded.require_local().engine
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes calls of tools and thoughts, as its chat template shows.
+
+        Example:
+            >>> llm.answer_format.has_channels
+            False
+        """
+        if self._answer_format is None:
+            self._answer_format = AnswerFormat(self.tokenizer)
+        return self._answer_format
+
+    def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
+        """Return how answers are taken apart; None if there are no tools, and answers are text.
+
+        Example:
+            >>> llm.answer_options({"tools": None}) is None
+            True
+        """
+        tools = template.get("tools")
+        form = self.answer_format
+        # Chat templates may take more as tools than OpenAI's API does.
+        return AnswerOptions(form, tools, separates=form.has_channels) if tools else None
+
+    @property
+    def default_pooling(self) -> Pooling:
+        """The pooling that the model's folder asks for, if it is one of sentence-transformers; else "last".
+
+        Raises:
+            ValueError: it asks for one, or for another module, that is not supported.
+
+        Example:
+            >>> llm.default_pooling
+            'last'
+        """
+        return folder_pooling(self._folder)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, one of transformers; None if the model's folder has none.
+
+        Example:
+            >>> tokenizer = llm.get_tokenizer()
+            >>> tokenizer.decode(tokenizer.encode("Hello"))
+            'Hello'
+        """
+        return self.tokenizer
+
+    @property
+    def most_pending(self) -> int:
+        """Requests that a job has in the engine at a time: those that run, and as many that wait.
+
+        Several engines get them from the front end's own queue, which is longer, so that stretches of it are long.
+
+        Example:
+            >>> llm.most_pending == 2 * llm.config.max_num_running
+            True
+        """
+        count = 2 * self.config.max_num_running
+        return count if self._loaded.local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together: the setting, capped by the model's own limit."""
+        return self.limits.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's `generation_config.json` recommends.
+
+        Example:
+            >>> params = llm.get_default_sampling_params()
+            >>> params.max_tokens = 8
+            >>> outputs = llm.generate("Hello", params)
+        """
+        return SamplingParams.from_model(self._folder)
+
+    def recommended_values(self) -> dict[str, Any]:
+        """Return the sampling parameters that the model's `generation_config.json` sets, by name."""
+        return recommended_values(self._folder)
+
+    def add_request(
+        self, prompt: Prompt | TokenIds, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> int:
+        """Queue a request and return its id; see `LLMEngine.add_request`.
+
+        Example:
+            >>> request_id = llm.add_request("Hello", SamplingParams(max_tokens=8))
+            >>> while not llm.is_finished():
+            ...     for finished_id, output in llm.step().finished:
+            ...         assert finished_id == request_id
+        """
+        self.require_awake()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        (request,) = self.input_processor.process([prompt], [params], [priority])
+        state = RequestState(request, self.output_processor)
+        state.awaits_step = True
+        with deferred_signals():
+            self.engine_client.add(state)
+        return state.request_id
+
+    def step(self) -> StepResult:
+        """Do one step of the engine; see `LLMEngine.step`."""
+        return self.engine_client.step()
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Drop requests; see `LLMEngine.abort`.
+
+        Example:
+            >>> request_id = llm.add_request("Hello")
+            >>> llm.abort([request_id])
+        """
+        self.engine_client.abort(request_ids)
+
+    def is_finished(self) -> bool:
+        """Whether no request is left, and every result has been returned."""
+        return self.engine_client.is_finished()
+
+    def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
+        """Write weights into the model that runs, in place, on every rank and replica.
+
+        Replicas get tensors through files of a temporary folder. What was computed with the old ones stays in the
+        prefix cache until `reset_prefix_cache`. Files of `prefix_cache` are not read any more.
+
+        Args:
+            weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
+                with safetensors, which fsspec may open (`s3://`).
+                They may be on any device, and of any plain float dtype. A tied head is ignored.
+                A folder of a PEFT adapter (LoRA) is merged into the weights, in the place of the one before it; it is
+                taken out again by `unload_adapter`, and by other weights.
+            strict: refuse to leave a tensor of the model as it was.
+
+        Returns:
+            The number of tensors written. A warning names one that has NaN.
+
+        Raises:
+            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
+                how many were before. Of a folder nothing is written. Or see `strict`.
+            RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
+                tensor was written in part, and nothing is generated until all of it has come; or an adapter was not
+                merged, and if it cannot be taken out again, nothing is generated until `unload_adapter` has done it.
+                Or the pairs' iterator raised, which is the error's cause; the message says how many were before.
+
+        Example:
+            >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
+            1
+        """
+        loaded = load_weights(self.engine_client.engine, weights, strict)
+        warn_of_nans(loaded.nan_names)
+        return loaded.count
+
+    def unload_adapter(self) -> bool:
+        """Take the adapter out that `load_weights` has merged; the weights are what they were, to the bit.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            RuntimeError: see `load_weights`; or a part of the adapter stays, and nothing is generated until a later
+                call has taken it out.
+
+        Example:
+            >>> llm.unload_adapter()
+            False
+        """
+        engine = self.engine_client.engine
+        engine.state.require_no_requests("unload_adapter", engine.request_ids)
+        # Of replicas some may have restored theirs in a call before, which failed in another.
+        return any(engine.call("unload_adapter"))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefix cache.
+
+        Returns:
+            Whether no request holds blocks of it; those of a paused engine keep theirs, which no other request finds.
+
+        Example:
+            >>> llm.reset_prefix_cache()
+            True
+        """
+        return all(self.engine_client.engine.call("reset_prefix_cache"))
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Do no more steps until `resume`; requests are taken, and wait.
+
+        Args:
+            mode: "keep" freezes requests with their keys and values, between two steps; "wait" first lets those end
+                that are there, for which a "keep" that comes meanwhile waits, too; "abort" ends them with what they
+                have, `finish_reason` "abort".
+
+        Raises:
+            ValueError: an unknown mode.
+
+        Example:
+            >>> llm.pause()
+            >>> llm.resume()
+        """
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
+        engine = self.engine_client.engine
+        engine.call("pause", mode)
+        if mode == "abort":
+            # Those too that no replica has yet.
+            engine.abort(engine.request_ids, keep_outputs=True)
+        else:
+            self._drain()
+
+    def _drain(self) -> None:
+        """Let requests end; their results are kept for their callers."""
+        engine = self.engine_client.engine
+
+        def is_draining() -> bool:
+            return any(engine.call("is_draining"))
+
+        while is_draining():
+            try:
+                for _ in self.engine_client.steps(is_draining):
+                    pass
+            except EngineRunningError:
+                time.sleep(_POLL_SECONDS)
+
+    def resume(self) -> None:
+        """Go on after a `pause`.
+
+        Example:
+            >>> llm.resume()
+        """
+        self.engine_client.engine.call("resume")
+
+    def sleep(self, level: int = 1) -> None:
+        """Give back the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
+
+        Requests of a paused engine are computed again afterwards.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 drops them, and `load_weights` must bring all of them.
+
+        Raises:
+            ValueError: another level.
+            RuntimeError: requests are pending, and the engine is not paused.
+
+        Example:
+            >>> llm.sleep()
+            >>> llm.wake_up()
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, not {level!r}")
+        engine = self.engine_client.engine
+        engine.state.require_no_requests("sleep", engine.request_ids)
+        engine.call("sleep", level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again, and with it the weights that `sleep(1)` has kept. What is awake stays as it is.
+
+        Args:
+            tags: "weights", "kv_cache", or both; None for both.
+
+        Raises:
+            ValueError: another tag.
+
+        Example:
+            >>> llm.sleep(level=2)
+            >>> llm.wake_up(["weights"])
+            >>> num_tensors = llm.load_weights(llm.config.model)
+            >>> llm.wake_up(["kv_cache"])
+        """
+        chosen = list(SLEEP_TAGS) if tags is None else tags
+        if isinstance(chosen, str) or not set(chosen) <= set(SLEEP_TAGS):
+            raise ValueError(f"tags must be a list of some of {', '.join(SLEEP_TAGS)}, not {tags!r}")
+        self.engine_client.engine.call("wake_up", list(chosen))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep.
+
+        Example:
+            >>> llm.is_sleeping
+            False
+        """
+        return bool(self.engine_client.engine.state.asleep)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a `pause` has not ended.
+
+        Example:
+            >>> llm.is_paused
+            False
+        """
+        return self.engine_client.engine.state.pause_mode is not None
+
+    def require_awake(self) -> None:
+        """Raise a RuntimeError if the engine is closed, or lacks what a step needs."""
+        self.engine_client.engine.require_open()
+        if (lack := self.engine_client.engine.state.cannot_run) is not None:
+            raise RuntimeError(lack)
+
+    def require_ready(self) -> None:
+        """Do the same, and raise one if the engine is paused: a call that waits for its own thread would not end."""
+        self.require_awake()
+        if self.is_paused:
+            raise RuntimeError("the engine is paused: call resume()")
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the engine began, and the blocks in use now.
+
+        Example:
+            >>> llm.stats()["num_used_blocks"]
+            0
+        """
+        return self.engine_client.engine.stats(now=True)
+
+    def block_usage(self, most_cells: int = 2048) -> BlockUsage:
+        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`.
+
+        Those of several replicas follow each other.
+        """
+        share = max(1, most_cells // self.config.data_parallel_size)
+        return joined_usage(self.engine_client.engine.call("block_usage", share))
+
+    def stats_history(self) -> list[StatsSample]:
+        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
+
+        Example:
+            >>> most_running = max(sample.num_running for sample in llm.stats_history())
+        """
+        return self.engine_client.engine.stats_history()
+
+    def step_histograms(self) -> StepHistograms:
+        """Return how large steps were, and how long outputs waited for their next tokens."""
+        return merged_histograms(self.engine_client.engine.call("histograms"))
+
+    def exit(self) -> None:
+        """Free the device; see `LLMEngine.exit`."""
+        self.engine_client.engine.exit()

@@ -84,11 +84,11 @@ class EngineClient:
 
         try:
             for news in self.steps(has_work):
-                own = {i: state for i, state in news.items() if i in pending}
+                own = {i: state for i, state in news.items() if i in pending} if news else news
+                self._check_progress(own)
                 for request_id, state in own.items():
                     if state.is_done:
                         del pending[request_id]
-                self._check_progress(own)
                 if own:
                     yield own
         finally:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from tqdm.auto import tqdm
 
@@ -25,6 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.interrupt import deferred_signals
 
 CHUNK_SIZE = 1000
 """Prompts that are prepared in one call: tokenizers then use every core, and their lists become arrays soon."""
@@ -34,7 +36,8 @@ Schedule = Literal["prefix", "arrival"]
 other's blocks before these are evicted; or as they are given."""
 
 
-class RefusedPrompt(NamedTuple):
+@dataclass(frozen=True)
+class RefusedPrompt:
     """A prompt that cannot be served: its place, what it was made of, and why; see `RequestState`."""
 
     index: int
@@ -192,8 +195,11 @@ class JobRun:
         """Run all prompts; on any exception drop what is queued."""
         with closing(self._client.run(self._fill)) as steps:
             for news in steps:
-                done: Done = [(state, self._result(state)) for state in news.values() if state.is_done]
-                if done:
+                finished = [state for state in news.values() if state.is_done]
+                if finished:
+                    # An interrupted text would be taken for one that cannot be decoded.
+                    with deferred_signals():
+                        done: Done = [(state, self._result(state)) for state in finished]
                     self._deliver(done)
 
     def _fill(self, pending: News) -> None:
@@ -228,7 +234,7 @@ class JobRun:
             return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
 
 
-def stream(client: EngineClient, states: list[RequestState]) -> Iterator[RequestOutput]:
+def stream(client: EngineClient, states: list[RequestState]) -> Generator[RequestOutput, None, None]:
     """Queue streamed requests and yield what is new after each step; aborts what is left when it is closed."""
     with closing(client.run_all(states)) as steps:
         for news in steps:

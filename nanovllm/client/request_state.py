@@ -65,6 +65,8 @@ class RequestState:
         output = self._require_output()
         try:
             self.finish(output)
+        except (KeyboardInterrupt, SystemExit):
+            raise
         # A panic of the tokenizers library derives from BaseException.
         except BaseException as error:
             raise self.text_error(error) from error

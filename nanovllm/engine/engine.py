@@ -105,15 +105,21 @@ class Engine(Unpicklable, ABC):
             EngineRunningError: this thread keeps the others out already: a signal handler has interrupted it.
         """
         with self._mutex:
-            if self._is_busy:
-                raise EngineRunningError
-            self._is_busy = True
+            self._begin()
             try:
                 yield
             finally:
-                self._is_busy = False
-                if self._is_closing:
-                    self._close()
+                self._end()
+
+    def _begin(self) -> None:
+        if self._is_busy:
+            raise EngineRunningError
+        self._is_busy = True
+
+    def _end(self) -> None:
+        self._is_busy = False
+        if self._is_closing:
+            self._close()
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:

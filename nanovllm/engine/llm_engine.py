@@ -190,8 +190,13 @@ class LLMEngine(Engine):
             # What waits for the gap between two steps comes first.
             with self._turn:
                 pass
-            with self._alone():
-                return self._step(self.require_open())
+            # `_alone`, without a generator's cost.
+            with self._mutex:
+                self._begin()
+                try:
+                    return self._step(self.require_open())
+                finally:
+                    self._end()
 
     def _step(self, runner: Runner) -> NewTokens:
         self._empty_inbox()

@@ -89,7 +89,7 @@ class LLM(ModelClient):
 
     @classmethod
     def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
-        """Return a front end of a model that somebody has loaded."""
+        """Build an `LLM` on a loaded model."""
         llm = cls.__new__(cls)
         ModelClient.__init__(llm, config, loaded)
         return llm

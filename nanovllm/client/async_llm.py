@@ -80,7 +80,7 @@ class AsyncLLM(Unpicklable):
 
     @classmethod
     def over(cls: type[Self], llm: ModelClient, *, max_pending_requests: int = 4096) -> Self:
-        """Return the same for a model that is loaded, such as an `LLM`, and that nobody else uses."""
+        """Build an `AsyncLLM` on a loaded model, such as an `LLM`, that has no other user."""
         async_llm = cls.__new__(cls)
         async_llm._set_up(llm, max_pending_requests)
         return async_llm
@@ -207,7 +207,7 @@ class AsyncLLM(Unpicklable):
     async def begin_streams(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> list[RequestStream]:
-        """Do the same for prompts that share their parameters, all or none."""
+        """Queue prompts that share their parameters, all or none; see `begin_stream`."""
         return await self._submit(prompts, sampling_params, priority, None, is_streamed=True)
 
     async def chat(
@@ -293,7 +293,7 @@ class AsyncLLM(Unpicklable):
         return loaded.count
 
     async def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
-        """Do the same, and return, instead of a warning, which tensors have NaN."""
+        """Like `load_weights`, and return which tensors have NaN instead of warning."""
         return await self._between_steps(partial(load_weights, self.llm.engine_client.engine, weights, strict))
 
     async def unload_adapter(self) -> bool:
@@ -385,7 +385,7 @@ class AsyncLLM(Unpicklable):
         await asyncio.get_running_loop().run_in_executor(None, self.exit)
 
     def exit(self) -> None:
-        """Do the same from outside of an event loop."""
+        """Close the engine from outside of an event loop; see `shutdown`."""
         self._thread.close()
         for executor in self._executors.values():
             executor.shutdown(wait=False)

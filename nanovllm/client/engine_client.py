@@ -52,7 +52,7 @@ class EngineClient:
                 self._states[request_id] = state
 
     def add_pending(self, states: Sequence[RequestState], pending: News) -> None:
-        """Do the same, and note them; no signal comes between."""
+        """Queue requests and add them to `pending`, with no signal in between."""
         with deferred_signals():
             self.add_all(states)
             pending.update({state.request_id: state for state in states})
@@ -68,9 +68,9 @@ class EngineClient:
             yield self.take_news()
 
     def run(self, fill: Callable[[News], None]) -> Generator[News, None, None]:
-        """Drive the engine until requests are done, and yield what each step has brought them; drops them when closed.
+        """Drive the engine until all requests are done, and yield each step's news; drops what is left when closed.
 
-        fill: called before each step with the requests that are pending; queues more, and adds them.
+        fill: called before each step with the pending requests, by id; queues more, and adds them.
 
         Raises:
             StepError: a step failed that had no requests yet.
@@ -96,7 +96,7 @@ class EngineClient:
                 self.drop(pending)
 
     def run_all(self, states: Sequence[RequestState]) -> Generator[News, None, None]:
-        """Do the same for requests that come together."""
+        """Like `run`, for requests that come together."""
         left = list(states)
 
         def fill(pending: News) -> None:
@@ -213,7 +213,7 @@ class EngineClient:
             self._unclaimed.fail(failure)
 
     def _end(self, state: RequestState, news: News) -> None:
-        """Note that a request has finished."""
+        """Report a finished request, to `step` if that is awaited."""
         news[state.request_id] = state
         if state.awaits_step:
             try:

@@ -167,7 +167,7 @@ class JobRun:
 
     Args:
         client: drives the engine.
-        prompts: they.
+        prompts: prepared ahead.
         deliver: gets what each step has finished, and prompts that cannot be served.
         most_pending: requests that the engine has at a time.
         returns_errors: whether prompts that cannot be served, and requests that fail while the engine goes on, have an

@@ -364,7 +364,7 @@ class ModelClient(Unpicklable):
             raise RuntimeError(lack)
 
     def require_ready(self) -> None:
-        """Do the same, and raise one if the engine is paused: a call that waits for its own thread would not end."""
+        """Like `require_awake`, and reject a paused engine: the caller would wait for itself."""
         self.require_awake()
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume()")

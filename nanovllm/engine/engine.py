@@ -105,25 +105,25 @@ class Engine(Unpicklable, ABC):
             EngineRunningError: this thread keeps the others out already: a signal handler has interrupted it.
         """
         with self._mutex:
-            self._begin()
+            self._enter()
             try:
                 yield
             finally:
-                self._end()
+                self._leave()
 
-    def _begin(self) -> None:
+    def _enter(self) -> None:
         if self._is_busy:
             raise EngineRunningError
         self._is_busy = True
 
-    def _end(self) -> None:
+    def _leave(self) -> None:
         self._is_busy = False
         if self._is_closing:
             self._close()
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
-        """Do the same ahead of the next step."""
+        """Like `_alone`, ahead of the next step."""
         with self._turn, self._alone():
             yield
 

@@ -192,11 +192,11 @@ class LLMEngine(Engine):
                 pass
             # `_alone`, without a generator's cost.
             with self._mutex:
-                self._begin()
+                self._enter()
                 try:
                     return self._step(self.require_open())
                 finally:
-                    self._end()
+                    self._leave()
 
     def _step(self, runner: Runner) -> NewTokens:
         self._empty_inbox()

@@ -268,3 +268,25 @@ def test_an_abort_between_a_requests_ids_and_its_sequences_drops_it(monkeypatch:
     engine.add_request([1, 2, 3], greedy(8))
     engine.step()
     assert engine.is_finished() and not engine.stats()["num_prompt_tokens"]
+
+
+def test_a_pause_waits_for_one_step_and_comes_before_the_next() -> None:
+    engine, runner = make_engine(pipeline_depth=0)
+    request = engine.add_request([1, 2, 3], greedy(9))
+    launch, thread = runner.forward, threading.Thread(target=engine.pause, args=("keep",))
+
+    def launch_while_another_waits(batch: Any) -> Any:
+        thread.start()
+        while engine._turn.acquire(blocking=False):
+            engine._turn.release()
+            time.sleep(0.001)
+        runner.forward = launch  # type: ignore[method-assign]
+        return launch(batch)
+
+    runner.forward = launch_while_another_waits  # type: ignore[method-assign, assignment]
+    for _ in range(5):
+        engine.step()
+    thread.join()
+    assert engine.stats()["num_steps"] == 1, "the step that was under way"
+    engine.resume()
+    assert list(run(engine)) == [request]

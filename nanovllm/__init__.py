@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nanovllm.async_llm import AsyncLLM, QueueFullError
+    from nanovllm.client.async_llm import AsyncLLM, QueueFullError
     from nanovllm.integrations.async_llm_engine import AsyncLLMEngine
     from nanovllm.llm import LLM
     from nanovllm.logprobs import Logprob, Logprobs
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "llm": ("LLM",),
-    "async_llm": ("AsyncLLM", "QueueFullError"),
+    "client.async_llm": ("AsyncLLM", "QueueFullError"),
     "integrations.async_llm_engine": ("AsyncLLMEngine",),
     "logprobs": ("Logprob", "Logprobs"),
     "outputs": (

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
+from nanovllm.client.engine_client import News
+from nanovllm.client.jobs import (
+    Job,
+    Outputs,
+    Progress,
+    Schedule,
+    as_prompts,
+    check_priorities,
+    expand_params,
+    run_job,
+    stream,
+)
+from nanovllm.client.loading import LoadedModel, load_model
+from nanovllm.client.model_client import ModelClient
+from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.block_usage import BlockUsage, joined_usage
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
-from nanovllm.engine.stats_history import StatsSample
-from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
 from nanovllm.engine.trace import trace_engine
-from nanovllm.models import count_parameters
 from nanovllm.outputs import (
     BeamSearchOutput,
-    Prompt,
     Prompts,
     RankedDocument,
     RequestOutput,
@@ -27,12 +35,12 @@ from nanovllm.outputs import (
     TokenIds,
     TokensPrompt,
 )
-from nanovllm.pooling_config import folder_pooling
-from nanovllm.replicas.loaded_model import LoadedModel, load_model
-from nanovllm.sampling_params import BeamSearchParams, SamplingParams, recommended_values
+from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.stats_plot import plot_stats
-from nanovllm.text.answers import AnswerFormat, AnswerOptions, kept_tags
-from nanovllm.text.beam_search import BeamSearch, beam_search_output, run_beam_searches
+from nanovllm.tasks.beam_search import BeamSearch, beam_search_output
+from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
+from nanovllm.tasks.scoring import score_output, score_params, split_pairs
+from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import (
     ChatTemplateOptions,
     Message,
@@ -43,18 +51,8 @@ from nanovllm.text.chat_template import (
     render_text,
     template_options,
 )
-from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.engine_control import EngineControl
-from nanovllm.text.input_processor import InputProcessor, pooling_params
-from nanovllm.text.jobs import Job, JobRun, Outputs, Schedule
-from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.text.pooling import embeddings
-from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
-from nanovllm.text.run_requests import Progress, as_prompts, check_priorities, expand_params, stream_requests
-from nanovllm.text.scoring import score_output, score_params, split_pairs
-from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.text.input_processor import pooling_params
 from nanovllm.utils.units import format_count
-from nanovllm.utils.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
     # Of Python 3.11.
@@ -62,11 +60,8 @@ if TYPE_CHECKING:
 
 Self = TypeVar("Self", bound="LLM")
 
-_MOST_QUEUED = 4000
-"""Requests that a job holds ready for several replicas."""
 
-
-class LLM(EngineControl, Unpicklable):
+class LLM(ModelClient):
     """A language model, ready to generate: an engine, or several replicas of it, with a tokenizer.
 
     Args:
@@ -74,13 +69,6 @@ class LLM(EngineControl, Unpicklable):
             `HF_HUB_OFFLINE` forbids it.
         kwargs: settings, which `nanovllm.config.Config` describes: `dtype`, `device`, `max_model_len`,
             `gpu_memory_utilization`, `tensor_parallel_size`, `data_parallel_size`, `max_num_seqs`, `seed`, and more.
-
-    Attributes:
-        device: where the model runs; of several ranks, the first one's.
-        dtype: of weights and KV cache.
-        device_name: what people call the device, or devices.
-        num_parameters: of the whole model, embeddings included.
-        limits: what a request must keep to.
 
     Raises:
         ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
@@ -95,32 +83,14 @@ class LLM(EngineControl, Unpicklable):
 
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
         config = Config(os.fspath(model), **kwargs)
-        self._set_up(config, load_model(config))
+        super().__init__(config, load_model(config))
 
     @classmethod
     def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
         """Return a front end of a loaded model."""
         llm = cls.__new__(cls)
-        llm._set_up(config, loaded)
+        ModelClient.__init__(llm, config, loaded)
         return llm
-
-    def _set_up(self, config: Config, loaded: LoadedModel) -> None:
-        files = loaded.files
-        self.config, self._loaded, self._folder = config, loaded, files.folder
-        self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
-        self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
-        self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
-        self.input_processor = InputProcessor(
-            self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
-        )
-        self.output_processor = OutputProcessor(self.tokenizer)
-        self._answer_format: AnswerFormat | None = None
-        self.engine_client = EngineClient(loaded.engine, self.output_processor)
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """The engine, if it is in this process; a ValueError if it is in others."""
-        return self._loaded.require_local().engine
 
     def generate(
         self,
@@ -168,7 +138,7 @@ class LLM(EngineControl, Unpicklable):
             [True, True]
         """
         outputs = Outputs(on_output, keep)
-        job = Job(self.input_processor, prompts, sampling_params, priority, schedule=schedule)
+        job = Job(self.input_processor, self.output_processor, prompts, sampling_params, priority, schedule=schedule)
         return self._run(job, outputs, use_tqdm, on_error)
 
     def chat(
@@ -207,16 +177,16 @@ class LLM(EngineControl, Unpicklable):
                 given: Any = sampling_params[place] if isinstance(sampling_params, (list, tuple)) else sampling_params
                 answer.complete(output, given)
 
-        return self._run(
-            Job(
-                self.input_processor, conversation_source(messages), kept_tags(answer, sampling_params), priority,
-                schedule=schedule,
-                template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
-            ),
-            Outputs(on_output, keep, None if answer is None else finish),
-            use_tqdm,
-            on_error,
-        )  # fmt: skip
+        job = Job(
+            self.input_processor,
+            self.output_processor,
+            conversation_source(messages),
+            kept_tags(answer, sampling_params),
+            priority,
+            schedule=schedule,
+            template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
+        )
+        return self._run(job, Outputs(on_output, keep, None if answer is None else finish), use_tqdm, on_error)
 
     def stream(
         self,
@@ -241,7 +211,7 @@ class LLM(EngineControl, Unpicklable):
         given = list(as_prompts(prompts))
         params, priorities = expand_params(sampling_params, len(given)), check_priorities(priority, len(given))
         processed = self.input_processor.process(given, params, priorities, streams=True)
-        return self._stream(processed)
+        return stream(self.engine_client, [RequestState(request, self.output_processor) for request in processed])
 
     def stream_chat(
         self,
@@ -261,30 +231,6 @@ class LLM(EngineControl, Unpicklable):
         params = kept_tags(self.answer_options(template), sampling_params)
         return self.stream(self._render(messages, template), params, priority=priority)
 
-    @property
-    def answer_format(self) -> AnswerFormat:
-        """How the model writes calls of tools and thoughts, as its chat template shows.
-
-        Example:
-            >>> llm.answer_format.has_channels
-            False
-        """
-        if self._answer_format is None:
-            self._answer_format = AnswerFormat(self.tokenizer)
-        return self._answer_format
-
-    def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
-        """Return how answers are taken apart; None if there are no tools, and answers are text.
-
-        Example:
-            >>> llm.answer_options({"tools": None}) is None
-            True
-        """
-        tools = template.get("tools")
-        form = self.answer_format
-        # Chat templates may take more as tools than OpenAI's API does.
-        return AnswerOptions(form, tools, separates=form.has_channels) if tools else None
-
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
         found, _ = conversations(messages)
         options = template_options(template)
@@ -295,20 +241,15 @@ class LLM(EngineControl, Unpicklable):
     ) -> list[RequestOutput]:
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
-        client = self.engine_client
         self.require_ready()
-        run = JobRun(client, outputs.take, most_pending=self.most_pending, returns_errors=on_error == "return")
-        with (
-            client.driving(),
-            job.read() as prompts,
-            Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm) as progress,
-        ):
-            run.run(prompts, progress)
-        return outputs.in_order()
-
-    def _stream(self, requests: list[Request]) -> Generator[RequestOutput, None, None]:
-        with self.engine_client.driving():
-            yield from stream_requests(self.engine_client, requests)
+        return run_job(
+            self.engine_client,
+            job,
+            outputs,
+            most_pending=self.most_pending,
+            returns_errors=on_error == "return",
+            use_tqdm=use_tqdm,
+        )
 
     def score(
         self,
@@ -366,21 +307,9 @@ class LLM(EngineControl, Unpicklable):
             >>> similarity = float(first @ second)
         """
         pooling = self.default_pooling if pooling is None else pooling
-        job = Job(self.input_processor, prompts, pooling_params(pooling), schedule=schedule, pooling=pooling)
+        params = pooling_params(pooling)
+        job = Job(self.input_processor, self.output_processor, prompts, params, schedule=schedule, pooling=pooling)
         return embeddings(self._run(job, Outputs(), use_tqdm), self.model_config.hidden_size)
-
-    @property
-    def default_pooling(self) -> Pooling:
-        """The pooling that the model's folder asks for, if it is one of sentence-transformers; else "last".
-
-        Raises:
-            ValueError: it asks for one, or for another module, that is not supported.
-
-        Example:
-            >>> llm.default_pooling
-            'last'
-        """
-        return folder_pooling(self._folder)
 
     def rank(
         self,
@@ -438,104 +367,32 @@ class LLM(EngineControl, Unpicklable):
         given = list(as_prompts(prompts))
         self.require_ready()
         limits, greedy = self.limits, SamplingParams(temperature=0, max_tokens=params.max_tokens)
-        with self.engine_client.driving():
-            processed = self.input_processor.process(given, [greedy] * len(given), [0] * len(given))
-            searches = [
-                BeamSearch(
-                    r.token_ids.tolist(), params, self.eos_token_ids, limits.max_tokens(len(r.token_ids), r.params)
-                )
-                for r in processed
-            ]
-            run_beam_searches(self.engine_client, searches, use_tqdm)
+        requests = self.input_processor.process(given, [greedy] * len(given), [0] * len(given))
+        searches = [
+            BeamSearch(r.token_ids.tolist(), params, self.eos_token_ids, limits.max_tokens(len(r.token_ids), r.params))
+            for r in requests
+        ]
+        self._run_searches(searches, use_tqdm)
         return [beam_search_output(search, self.tokenizer) for search in searches]
 
-    def get_tokenizer(self) -> Any:
-        """Return the tokenizer, one of transformers; None if the model's folder has none.
+    def _run_searches(self, searches: list[BeamSearch], use_tqdm: bool) -> None:
+        """Run searches to their ends; the beams of all of them are a batch, whose outputs the next one extends."""
+        states: list[RequestState] = []
 
-        Example:
-            >>> tokenizer = llm.get_tokenizer()
-            >>> tokenizer.decode(tokenizer.encode("Hello"))
-            'Hello'
-        """
-        return self.tokenizer
+        def fill(pending: News) -> None:
+            if pending:
+                return
+            outputs = (state.result() for state in states)
+            for search in (search for search in searches if not search.done and states):
+                search.extend_by(outputs)
+            requests = [request for search in searches if not search.done for request in search.requests()]
+            states[:] = [RequestState(request, self.output_processor) for request in requests]
+            self.engine_client.add_pending(states, pending)
 
-    @property
-    def most_pending(self) -> int:
-        """Requests that a job has in the engine at a time: those that run, and as many that wait.
-
-        Several engines get them from the front end's own queue, which is longer, so that stretches of it are long.
-
-        Example:
-            >>> llm.most_pending == 2 * llm.config.max_num_running
-            True
-        """
-        count = 2 * self.config.max_num_running
-        return count if self._loaded.local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of one request, prompt and output together: the setting, capped by the model's own limit."""
-        return self.limits.max_model_len
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's `generation_config.json` recommends.
-
-        Example:
-            >>> params = llm.get_default_sampling_params()
-            >>> params.max_tokens = 8
-            >>> outputs = llm.generate("Hello", params)
-        """
-        return SamplingParams.from_model(self._folder)
-
-    def recommended_values(self) -> dict[str, Any]:
-        """Return the sampling parameters that the model's `generation_config.json` sets, by name."""
-        return recommended_values(self._folder)
-
-    def add_request(
-        self, prompt: Prompt | TokenIds, sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> int:
-        """Queue a request and return its id; see `LLMEngine.add_request`.
-
-        Example:
-            >>> request_id = llm.add_request("Hello", SamplingParams(max_tokens=8))
-            >>> while not llm.is_finished():
-            ...     for finished_id, output in llm.step().finished:
-            ...         assert finished_id == request_id
-        """
-        self.require_awake()
-        params = SamplingParams() if sampling_params is None else sampling_params
-        (request,) = self.input_processor.process([prompt], [params], [priority])
-        with deferred_signals():
-            return self.engine_client.enqueue(request).request_id
-
-    def stats(self) -> dict[str, int]:
-        """Counters since the engine began, and the blocks in use now.
-
-        Example:
-            >>> llm.stats()["num_used_blocks"]
-            0
-        """
-        return self.engine_client.engine.stats(now=True)
-
-    def block_usage(self, most_cells: int = 2048) -> BlockUsage:
-        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`.
-
-        Those of several replicas follow each other.
-        """
-        share = max(1, most_cells // self.config.data_parallel_size)
-        return joined_usage(self.engine_client.engine.call("block_usage", share))
-
-    def stats_history(self) -> list[StatsSample]:
-        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
-
-        Example:
-            >>> most_running = max(sample.num_running for sample in llm.stats_history())
-        """
-        return self.engine_client.engine.stats_history()
-
-    def step_histograms(self) -> StepHistograms:
-        """Return how large steps were, and how long outputs waited for their next tokens."""
-        return merged_histograms(self.engine_client.engine.call("histograms"))
+        progress = Progress(self.engine_client.engine, None, "beam", disable=not use_tqdm)
+        with progress, closing(self.engine_client.run(fill)) as steps:
+            for news in steps:
+                progress.update(len(news))
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
         """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`.
@@ -568,10 +425,6 @@ class LLM(EngineControl, Unpicklable):
         """
         with trace_engine(self.llm_engine, file):
             yield
-
-    def exit(self) -> None:
-        """Free the device; see `LLMEngine.exit`."""
-        self.engine_client.engine.exit()
 
     def __repr__(self) -> str:
         config, limits = self.config, self.limits

@@ -12,8 +12,8 @@ import nanovllm
 ROOT = Path(nanovllm.__file__).parent
 # From the top down; a folder or a file may import what stands below it, and a folder its own files.
 LAYERS = [
-    "__main__", "cli", "__init__", "integrations", "serve", "openai_format", "async_llm", "llm",
-    "stats_plot", "replicas", "text", "engine", "workers", "runner", "models", "sampling", "layers", "quantization",
+    "__main__", "cli", "__init__", "integrations", "serve", "openai_format", "llm", "stats_plot", "client", "tasks",
+    "text", "engine", "workers", "runner", "models", "sampling", "layers", "quantization",
     "weights", "attention", "distributed", "kernels", "model_config", "experts_config", "pooling_config",
     "rope_config", "quantization_config", "config", "sampling_params", "outputs", "logprobs", "assets", "utils",
 ]  # fmt: skip

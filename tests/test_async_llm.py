@@ -16,12 +16,11 @@ import pytest
 
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.async_llm.request_stream import Mailbox, RequestStream
-from nanovllm.engine.request import Request
+from nanovllm.client.request_state import RequestState
+from nanovllm.client.request_stream import Mailbox, RequestStream
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.text.input_processor import LONG_TEXT
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.text.request_state import RequestState
 from tests.mock_runner import make_request
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
@@ -211,12 +210,11 @@ def test_an_engine_that_is_dropped_frees_its_device(monkeypatch: pytest.MonkeyPa
 def test_finished_requests_do_not_wait_for_the_garbage_collector(llm: AsyncLLM, streams: bool) -> None:
     alive: list[weakref.ref[Any]] = []
     client = llm.llm.engine_client
-    enqueue = client.enqueue
+    add = client.add
 
-    def watched(request: Request) -> RequestState:
-        state = enqueue(request)
+    def watched(state: RequestState) -> None:
+        add(state)
         alive.append(weakref.ref(state))
-        return state
 
     async def run() -> None:
         params = SamplingParams(1.0, 5, n=2)
@@ -226,14 +224,14 @@ def test_finished_requests_do_not_wait_for_the_garbage_collector(llm: AsyncLLM, 
             await llm.generate("b", SamplingParams(0, 1))
             del alive[1:]
 
-    client.enqueue = watched  # type: ignore[method-assign]
+    client.add = watched  # type: ignore[method-assign]
     gc.collect()
     gc.disable()
     try:
         asyncio.run(asyncio.wait_for(run(), 10))
     finally:
         gc.enable()
-        client.enqueue = enqueue  # type: ignore[method-assign]
+        client.add = add  # type: ignore[method-assign]
 
 
 def test_a_stream_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
@@ -305,8 +303,8 @@ def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
     async def run() -> None:
         params = SamplingParams(detokenize=False)
         request = make_request([1], params, is_streamed=True)
-        stream = RequestStream(request, "x", Mailbox(asyncio.get_running_loop()), lambda stream: None)
-        stream.state = RequestState(0, request, OutputProcessor(None))
+        state = RequestState(request, OutputProcessor(None))
+        stream = RequestStream(state, "x", Mailbox(asyncio.get_running_loop()), lambda stream: None)
         for token_id in (5, 6):
             stream.state.outputs[0].append(token_id, False, b"")
             # The news arrive, and nobody waits for them.

@@ -8,11 +8,13 @@ from unittest.mock import Mock
 
 import pytest
 
+from nanovllm.client.engine_client import EngineClient
+from nanovllm.client.request_state import RequestState
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, StepError
-from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.output_processor import OutputProcessor
 from tests.mock_runner import complete, greedy, make_engine, make_request
+from tests.test_engine_faults import add
 from tests.test_output_processor import WatchedLock
 
 
@@ -29,13 +31,10 @@ def test_an_output_ends_at_the_token_that_completes_its_stop_string(depth: int) 
     client = EngineClient(engine, OutputProcessor(NumberTokenizer()))
     want = complete([1, 2], 6, frozenset(), 128)
     stop = f"{want[4]},{want[5]},"
-    request_id = client.enqueue(make_request([1, 2], replace(greedy(30), stop=[stop]))).request_id
-    done: dict[int, RequestOutput] = {}
-    with client.driving():
-        while not done:
-            client.run_step()
-            done = client.claim({request_id})
-    (output,) = done[request_id].outputs
+    state = RequestState(make_request([1, 2], replace(greedy(30), stop=[stop])), client.processor)
+    for news in client.run_all([state]):
+        assert list(news.values()) == [state]
+    (output,) = state.result().outputs
     assert (output.token_ids, output.finish_reason, output.stop_reason) == (want, "stop", stop)
     assert output.text == NumberTokenizer().decode(want[:4])
     # It is known before the next step is planned, and the step under way, if there is one, is over.
@@ -47,31 +46,30 @@ def test_aborted_requests_are_forgotten() -> None:
     engine, _ = make_engine(pipeline_depth=0)
     client = EngineClient(engine, OutputProcessor(NumberTokenizer()))
     params = replace(greedy(30), stop=["x"], temperature=1.0, n=2)
-    ids = [client.enqueue(make_request([1, 2], params)).request_id for _ in range(2)]
+    ids = [add(client, make_request([1, 2], params)) for _ in range(2)]
     client.step()
     engine.abort([ids[0] + 1])
     engine.abort([ids[1]], keep_outputs=True)
     assert [request_id for request_id, _ in client.step().finished] == [ids[1]]
     assert client.is_finished() and not client._states
-    done, never = (client.enqueue(make_request([1, 2], params)).request_id for params in (greedy(1), greedy(30)))
-    with client.driving():
-        client.run_step()
+    done, never = (add(client, make_request([1, 2], params)) for params in (greedy(1), greedy(30)))
+    engine.run_step()
     client.abort([done, never])
     # What has finished waits for its caller.
-    assert set(client._states) == {done}
+    assert not client._states
     assert [request_id for request_id, _ in client.step().finished] == [done] and not client._states
 
 
 def test_what_has_finished_is_returned_after_the_device_is_lost() -> None:
     engine, runner = make_engine(pipeline_depth=0)
     client = EngineClient(engine, OutputProcessor(NumberTokenizer()))
-    done, failed = (client.enqueue(make_request([1, 2], greedy(count))).request_id for count in (2, 30))
-    with client.driving():
-        client.run_step()
-        client.run_step()
-        runner.forward = runner.synchronize = Mock(side_effect=RuntimeError("lost"))  # type: ignore[method-assign]
-        # Its results stay in the engine, as when an exception comes between.
-        engine.run_step()
+    done, failed = (add(client, make_request([1, 2], greedy(count))) for count in (2, 30))
+    engine.run_step()
+    engine.run_step()
+    client.take_news()
+    runner.forward = runner.synchronize = Mock(side_effect=RuntimeError("lost"))  # type: ignore[method-assign]
+    # Its results stay in the engine, as when an exception comes between.
+    engine.run_step()
     with pytest.raises(StepError) as caught:
         client.step()
     assert caught.value.request_ids == [failed]
@@ -102,8 +100,8 @@ def test_no_token_is_lost_that_comes_before_its_request_is_known() -> None:
 
     engine.enqueue = held_enqueue  # type: ignore[method-assign]
     client._lock = WatchedLock(reached.set)  # type: ignore[assignment]
-    state = client.enqueue(make_request([1, 2], replace(greedy(3), stop=[f"{first},"])))
+    request_id = add(client, make_request([1, 2], replace(greedy(3), stop=[f"{first},"])))
     thread.join(10)
     while not client.is_finished():
         finished.update(client.step().finished)
-    assert finished[state.request_id]["token_ids"] == want[:1]
+    assert finished[request_id]["token_ids"] == want[:1]

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError
+from nanovllm.client.engine_client import EngineClient
+from nanovllm.client.request_state import RequestState
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Grammar, Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
-from nanovllm.text.engine_client import EngineClient
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
 from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence
@@ -159,6 +160,14 @@ class Tokenizer:
         return "".join(f"{token_id}," for token_id in token_ids)
 
 
+def add(client: EngineClient, request: Request) -> int:
+    """Queue a request whose output `step` returns."""
+    state = RequestState(request, client.processor)
+    state.awaits_step = True
+    client.add(state)
+    return state.request_id
+
+
 @DEPTHS
 @pytest.mark.parametrize("stop", [None, "never"])
 def test_a_text_that_cannot_be_decoded_fails_alone(depth: int, stop: str | None) -> None:
@@ -170,7 +179,7 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int, stop: str | None)
     bad = want[1] if stop is None else want[1][:2]
     llm.engine_client = EngineClient(engine, OutputProcessor(Tokenizer(bad)))
     params = replace(greedy(4), stop=stop)
-    ids = [llm.engine_client.enqueue(make_request(prompt, params)).request_id for prompt in prompts]
+    ids = [add(llm.engine_client, make_request(prompt, params)) for prompt in prompts]
     outputs: dict[int, RequestOutput] = {}
     failures: list[StepError] = []
     while not llm.is_finished():

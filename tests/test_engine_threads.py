@@ -121,7 +121,7 @@ def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -
         handle.result = slow_result  # type: ignore[method-assign]
         return handle
 
-    runner.sample = slow_launch  # type: ignore[method-assign, assignment]
+    runner.sample = slow_launch  # type: ignore[method-assign]
     kept = engine.add_request([1, 2, 3], greedy(100))
     over = threading.Event()
 
@@ -179,7 +179,7 @@ def test_exit_from_another_thread_ends_a_generate(llm: LLM) -> None:
 
 
 def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.call_guard._EXIT_SECONDS", 0.1)
+    monkeypatch.setattr("nanovllm.engine.engine._EXIT_SECONDS", 0.1)
     first = Background(llm, [[1, 2, 3]], greedy(100))
     llm.exit()
     assert llm.llm_engine._runner is not None
@@ -268,3 +268,25 @@ def test_an_abort_between_a_requests_ids_and_its_sequences_drops_it(monkeypatch:
     engine.add_request([1, 2, 3], greedy(8))
     engine.step()
     assert engine.is_finished() and not engine.stats()["num_prompt_tokens"]
+
+
+def test_a_pause_waits_for_one_step_and_comes_before_the_next() -> None:
+    engine, runner = make_engine(pipeline_depth=0)
+    request = engine.add_request([1, 2, 3], greedy(9))
+    launch, thread = runner.forward, threading.Thread(target=engine.pause, args=("keep",))
+
+    def launch_while_another_waits(batch: Any) -> Any:
+        thread.start()
+        while engine._turn.acquire(blocking=False):
+            engine._turn.release()
+            time.sleep(0.001)
+        runner.forward = launch  # type: ignore[method-assign]
+        return launch(batch)
+
+    runner.forward = launch_while_another_waits  # type: ignore[method-assign]
+    for _ in range(5):
+        engine.step()
+    thread.join()
+    assert engine.stats()["num_steps"] == 1, "the step that was under way"
+    engine.resume()
+    assert list(run(engine)) == [request]

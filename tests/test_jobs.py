@@ -15,8 +15,8 @@ import pytest
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.text import jobs
-from nanovllm.text.read_ahead import ReadAhead
+from nanovllm.client import jobs
+from nanovllm.client.read_ahead import ReadAhead
 from tests.null_runner import NullRunner
 
 SETTINGS: dict[str, Any] = {
@@ -61,7 +61,7 @@ ONE = SamplingParams(0, 1, ignore_eos=True)
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """An engine without a model, and jobs of chunks of ten; each test must leave nothing behind."""
-    monkeypatch.setattr("nanovllm.replicas.local_engine.ModelRunner", NullRunner)
+    monkeypatch.setattr("nanovllm.client.loading.ModelRunner", NullRunner)
     monkeypatch.setattr(jobs, "CHUNK_SIZE", 10)
     with LLM(BUNDLED_MODEL, **SETTINGS) as llm:
         yield llm

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.text.engine_control import EngineControl
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.report import LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice
@@ -506,7 +505,7 @@ def test_a_tensor_that_is_written_in_part_is_missing(
 
 
 def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) -> None:
-    control = EngineControl()
+    control = LLM.__new__(LLM)
     control.engine_client = Mock()
     engine = control.engine_client.engine
     engine.is_in_process = False
@@ -527,7 +526,7 @@ def test_a_warning_names_what_an_adapter_makes_no_number(live: LLM, pair: tuple[
 
 @pytest.mark.parametrize("had_one", [[True, False], [False, True], [False, False]])
 def test_an_adapter_of_any_replica_is_one(had_one: list[bool]) -> None:
-    control = EngineControl()
+    control = LLM.__new__(LLM)
     control.engine_client = Mock()
     control.engine_client.engine.call.return_value = had_one
     assert control.unload_adapter() == any(had_one)

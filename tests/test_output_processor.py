@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.client.request_state import RequestState
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.text.beam_search import Beam, BeamSearch, beam_search_output
+from nanovllm.tasks.beam_search import Beam, BeamSearch, beam_search_output
 from nanovllm.text.detokenizer import Detokenizer, TextOffsets
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
-from nanovllm.text.request_state import RequestState
 from nanovllm.text.token_bytes import token_bytes_function
 from tests.mock_runner import make_request
 from tests.small_tokenizers import MARK, sentencepiece_tokenizer
@@ -210,7 +210,7 @@ class ByteTokenizer:
 
 def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() -> None:
     params = SamplingParams(stop="stop", max_tokens=2)
-    state = RequestState(0, make_request([1], params.checked()), OutputProcessor(ByteTokenizer()))
+    state = RequestState(make_request([1], params.checked()), OutputProcessor(ByteTokenizer()))
     for token_id in (1, 2):
         assert not state.outputs[0].append(token_id, False, b"")
     output = CompletionOutput(0, "", [1, 2], finish_reason="length")

@@ -30,12 +30,12 @@ from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.outputs import StepError
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import DeviceHandle
+from nanovllm.utils.python_process import PythonProcess
 from nanovllm.workers import parallel_runner
 from nanovllm.workers.channel import Sender
 from nanovllm.workers.orders import StepOrder
-from nanovllm.workers.processes import WorkerError, WorkerProcesses
+from nanovllm.workers.processes import WorkerError, WorkerProcess, WorkerProcesses, start_worker
 from nanovllm.workers.worker import WorkerFailure, WorkerPlan
-from nanovllm.workers.worker_process import WorkerProcess, start_worker
 from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
@@ -227,8 +227,8 @@ def test_a_rank_has_ended_though_another_thread_asks_too() -> None:
 
     process = SlowPopen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    rank = WorkerProcess(1, process, None)  # type: ignore[arg-type]
-    watching = threading.Thread(target=rank.exit_code)
+    rank = WorkerProcess(1, PythonProcess(process), None)  # type: ignore[arg-type]
+    watching = threading.Thread(target=lambda: rank.has_ended)
     watching.start()
     assert asking.wait(10)
     threading.Timer(0.2, answer.set).start()
@@ -242,12 +242,13 @@ def test_of_two_ranks_that_failed_the_one_that_failed_first_is_the_cause(monkeyp
         with sender:
             sender.send(WorkerFailure(seconds, f"rank {rank}'s traceback"))
         process = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
-        return WorkerProcess(rank, process, receiver)
+        return WorkerProcess(rank, PythonProcess(process), receiver)
 
     def end(rank: WorkerProcess) -> None:
-        assert rank.process.stdin is not None
-        rank.process.stdin.close()
-        rank.process.wait()
+        process = rank.process._process
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait()
 
     ranks = WorkerProcesses(1)
     # The one that failed first takes longer to end: it runs until somebody waits for it.

@@ -141,7 +141,8 @@ with LLM(BUNDLED_MODEL, device="cpu", max_model_len=256) as llm:
     sys.setprofile(None)
 assert set({[file for file, _ in rows]}) <= ran, set({[file for file, _ in rows]}) - ran
 loaded = {{name.split(".")[1] for name in sys.modules if name.startswith("nanovllm.")}}
-assert not loaded & set("serve async_llm integrations cli".split()), loaded
+assert not loaded & set("serve integrations cli".split()), loaded
+assert "nanovllm.client.async_llm" not in sys.modules
 assert not [file for file in ran if file.startswith(("workers/", "serve/")) or "hopper" in file]
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)

@@ -18,10 +18,10 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.client.engine_process import replica_devices
+from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.request import Request
-from nanovllm.replicas.placement import Placement
-from nanovllm.replicas.replica_devices import replica_devices
 from tests.mock_runner import make_engine
 from tests.rank_processes import engine_pids
 
@@ -148,7 +148,7 @@ def test_routing_by_prefix_against_round_robin(capsys: pytest.CaptureFixture[str
 
 
 def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.replicas.replica_devices.num_gpus", lambda: 4)
+    monkeypatch.setattr("nanovllm.client.engine_process.num_gpus", lambda: 4)
 
     def devices(size: int, ranks: int = 1, device: str = "auto", share: float = 0.9) -> list[str]:
         settings = {"data_parallel_size": size, "tensor_parallel_size": ranks, "device": device}
@@ -163,7 +163,7 @@ def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
         devices(2, device="cuda:3")
     assert devices(2, device="cuda:3", share=0.45) == ["cuda:3", "cuda:3"]
     assert devices(6, share=0.5) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
-    monkeypatch.setattr("nanovllm.replicas.replica_devices.num_gpus", lambda: 0)
+    monkeypatch.setattr("nanovllm.client.engine_process.num_gpus", lambda: 0)
     with pytest.raises(ValueError, match=r"needs 2 GPUs, but there are 0"):
         devices(2, device="cuda")
 

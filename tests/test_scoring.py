@@ -14,7 +14,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import LogprobsMode, Pooling
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams
-from nanovllm.text.ranking import rank_method
+from nanovllm.tasks.ranking import rank_method
 from tests.reference import check_position, prompt, reference_logits, reference_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}

@@ -36,8 +36,8 @@ from nanovllm.serve.protocol import ChatBody, CompletionBody
 from nanovllm.serve.responses import ResponseBody, answer_response, response_chat
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.tasks.ranking import RankBy
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.text.ranking import RankBy
 
 
 class PlayedStream:

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.client.request_state import RequestState
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
-from nanovllm.text.request_state import RequestState
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)

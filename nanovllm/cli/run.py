@@ -24,14 +24,12 @@ from nanovllm.cli.batch_lines import (
 )
 from nanovllm.cli.batch_output import AnsweredRequests, ResultFile, answer_header, run_digest
 from nanovllm.cli.chat import check_flags
-from nanovllm.engine.request import Request
+from nanovllm.client.jobs import CHUNK_SIZE, Done, JobRun, PreparedPrompt, Progress, RefusedPrompt, prepared_prompt
+from nanovllm.client.read_ahead import ReadAhead
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.answers import AnswerFormat
-from nanovllm.text.jobs import CHUNK_SIZE, FinishedPrompt, JobRun, PreparedPrompt
-from nanovllm.text.read_ahead import ReadAhead
-from nanovllm.text.run_requests import Progress
 from nanovllm.utils.flags import user_errors
 
 
@@ -99,14 +97,17 @@ class BatchRun:
             RuntimeError: the engine is closed, since the device is lost.
         """
         client = self._llm.engine_client
-        run = JobRun(client, self._answer, most_pending=self._llm.most_pending, returns_errors=True)
         with (
-            client.driving(),
             ReadAhead(self._lines, self._prepare, self._chunk_size) as lines,
             # No progress bar without a terminal.
             Progress(client.engine, self._num_lines, "line", disable=None) as progress,
         ):
-            run.run(lines, progress)
+
+            def deliver(done: Done) -> None:
+                self._answer(done)
+                progress.update(len(done))
+
+            JobRun(client, lines, deliver, most_pending=self._llm.most_pending, returns_errors=True).run()
 
     def _prepare(self, lines: list[tuple[int, int, bytes]]) -> list[PreparedPrompt]:
         """Return the requests of lines."""
@@ -119,7 +120,7 @@ class BatchRun:
                 request = self._parser.parse(record)
                 request.encode(self._llm.input_processor)
             except ValueError as error:
-                prepared.append(PreparedPrompt(number, Line(number, digest, ids, None), error))
+                prepared.append(RefusedPrompt(number, Line(number, digest, ids, None), error))
             else:
                 line = Line(number, digest, ids, request)
                 (prompts if request.messages is None else chats).append(line)
@@ -138,7 +139,7 @@ class BatchRun:
             checker=self._checker,
         )
         for line, request in zip(lines, requests, strict=True):
-            yield PreparedPrompt(line.number, line, request)
+            yield prepared_prompt(request, self._llm.output_processor, line.number, line)
 
     def _rendered(self, request: BatchRequest) -> str:
         return request.rendered(self._llm.tokenizer)
@@ -148,16 +149,17 @@ class BatchRun:
         # The request's number would be another one when a run goes on.
         return None if seed is None else [Random(f"{seed} {line.number}").getrandbits(64) for line in lines]
 
-    def _answer(self, done: list[FinishedPrompt]) -> None:
+    def _answer(self, done: Done) -> None:
         """Write what has finished."""
         if any(output.error is not None for _, output in done):
             # Lines that failed with the device have no result, so that a later run answers them.
             self._llm.engine_client.engine.require_open()
-        self._write([self._result(item.prompt, item.request, output) for item, output in done])
+        self._write([self._result(item, output) for item, output in done])
 
-    def _result(self, line: Line, request: Request | ValueError, output: RequestOutput) -> bytes:
+    def _result(self, item: PreparedPrompt, output: RequestOutput) -> bytes:
+        line: Line = item.source
         if output.error is not None or line.request is None:
-            code = "invalid_request" if isinstance(request, ValueError) else "server_error"
+            code = "invalid_request" if isinstance(item, RefusedPrompt) else "server_error"
             return self._failure(line, code, output.error or "")
         result = result_line(line.number, line.ids, output, line.request, self._llm.config.model)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -92,30 +91,6 @@ class EngineOutputs:
         steps, self._unreported = self._unreported, []
         new = _new_token_ids(steps)
         return StepResult(finished, new, sum(s.num_prefill_tokens for s in steps), sum(map(len, new.values())))
-
-    def claim(self, request_ids: Set[int]) -> dict[int, RequestOutput]:
-        """Return, once, those of these requests that have finished.
-
-        Raises:
-            StepError: one has failed, or a step that had no requests yet; it stays until `drop`.
-        """
-        for failure in self.failures:
-            if not (failure.request_ids and not any(i in request_ids for i in failure.request_ids)):
-                raise failure
-        done = {request_id: output for request_id, output in self.finished if request_id in request_ids}
-        if done:
-            self.finished = [item for item in self.finished if item[0] not in done]
-        return done
-
-    def drop(self, request_ids: set[int]) -> None:
-        """Forget these requests; a failure that they share with others stays for the others."""
-        self.finished = [item for item in self.finished if item[0] not in request_ids]
-        failures = []
-        for failure in self.failures:
-            others = [request_id for request_id in failure.request_ids if request_id not in request_ids]
-            if others:
-                failures.append(StepError(str(failure), others, failure.__cause__))
-        self.failures = failures
 
 
 def _new_token_ids(steps: list[NewTokens]) -> dict[int, list[int]]:

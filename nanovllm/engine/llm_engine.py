@@ -5,8 +5,8 @@ It is an `Engine`, and can be driven alone, with requests of token ids (`add_req
 A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
 (depth 0, on the CPU). What needs token values, such as EOS, waits for the step's result; see `Scheduler`.
 
-One thread at a time drives the engine; another that tries to gets an error. Requests and aborts may come from any
-thread: they go into an inbox, which the next step empties. What a step brings is kept until a caller has it.
+Requests and aborts may come from any thread: they go into an inbox, which the next step empties. What a step brings is
+kept until a caller has it. Weights, pauses and sleep change the engine between two steps; `LLM` says what each does.
 """
 
 from __future__ import annotations
@@ -14,17 +14,20 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import count
+from threading import get_ident
+from typing import Any
 
 import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_usage import BlockUsage, block_usage
-from nanovllm.engine.call_guard import Call, drive, exit_with_interpreter
-from nanovllm.engine.controlled_engine import ControlledEngine
+from nanovllm.engine.engine import Engine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
+from nanovllm.engine.engine_state import SLEEP_TAGS, EngineState, PauseMode
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import (
     Abort,
@@ -47,14 +50,13 @@ from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
-from nanovllm.utils.unpicklable import Unpicklable
-from nanovllm.weights.report import WeightsRunner
+from nanovllm.weights.report import LoadedWeights, LoadFailedError, WeightsRunner
 
 _REST_SECONDS = 0.002
 """How long a step of a paused engine takes, which does nothing."""
 
 
-class LLMEngine(ControlledEngine, Unpicklable):
+class LLMEngine(Engine):
     """Requests, their scheduling, and the runner that computes them.
 
     Args:
@@ -62,11 +64,13 @@ class LLMEngine(ControlledEngine, Unpicklable):
         vocab_size, max_model_len: token ids of prompts are below it; most tokens of one request.
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
-        weights: see `ControlledEngine`.
+        weights: changes the model's weights, and its memory; None if nothing does.
 
     Attributes:
         step_histograms: sizes of steps, and times between tokens.
     """
+
+    is_in_process = True
 
     def __init__(
         self,
@@ -79,9 +83,12 @@ class LLMEngine(ControlledEngine, Unpicklable):
         make_constraint: MakeConstraint = no_constraint,
         weights: WeightsRunner | None = None,
     ) -> None:
-        super().__init__(weights)
+        super().__init__()
         self.config = config
         self._runner: Runner | None = runner
+        self._weights_runner = weights
+        self._state = EngineState()
+        self._holds_steps = False
         memory = runner.host_memory
         self.block_manager = BlockManager(
             runner.num_kvcache_blocks,
@@ -121,7 +128,6 @@ class LLMEngine(ControlledEngine, Unpicklable):
         self._results = EngineOutputs()
         self._history = StatsHistory()
         self.step_histograms = StepHistograms()
-        exit_with_interpreter(self)
 
     def add_request(
         self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None, priority: int = 0
@@ -151,7 +157,7 @@ class LLMEngine(ControlledEngine, Unpicklable):
         return seq_ids[0]
 
     def enqueue_all(self, requests: Iterable[Request]) -> list[int]:
-        """Queue requests that come together, all or none; see `enqueue`."""
+        """Queue requests that come together, all or none."""
         request_ids: list[int] = []
         try:
             for request in requests:
@@ -169,46 +175,50 @@ class LLMEngine(ControlledEngine, Unpicklable):
                 the step has brought them is in the next result.
             RuntimeError: the engine is closed, or is driven by another thread, or by a caller of this one.
         """
-        call = Call()
-        try:
-            drive(self, call)
+        with self.driving():
             # Results of earlier steps are still returned after a later one has lost the device.
             tokens = self.run_step() if self._runner is not None or not self._results else None
             return self._results.take_step(tokens)
-        finally:
-            self.end(call)
 
-    def run_step(self) -> NewTokens:
+    def run_step(self, wants_tokens: bool = False) -> NewTokens:
         """Do a step for the call that drives the engine, and return its tokens; its results are kept.
 
-        Signals are deferred until the step ends, so that the scheduler's state stays consistent. Calls of other threads
-        that wait for a gap between two steps (`CallGuard.borrowers`), such as `load_weights`, come first.
+        Signals are deferred until the step ends, so that the scheduler's state stays consistent.
         """
         with deferred_signals():
-            if self._guard.borrowers:
-                self._guard.lend()
-            runner = self.require_open()
-            self._empty_inbox()
-            tokens = self._step_tokens = NewTokens()
-            self._history.sample_if_due(self.stats)
-            if self._holds_steps and not self.is_draining():
-                self._rest()
-                return tokens
-            try:
-                batch = self.scheduler.schedule()
-                if batch is not None:
-                    step = runner.forward(batch)
-                    self._in_flight.append((batch, runner.sample(step, self._make_masks(batch))))
-            except BaseException as error:
-                # The steps before the one that failed are good.
-                self._collect(0)
-                self._fail(error)
-                return tokens
-            # With nothing launched the pipeline drains: an empty plan still collects the last result.
-            self._collect(runner.pipeline_depth if batch is not None else 0)
-            self._collect_last()
-            tokens.num_prefill_tokens = batch.num_chunk_tokens if batch is not None else 0
+            # What waits for the gap between two steps comes first.
+            with self._turn:
+                pass
+            # `_alone`, without a generator's cost.
+            with self._mutex:
+                self._enter()
+                try:
+                    return self._step(self.require_open())
+                finally:
+                    self._leave()
+
+    def _step(self, runner: Runner) -> NewTokens:
+        self._empty_inbox()
+        tokens = self._step_tokens = NewTokens()
+        self._history.sample_if_due(self.stats)
+        if self._holds_steps and not self.is_draining():
+            self._rest()
             return tokens
+        try:
+            batch = self.scheduler.schedule()
+            if batch is not None:
+                step = runner.forward(batch)
+                self._in_flight.append((batch, runner.sample(step, self._make_masks(batch))))
+        except BaseException as error:
+            # The steps before the one that failed are good.
+            self._collect(0)
+            self._fail(error)
+            return tokens
+        # With nothing launched the pipeline drains: an empty plan still collects the last result.
+        self._collect(runner.pipeline_depth if batch is not None else 0)
+        self._collect_last()
+        tokens.num_prefill_tokens = batch.num_chunk_tokens if batch is not None else 0
+        return tokens
 
     def _rest(self) -> None:
         """Take in the results of steps under way, and sleep, so that a paused engine does not spin."""
@@ -319,30 +329,24 @@ class LLMEngine(ControlledEngine, Unpicklable):
             raise error
 
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
-        """Drop requests, wherever they stand.
+        """Drop requests, wherever they stand; see `Engine`.
 
-        Blocks are free at once; while another thread drives the engine, with that thread's next step.
-
-        Args:
-            request_ids: the id of any output stands for the whole request; ids of finished ones are ignored.
-            keep_outputs: finish them with what they have instead; outputs that have not ended have `finish_reason`
-                "abort".
-
-        Raises:
-            ValueError: what is given is no id.
+        Blocks are free at once; while another thread does a step, with the next one.
         """
         self._inbox.append(Abort(check_request_ids(request_ids), keep_outputs))
-        call = Call(brief=True)
-        try:
-            with deferred_signals():
-                if self._guard.begin(call):
-                    self._empty_inbox()
-        finally:
-            self.end(call)
+        with deferred_signals():
+            # Of two that come together the one that is first does both.
+            while self._inbox and not self._is_busy and self._mutex.acquire(blocking=False):
+                try:
+                    if not self._is_busy:
+                        with self._alone():
+                            self._empty_inbox()
+                finally:
+                    self._mutex.release()
 
     def stop(self, outputs: list[tuple[int, int]]) -> None:
-        """End outputs, by request and index, for the call that drives the engine; see `Engine`."""
-        with deferred_signals():
+        """End outputs, by request and index, whose text has come to a stop string; see `Engine`."""
+        with deferred_signals(), self._in_turn():
             self._empty_inbox()
             for request_id, index in outputs:
                 group = self._groups.get(request_id)
@@ -351,16 +355,6 @@ class LLMEngine(ControlledEngine, Unpicklable):
                     self._finish(group)
             self._collect_last()
 
-    def drop(self, request_ids: set[int]) -> None:
-        """Abort requests of the call that drives the engine, and forget what is kept for their caller."""
-        with deferred_signals():
-            self._inbox.append(Abort(list(request_ids), keep_outputs=False))
-            self._empty_inbox()
-            try:
-                self._collect(0)
-            finally:
-                self._results.drop(request_ids)
-
     @property
     def has_results(self) -> bool:
         """Whether `take_results` has anything."""
@@ -368,13 +362,13 @@ class LLMEngine(ControlledEngine, Unpicklable):
 
     def take_results(self) -> EngineOutputs:
         """Return, once, what steps have brought, for a caller who owns every request."""
-        results, self._results = self._results, EngineOutputs()
+        with self._in_turn():
+            results, self._results = self._results, EngineOutputs()
         return results
 
     def is_finished(self) -> bool:
         """Whether no request is left, no step is under way, and every result has been returned."""
-        waits = self._in_flight or self._inbox or self._results or self._guard.borrowers
-        return self.scheduler.is_finished() and not waits
+        return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._results)
 
     @property
     def request_ids(self) -> set[int]:
@@ -405,13 +399,125 @@ class LLMEngine(ControlledEngine, Unpicklable):
     @property
     def is_open(self) -> bool:
         """Whether the engine takes requests and steps."""
-        return self._runner is not None and not self._guard.closing
+        return self._runner is not None and not self._is_closing
 
     def require_open(self) -> Runner:
         """Return the runner; raises a RuntimeError if the engine is closed."""
-        if self._runner is None or self._guard.closing:
+        if self._runner is None or self._is_closing:
             raise RuntimeError("the engine is closed")
         return self._runner
+
+    @property
+    def state(self) -> EngineState:
+        """What holds steps up."""
+        return self._state
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Hold the engine between two steps inside the `with` block; waits for the end of a step of another thread.
+
+        Raises:
+            RuntimeError: the engine is closed, or this thread is within a call that drives it.
+        """
+        if any(driver.thread == get_ident() for driver in self._drivers[:1]):
+            raise RuntimeError("a generate or step of this thread has not ended")
+        with self._in_turn():
+            self.require_open()
+            self._empty_inbox()
+            try:
+                yield
+            finally:
+                self._holds_steps = self.state.holds_steps
+                self._empty_inbox()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of every engine, which are this one; see `Engine`."""
+        return [getattr(self, method)(*args)]
+
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
+        with self.between_steps(), self._changing_weights("load_weights"):
+            loaded: LoadedWeights = self._weights.loader.load(weights, strict)
+        return loaded
+
+    def unload_adapter(self) -> bool:
+        """Take out the adapter that `load_weights` has merged, and return whether there was one."""
+        with self.between_steps(), self._changing_weights("unload_adapter"):
+            return bool(self._weights.loader.unload_adapter().count)
+
+    @contextmanager
+    def _changing_weights(self, name: str) -> Iterator[None]:
+        """Note which weights are missing after the `with` block, also if it fails; name: of the call."""
+        self._require_weights(name)
+        was_missing = self.state.missing
+        try:
+            yield
+        except LoadFailedError as error:
+            self.state.missing = error.missing
+            raise
+        self.state.missing = self._weights.loader.missing
+        if was_missing.count and not self.state.missing.count:
+            # Graphs could not be captured before.
+            self._weights.wake_up([])
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefix cache, and return whether no request holds blocks of it."""
+        with self.between_steps():
+            return self.block_manager.reset()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Do no more steps, but those of requests that a "wait" waits for, which a later "keep" does not freeze."""
+        with self.between_steps():
+            if mode == "keep" and self.is_draining():
+                return
+            self.state.pause_mode = mode
+            if mode == "wait":
+                self.scheduler.waiting.hold_new()
+            elif mode == "abort":
+                self.abort(self.request_ids, keep_outputs=True)
+
+    def is_draining(self) -> bool:
+        """Whether a pause still waits for requests."""
+        state = self.state
+        return state.pause_mode == "wait" and state.cannot_run is None and not self.is_drained()
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        with self.between_steps():
+            self.scheduler.waiting.release_new()
+            self.state.pause_mode = None
+
+    def sleep(self, level: int) -> None:
+        """Give back the memory of weights, cache and CUDA graphs."""
+        with self.between_steps():
+            self._require_rest("sleep")
+            self.scheduler.preempt_all()
+            self.block_manager.reset()
+            self.state.asleep = set(SLEEP_TAGS)
+            self.state.missing = self._weights.sleep(level == 1)
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Take memory again for some of `SLEEP_TAGS`."""
+        with self.between_steps():
+            if woken := sorted(self.state.asleep.intersection(tags)):
+                self._weights.wake_up(woken)
+                self.state.asleep = self.state.asleep.difference(woken)
+
+    @property
+    def _weights(self) -> WeightsRunner:
+        if self._weights_runner is None:
+            raise RuntimeError("this engine's runner does not change weights")
+        return self._weights_runner
+
+    def _require_rest(self, name: str) -> None:
+        self.state.require_no_requests(name, self.request_ids)
+        if self.is_draining():
+            raise RuntimeError(f"{name}: a pause still waits for requests to end")
+
+    def _require_weights(self, name: str) -> None:
+        self._require_rest(name)
+        if "weights" in self.state.asleep:
+            raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
 
     def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
         """Put something in the runner's place, between two steps."""

@@ -8,7 +8,8 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from nanovllm.async_llm import AsyncLLM, RequestStream
+from nanovllm.client.async_llm import AsyncLLM
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.config import EngineSettings
 from nanovllm.logprobs import Logprobs
 from nanovllm.outputs import CompletionOutput, Prompt, RequestOutput, TokenIds

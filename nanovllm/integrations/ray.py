@@ -104,7 +104,7 @@ class EngineActor:
     """An engine in an actor; the batches that it has at a time share its steps."""
 
     def __init__(self, config: ProcessorConfig) -> None:
-        from nanovllm.async_llm import AsyncLLM  # noqa: PLC0415 (imports torch)
+        from nanovllm.client.async_llm import AsyncLLM  # noqa: PLC0415 (imports torch)
 
         self._config = config
         self._llm = AsyncLLM(config.model_source, **{"max_pending_requests": config.max_rows, **config.engine_kwargs})

@@ -12,7 +12,7 @@ from uuid import uuid4
 from anyio import to_thread
 from starlette.responses import Response
 
-from nanovllm.async_llm import RequestStream
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.openai_format import AnswerMessage, ChatChoice, ChatCompletion, UsageCounts, usage
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -79,7 +79,7 @@ class Answer(ABC):
         self, service: Service, streams: list[RequestStream], options: StreamOptions | None, head: dict[str, Any]
     ) -> None:
         self.service, self.streams, self.head = service, streams, head
-        self.requests = [stream.request for stream in streams]
+        self.requests = [stream.state.request for stream in streams]
         self.usage = Usage(sum(len(request.token_ids) for request in self.requests), options)
 
     @abstractmethod

@@ -13,7 +13,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
 from starlette.types import Scope
 
-from nanovllm.async_llm import QueueFullError
+from nanovllm.client.async_llm import QueueFullError
 from nanovllm.engine.request import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammar_compiler import GrammarError

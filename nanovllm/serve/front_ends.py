@@ -31,9 +31,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from types import FrameType
 
+from nanovllm.client.engine_process import EngineProcesses
 from nanovllm.config import Config
 from nanovllm.engine.request import RequestSeeds
-from nanovllm.replicas.engine_process import EngineProcesses
 from nanovllm.serve.logs import log_config
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
@@ -342,10 +342,9 @@ def run_front_end(descriptor: int, parent: int) -> None:
 def _answer(plan: FrontEndPlan, control: Connection) -> int:
     """Get ready while the engines load, then answer; returns the exit code."""
     # They import torch and Prometheus' client.
+    from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
+    from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.llm import LLM  # noqa: PLC0415
-    from nanovllm.replicas.loaded_model import over_replicas  # noqa: PLC0415
-    from nanovllm.replicas.model_files import read_model_files  # noqa: PLC0415
-    from nanovllm.replicas.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
     from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
 

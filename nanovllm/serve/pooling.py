@@ -15,7 +15,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.serve.protocol import Body, IsObject, Prompts, Text, TextOrTexts, one_of, prompt_list
 from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
 from nanovllm.serve.service import Service
-from nanovllm.text.ranking import ranked
+from nanovllm.tasks.ranking import ranked
 
 router = make_router()
 

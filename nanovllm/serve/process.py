@@ -17,7 +17,7 @@ from typing import Any, cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from nanovllm.async_llm import AsyncLLM
+from nanovllm.client.async_llm import AsyncLLM
 from nanovllm.llm import LLM
 from nanovllm.serve.app import create_app
 from nanovllm.serve.limits import Connection, ConnectionPool

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 import nanovllm
-from nanovllm.async_llm import AsyncLLM, RequestStream
+from nanovllm.client.async_llm import AsyncLLM
+from nanovllm.client.request_stream import RequestStream
 from nanovllm.config import Pooling
 from nanovllm.engine.request import Request
 from nanovllm.openai_format import Endpoint, TokenNames, request_params, template_values
@@ -29,11 +30,10 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.protocol import MOST_CHOICES, ChatBody, ChatMessage, SamplingBody, TokenizeBody
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.tasks.ranking import Judge, cosines, embeddings, rank_method, text_pairs
 from nanovllm.text.answers import AnswerFormat
 from nanovllm.text.chat_template import one_conversation, render_text, template_options
 from nanovllm.text.input_processor import work_of
-from nanovllm.text.pooling import embeddings
-from nanovllm.text.ranking import Judge, cosines, rank_method, text_pairs
 
 _logger = logging.getLogger(__name__)
 _SUPPORTED = frozenset({"stream", "echo", "best_of"})
@@ -234,7 +234,7 @@ class Service:
             return requests
 
         streams = await self.llm.enqueue(count, process, work_of([*map(_as_text, prompts)], params))
-        self._note([len(stream.request.token_ids) for stream in streams], params)
+        self._note([len(stream.state.request.token_ids) for stream in streams], params)
         return streams
 
     def _limited(self, params: SamplingParams) -> SamplingParams:

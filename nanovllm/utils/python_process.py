@@ -10,10 +10,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.spawn import get_executable
+from threading import RLock
 
+_POLL_SECONDS = 0.01
 _PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {function}({arguments})"
 
 
@@ -35,6 +38,49 @@ def start_python(
     command = [os.fsdecode(get_executable()), "-c", program, title]
     with _blocked_sigint():
         return subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL)
+
+
+class PythonProcess:
+    """Looks after a process until its end; any thread may, and a signal handler.
+
+    Args:
+        process: from `start_python`.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        # While one thread is in `Popen.poll`, another one gets None even if the process has ended.
+        self._lock = RLock()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code; None while it runs."""
+        with self._lock:
+            return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait for its end, at most so many seconds, and return its exit code; None if it still runs."""
+        deadline = time.monotonic() + seconds
+        while (code := self.exit_code) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return code
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended; does not wait for that."""
+        with self._lock:
+            self._process.kill()
+
+    def stop(self, wait: float = 0.0) -> None:
+        """Wait for its end, and kill it if that takes more seconds; a second call does nothing."""
+        if self.wait(wait) is None:
+            with self._lock:
+                self._process.kill()
+                self._process.wait()
 
 
 def describe_exit(code: int) -> str:

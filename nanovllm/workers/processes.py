@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 import numpy as np
 
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.utils.python_process import PythonProcess, describe_exit, start_python
 from nanovllm.workers.channel import Sender
-from nanovllm.workers.orders import CallOrder, StepOrder
-from nanovllm.workers.worker import WorkerPlan
-from nanovllm.workers.worker_process import WorkerProcess, start_worker
+from nanovllm.workers.orders import CallOrder, Reply, StepOrder
+from nanovllm.workers.worker import STARTED, WorkerFailure, WorkerPlan
 
 _T = TypeVar("_T")
 _START_SECONDS = 300.0
@@ -27,6 +28,64 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
 """Time after an error on rank 0 in which the end of the rank that caused it becomes visible."""
 _EXIT_SECONDS = 5.0
+
+
+@dataclass
+class WorkerProcess:
+    """One rank's process, the reports it has sent, and its failure if it sent one."""
+
+    rank: int
+    process: PythonProcess
+    reports: Connection
+    stages: set[str] = field(default_factory=set)
+    failure: WorkerFailure | None = None
+    reply: Reply | None = None
+
+    def read_reports(self, timeout: float = 0.0) -> None:
+        """Receive what the rank has sent, or sends within `timeout` seconds."""
+        try:
+            while self.reports.poll(timeout):
+                report = self.reports.recv()
+                if isinstance(report, WorkerFailure):
+                    self.failure = report
+                elif isinstance(report, Reply):
+                    self.reply = report
+                else:
+                    self.stages.add(report)
+                # Most often it is the one that is waited for.
+                timeout = 0.0
+        except (EOFError, OSError):  # it has ended, perhaps within a report; its exit code says how
+            time.sleep(timeout)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has ended."""
+        return self.process.exit_code is not None
+
+    @property
+    def failure_time(self) -> float:
+        """Sort key of ended ranks, likeliest cause first: killed ranks (0), then by the time of their exception."""
+        return self.failure.seconds if self.failure else 0.0
+
+    def exit_message(self) -> str:
+        """Describe how the rank's process, which has ended, ended."""
+        if self.failure is not None:
+            return f"rank {self.rank} failed:\n{self.failure.traceback}"
+        code = self.process.exit_code or 0
+        is_explained = code < 0 or STARTED in self.stages
+        hint = "" if is_explained else " before it had started; its own output says why"
+        return f"rank {self.rank} {describe_exit(code)}{hint}"
+
+
+def start_worker(rank: int, size: int, channel: Sender) -> WorkerProcess:
+    """Start the process of a rank, which then waits for a plan."""
+    receiver, sender = Pipe(duplex=False)
+    descriptors = channel.receivers[rank - 1], sender.fileno()
+    with sender:
+        arguments = rank, size, os.getpid(), *descriptors
+        title = f"nanovllm rank {rank}"
+        process = start_python("nanovllm.workers.worker", "run_worker", arguments, title, descriptors)
+    return WorkerProcess(rank, PythonProcess(process), receiver)
 
 
 class WorkerError(RuntimeError):
@@ -140,7 +199,7 @@ class WorkerProcesses:
         def poll() -> None:
             while not self._stopping.wait(_POLL_SECONDS):
                 # Exit code 0 is a rank that was told to end.
-                if any(rank.exit_code() for rank in self._ranks):
+                if any(rank.process.exit_code for rank in self._ranks):
                     on_failure()
                     return
 
@@ -196,8 +255,7 @@ class WorkerProcesses:
         """Wait, at most `_EXIT_SECONDS`, until every rank has ended."""
         deadline = time.monotonic() + _EXIT_SECONDS
         for rank in self._ranks:
-            with suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            rank.process.wait(deadline - time.monotonic())
 
     def unwatch(self) -> None:
         """Stop watching."""
@@ -216,7 +274,7 @@ class WorkerProcesses:
                 rank.process.kill()
             self.unwatch()
             for rank in self._ranks:
-                rank.process.wait()
+                rank.process.stop()
                 rank.reports.close()
             self._ranks = []
             self._channel.close()

@@ -1,6 +1,6 @@
 """What it costs to send the tokens of a step to a front end: `python -m tests.benchmarks.engine_message_times`.
 
-Compares socket pairs with pickle, as `nanovllm.replicas` has them, with ZeroMQ and msgspec's MessagePack, which must be
+Compares socket pairs with pickle, as `nanovllm.client` has them, with ZeroMQ and msgspec's MessagePack, which must be
 installed for this alone. Prints microseconds a message, from one process to another and back, for steps of so many
 rows; the answer is a message without tokens.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nanovllm.replicas.messages import StepReport
+from nanovllm.client.messages import StepReport
 
 ROUNDS = 2000
 Ends = tuple[Callable[[Any], None], Callable[[], Any]]

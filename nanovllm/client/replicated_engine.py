@@ -17,18 +17,17 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nanovllm.client.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop
+from nanovllm.client.placement import Placement
+from nanovllm.client.replica import Inbox, Replica
 from nanovllm.config import Config
-from nanovllm.engine.call_guard import Call, CallGuard, exit_with_interpreter
+from nanovllm.engine.engine import Engine
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request import Abort, Request, RequestLimits, check_request_ids
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
-from nanovllm.replicas.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop
-from nanovllm.replicas.placement import Placement
-from nanovllm.replicas.replica import Inbox, Replica
 from nanovllm.utils.interrupt import deferred_signals
-from nanovllm.utils.unpicklable import Unpicklable
 
 _WAIT_SECONDS = 0.2
 """How long a step waits for news; signals, and whoever has been woken, are heard at once."""
@@ -38,8 +37,8 @@ _MOMENTARY_ON_HOST = ("num_host_blocks", "host_bytes_per_second", "prefill_token
 """Further ones of `swap_space`."""
 
 
-class ReplicatedEngine(Unpicklable):
-    """An `Engine` over engines in other processes.
+class ReplicatedEngine(Engine):
+    """Engines in other processes.
 
     Args:
         config: the settings, those of each replica but for its device.
@@ -56,6 +55,8 @@ class ReplicatedEngine(Unpicklable):
         RuntimeError: an engine has ended.
     """
 
+    is_in_process = False
+
     def __init__(
         self,
         config: Config,
@@ -63,6 +64,7 @@ class ReplicatedEngine(Unpicklable):
         exit_texts: Sequence[Callable[[], str]],
         close: Callable[[], None],
     ) -> None:
+        super().__init__()
         self._inbox = Inbox()
         self._replicas = [
             Replica(index, connection, self._inbox, exit_text)
@@ -90,24 +92,17 @@ class ReplicatedEngine(Unpicklable):
         # Outputs that have met a stop string, at their last token that has been reported.
         self._stopped: set[tuple[int, int]] = set()
         self._history = StatsHistory()
-        self._guard = CallGuard()
         # Requests come from any thread.
         self._lock = threading.RLock()
         self.call("is_finished")
-        exit_with_interpreter(self)
 
     @property
     def is_open(self) -> bool:
         """Whether the engine takes requests and steps."""
-        if self._is_closed or self._guard.closing or not self._placement.shares:
+        if self._is_closing or not self._placement.shares:
             return False
         # What the last one has brought before its end is still to be taken in.
         return bool(self._inbox.messages) or any(not replica.has_ended for replica in self._replicas)
-
-    @property
-    def is_in_process(self) -> bool:
-        """See `Engine`."""
-        return False
 
     @property
     def state(self) -> EngineState:
@@ -156,27 +151,21 @@ class ReplicatedEngine(Unpicklable):
         self._flush()
         self.wake()
 
-    def begin(self, call: Call) -> bool:
-        """Let a call drive the engine if no other does; see `Engine`."""
-        if not self._guard.begin(call):
-            return False
-        if not call.brief and call.wants_tokens != self._wants_steps:
-            self._wants_steps = call.wants_tokens
-            for replica in self._replicas:
-                replica.add(SendNewTokens(call.wants_tokens))
-        return True
-
-    def end(self, call: Call) -> None:
-        """End a call, which may never have begun."""
-        self._guard.end(call, self._close)
-
     def wake(self) -> None:
         """Let a step that waits end."""
         self._inbox.has_news.set()
 
-    def run_step(self) -> NewTokens:
+    def run_step(self, wants_tokens: bool = False) -> NewTokens:
         """Send what is to be done, wait for news, and take them in; see `Engine`."""
+        with self._alone():
+            return self._step(wants_tokens)
+
+    def _step(self, wants_tokens: bool) -> NewTokens:
         self.require_open()
+        if wants_tokens != self._wants_steps:
+            self._wants_steps = wants_tokens
+            for replica in self._replicas:
+                replica.add(SendNewTokens(wants_tokens))
         self._send_orders()
         if self._placement.requests and not (self._inbox.messages or self.has_results):
             self._inbox.has_news.wait(_WAIT_SECONDS)
@@ -208,12 +197,6 @@ class ReplicatedEngine(Unpicklable):
                 if holder is not None:
                     self._stopped.add((request_id, index))
                     self._replicas[holder].add(Stop([(request_id, index)]))
-
-    def drop(self, request_ids: set[int]) -> None:
-        """Abort requests, and forget their results."""
-        self.abort(request_ids)
-        with self._lock:
-            self._results.drop(request_ids)
 
     def is_finished(self) -> bool:
         """Whether no request is left, and every result has been taken."""
@@ -250,10 +233,6 @@ class ReplicatedEngine(Unpicklable):
     def stats_history(self) -> list[StatsSample]:
         """Return the counters over time, oldest first; the last sample is of now."""
         return self._history.samples(self.stats(now=True))
-
-    def exit(self) -> None:
-        """Free the devices and end the processes, if they are this engine's; see `LLMEngine.exit`."""
-        self._guard.close(self._close)
 
     def __del__(self) -> None:
         # A constructor that raised leaves nothing behind.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -12,12 +10,12 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
+from nanovllm.client.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
 from nanovllm.config import Config
-from nanovllm.replicas.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
-from nanovllm.replicas.replica_devices import replica_devices
+from nanovllm.utils.gpu_count import num_gpus
 from nanovllm.utils.host_memory import check_swap_space
 from nanovllm.utils.interrupt import deferred_signals
-from nanovllm.utils.python_process import describe_exit, start_python
+from nanovllm.utils.python_process import PythonProcess, describe_exit, start_python
 
 _POLL_SECONDS = 0.1
 _EXIT_SECONDS = 10.0
@@ -36,13 +34,11 @@ class EngineProcess:
         self.index = index
         self.name = "the engine's process" if size == 1 else f"replica {index} of {size}"
         self._control, other = Pipe()
-        # A signal handler may end the engine while another thread looks at the process.
-        self._lock = threading.RLock()
         with other:
             arguments = other.fileno(), os.getpid()
             title = f"nanovllm engine {index}"
-            self._process = start_python(
-                "nanovllm.replicas.engine_main", "run_engine", arguments, title, [other.fileno()]
+            self._process = PythonProcess(
+                start_python("nanovllm.client.engine_main", "run_engine", arguments, title, [other.fileno()])
             )
 
     @property
@@ -68,7 +64,6 @@ class EngineProcess:
                 pass
             answer = self._control.recv()
         except (EOFError, OSError):
-            self._wait(_GRACE_SECONDS)
             raise RuntimeError(f"{self.exit_text()} before it had started; its own output says why") from None
         if isinstance(answer, StartFailure):
             if isinstance(answer.error, ValueError):
@@ -87,13 +82,11 @@ class EngineProcess:
 
     def has_ended(self) -> bool:
         """Whether the process has ended."""
-        with self._lock:
-            return self._process.poll() is not None
+        return self._process.exit_code is not None
 
     def exit_text(self) -> str:
         """Return how it has ended, once its connections have."""
-        self._wait(_GRACE_SECONDS)
-        code = self._process.returncode
+        code = self._process.wait(_GRACE_SECONDS)
         return f"{self.name} " + ("does not answer any more" if code is None else describe_exit(code))
 
     def shut_down(self) -> None:
@@ -103,17 +96,8 @@ class EngineProcess:
 
     def stop(self, wait: float = 0.0) -> None:
         """Wait until it has ended, and kill it if that takes too many seconds; a second call does nothing."""
-        self._wait(wait)
-        with self._lock:
-            if self._process.returncode is None:
-                self._process.kill()
-                self._process.wait()
+        self._process.stop(wait)
         self._control.close()
-
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not self.has_ended() and time.monotonic() < deadline:
-            time.sleep(0.01)
 
 
 class EngineProcesses:
@@ -183,3 +167,35 @@ class EngineProcesses:
         with deferred_signals():
             for process in self.all:
                 process.stop(wait)
+
+
+def replica_devices(config: Config) -> list[str]:
+    """Return the `device` setting of each replica.
+
+    Replica i has the GPUs `i * tensor_parallel_size` and on, counted from the one that is named. If there are fewer,
+    replicas of one GPU share those that there are, provided that `gpu_memory_utilization` leaves room for each.
+
+    Raises:
+        ValueError: there are too few GPUs.
+    """
+    size, num_ranks, name = config.data_parallel_size, config.tensor_parallel_size, config.device
+    if size == 1 or name == "cpu":
+        return [name] * size
+    count = num_gpus()
+    if name == "auto" and not count:
+        return ["cpu"] * size
+    first = int(name.partition(":")[2] or 0)
+    num_free = count - first
+    if size * num_ranks <= num_free:
+        return [f"cuda:{first + i * num_ranks}" for i in range(size)]
+    message = (
+        f"data_parallel_size={size} with tensor_parallel_size={num_ranks} needs {size * num_ranks} GPUs"
+        f"{f' from {name} on' if first else ''}, but there are {num_free}"
+    )
+    if num_ranks > 1 or num_free < 1:
+        raise ValueError(message)
+    num_sharing = -(-size // num_free)
+    if config.gpu_memory_utilization * num_sharing > 1:
+        condition = f"gpu_memory_utilization is at most {1 / num_sharing:.2g}, not {config.gpu_memory_utilization}"
+        raise ValueError(f"{message}; {num_sharing} replicas share a GPU if {condition}")
+    return [f"cuda:{first + i % num_free}" for i in range(size)]

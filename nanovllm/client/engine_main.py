@@ -18,9 +18,9 @@ from multiprocessing.reduction import recv_handle
 
 import torch
 
-from nanovllm.replicas.engine_server import MOST_CHARACTERS, EngineServer
-from nanovllm.replicas.local_engine import LocalEngine, make_local_engine
-from nanovllm.replicas.messages import CONNECT, EngineInfo, EnginePlan, StartFailure, portable
+from nanovllm.client.engine_server import MOST_CHARACTERS, EngineServer
+from nanovllm.client.loading import LocalEngine, make_local_engine
+from nanovllm.client.messages import CONNECT, EngineInfo, EnginePlan, StartFailure, portable
 from nanovllm.utils.device import device_name
 from nanovllm.utils.parent import end_with_parent
 

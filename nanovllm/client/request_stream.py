@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from nanovllm.engine.request import Request
+from nanovllm.client.request_state import RequestState
 from nanovllm.outputs import RequestOutput
-from nanovllm.text.request_state import RequestState
 
 _WAKES_AT_ONCE = 16
 """Streams that one turn of the event loop wakes, so that no turn takes long."""
@@ -77,46 +76,26 @@ class RequestStream:
     aborted.
 
     Args:
-        request: what an `EngineThread` computes.
+        state: of the request, which an `EngineThread` computes.
         request_id: what its outputs are called.
         mailbox: of the event loop whose task reads.
         leave: called, perhaps more than once, when nobody reads any more.
-
-    Attributes:
-        state: of the request in the engine; None until the thread has taken it in.
-        is_done: whether the engine has ended with it.
     """
 
     def __init__(
-        self, request: Request, request_id: int | str, mailbox: Mailbox, leave: Callable[[RequestStream], None]
+        self, state: RequestState, request_id: int | str, mailbox: Mailbox, leave: Callable[[RequestStream], None]
     ) -> None:
-        self.request = request
+        self.state = state
         self.request_id = request_id
-        self.state: RequestState | None = None
-        self.is_done = False
         self._mailbox = mailbox
         self._leave = leave
         self._has_left = False
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = False
-        self._final: RequestOutput | None = None
-        self._error: BaseException | None = None
 
     def notify(self) -> None:
         """Have the reading task look for news; may be called from any thread."""
         self._mailbox.add(self)
-
-    def finish(self, final: RequestOutput) -> None:
-        """End with the engine's output."""
-        self._final = final
-        self.is_done = True
-        self.notify()
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error, which the reading task gets."""
-        self._error = error
-        self.is_done = True
-        self.notify()
 
     def wake(self) -> None:
         """Let the reading task go on; called in its event loop."""
@@ -149,10 +128,9 @@ class RequestStream:
     async def whole(self) -> RequestOutput:
         """Wait for the end and return the whole output of a request that is not streamed; raises as iterating does."""
         try:
-            while not self.is_done:
+            while not self.state.is_done:
                 await self._wait()
-            state, output = self._end()
-            state.finish(output)
+            output = self.state.result()
         finally:
             await self.aclose()
         output.request_id = self.request_id
@@ -164,18 +142,16 @@ class RequestStream:
         self._leave(self)
 
     def __del__(self) -> None:
-        # It was dropped without being closed. The thread had it until it was taken in.
-        if not self._has_left and self.state is not None:
+        # It was dropped without being closed. The thread had it until it was queued.
+        if not self._has_left and self.state.request_id >= 0:
             self._leave(self)
 
     async def _next(self) -> RequestOutput:
-        while not self.is_done:
-            await self._wait()
-            if not self.is_done and self.state is not None and (output := self.state.take()) is not None:
-                return output
-        state, final = self._end()
-        output = state.take(final)
-        assert output is not None
+        output = None
+        while output is None:
+            if not self.state.is_done:
+                await self._wait()
+            output = self.state.news()
         return output
 
     async def _wait(self) -> None:
@@ -184,9 +160,3 @@ class RequestStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         self._has_news = False
-
-    def _end(self) -> tuple[RequestState, RequestOutput]:
-        if self._error is not None:
-            raise self._error
-        assert self.state is not None and self._final is not None
-        return self.state, self._final

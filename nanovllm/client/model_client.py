@@ -1,4 +1,4 @@
-"""Steps of an engine, and what is done with it between two of them: new weights, pauses, memory that comes and goes."""
+"""A model and its engine, as every front end has them: processors, state, and control between two steps."""
 
 from __future__ import annotations
 
@@ -10,25 +10,171 @@ from contextlib import ExitStack
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from nanovllm.engine.call_guard import Call
+from nanovllm.client.engine_client import EngineClient
+from nanovllm.client.loading import LoadedModel
+from nanovllm.client.request_state import RequestState
+from nanovllm.config import Config, Pooling
+from nanovllm.engine.block_usage import BlockUsage, joined_usage
+from nanovllm.engine.engine import Engine, EngineRunningError
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
-from nanovllm.engine.protocol import Engine
-from nanovllm.outputs import StepResult
-from nanovllm.text.engine_client import EngineClient
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.stats_history import StatsSample
+from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
+from nanovllm.models import count_parameters
+from nanovllm.outputs import Prompt, StepResult, TokenIds
+from nanovllm.pooling_config import folder_pooling
+from nanovllm.sampling_params import SamplingParams, recommended_values
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
+from nanovllm.text.chat_template import ChatTemplateOptions
+from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
+from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
+from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.weights.files import write_tensors
 from nanovllm.weights.model_weights import counted
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 _POLL_SECONDS = 0.005
 Weights = Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str]
+_MOST_QUEUED = 4000
+"""Requests that a job holds ready for several replicas."""
 
 
-class EngineControl:
-    """The methods of `LLM` that do a step, and change the engine between two; the latter from any thread."""
+class ModelClient(Unpicklable):
+    """A loaded model: `LLM` adds calls that step its engine, `AsyncLLM` has a thread that does.
 
-    engine_client: EngineClient
+    Methods that change the engine do so between two steps, and may be called from any thread.
+
+    Args:
+        config: the settings.
+        loaded: the model.
+
+    Attributes:
+        device: where the model runs; of several ranks, the first one's.
+        dtype: of weights and KV cache.
+        device_name: what people call the device, or devices.
+        num_parameters: of the whole model, embeddings included.
+        limits: what a request must keep to.
+    """
+
+    def __init__(self, config: Config, loaded: LoadedModel) -> None:
+        files = loaded.files
+        self.config, self._loaded, self._folder = config, loaded, files.folder
+        self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
+        self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
+        self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
+        self.input_processor = InputProcessor(
+            self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
+        )
+        self.output_processor = OutputProcessor(self.tokenizer)
+        self._answer_format: AnswerFormat | None = None
+        self.engine_client = EngineClient(loaded.engine, self.output_processor)
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The engine, if it is in this process; a ValueError if it is in others."""
+        return self._loaded.require_local().engine
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes calls of tools and thoughts, as its chat template shows.
+
+        Example:
+            >>> llm.answer_format.has_channels
+            False
+        """
+        if self._answer_format is None:
+            self._answer_format = AnswerFormat(self.tokenizer)
+        return self._answer_format
+
+    def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
+        """Return how answers are taken apart; None if there are no tools, and answers are text.
+
+        Example:
+            >>> llm.answer_options({"tools": None}) is None
+            True
+        """
+        tools = template.get("tools")
+        form = self.answer_format
+        # Chat templates may take more as tools than OpenAI's API does.
+        return AnswerOptions(form, tools, separates=form.has_channels) if tools else None
+
+    @property
+    def default_pooling(self) -> Pooling:
+        """The pooling that the model's folder asks for, if it is one of sentence-transformers; else "last".
+
+        Raises:
+            ValueError: it asks for one, or for another module, that is not supported.
+
+        Example:
+            >>> llm.default_pooling
+            'last'
+        """
+        return folder_pooling(self._folder)
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, one of transformers; None if the model's folder has none.
+
+        Example:
+            >>> tokenizer = llm.get_tokenizer()
+            >>> tokenizer.decode(tokenizer.encode("Hello"))
+            'Hello'
+        """
+        return self.tokenizer
+
+    @property
+    def most_pending(self) -> int:
+        """Requests that a job has in the engine at a time: those that run, and as many that wait.
+
+        Several engines get them from the front end's own queue, which is longer, so that stretches of it are long.
+
+        Example:
+            >>> llm.most_pending == 2 * llm.config.max_num_running
+            True
+        """
+        count = 2 * self.config.max_num_running
+        return count if self._loaded.local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of one request, prompt and output together: the setting, capped by the model's own limit."""
+        return self.limits.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return what the model's `generation_config.json` recommends.
+
+        Example:
+            >>> params = llm.get_default_sampling_params()
+            >>> params.max_tokens = 8
+            >>> outputs = llm.generate("Hello", params)
+        """
+        return SamplingParams.from_model(self._folder)
+
+    def recommended_values(self) -> dict[str, Any]:
+        """Return the sampling parameters that the model's `generation_config.json` sets, by name."""
+        return recommended_values(self._folder)
+
+    def add_request(
+        self, prompt: Prompt | TokenIds, sampling_params: SamplingParams | None = None, *, priority: int = 0
+    ) -> int:
+        """Queue a request and return its id; see `LLMEngine.add_request`.
+
+        Example:
+            >>> request_id = llm.add_request("Hello", SamplingParams(max_tokens=8))
+            >>> while not llm.is_finished():
+            ...     for finished_id, output in llm.step().finished:
+            ...         assert finished_id == request_id
+        """
+        self.require_awake()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        (request,) = self.input_processor.process([prompt], [params], [priority])
+        state = RequestState(request, self.output_processor)
+        state.awaits_step = True
+        with deferred_signals():
+            self.engine_client.add(state)
+        return state.request_id
 
     def step(self) -> StepResult:
         """Do one step of the engine; see `LLMEngine.step`."""
@@ -139,15 +285,16 @@ class EngineControl:
     def _drain(self) -> None:
         """Let requests end; their results are kept for their callers."""
         engine = self.engine_client.engine
-        while any(engine.call("is_draining")):
-            call = Call()
+
+        def is_draining() -> bool:
+            return any(engine.call("is_draining"))
+
+        while is_draining():
             try:
-                if engine.begin(call):
-                    self.engine_client.run_step()
-                else:
-                    time.sleep(_POLL_SECONDS)
-            finally:
-                engine.end(call)
+                for _ in self.engine_client.steps(is_draining):
+                    pass
+            except EngineRunningError:
+                time.sleep(_POLL_SECONDS)
 
     def resume(self) -> None:
         """Go on after a `pause`.
@@ -226,10 +373,43 @@ class EngineControl:
             raise RuntimeError(lack)
 
     def require_ready(self) -> None:
-        """Do the same, and raise one if the engine is paused: a call that waits for its own thread would not end."""
+        """Like `require_awake`, and reject a paused engine: the caller would wait for itself."""
         self.require_awake()
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume()")
+
+    def stats(self) -> dict[str, int]:
+        """Counters since the engine began, and the blocks in use now.
+
+        Example:
+            >>> llm.stats()["num_used_blocks"]
+            0
+        """
+        return self.engine_client.engine.stats(now=True)
+
+    def block_usage(self, most_cells: int = 2048) -> BlockUsage:
+        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`.
+
+        Those of several replicas follow each other.
+        """
+        share = max(1, most_cells // self.config.data_parallel_size)
+        return joined_usage(self.engine_client.engine.call("block_usage", share))
+
+    def stats_history(self) -> list[StatsSample]:
+        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
+
+        Example:
+            >>> most_running = max(sample.num_running for sample in llm.stats_history())
+        """
+        return self.engine_client.engine.stats_history()
+
+    def step_histograms(self) -> StepHistograms:
+        """Return how large steps were, and how long outputs waited for their next tokens."""
+        return merged_histograms(self.engine_client.engine.call("histograms"))
+
+    def exit(self) -> None:
+        """Free the device; see `LLMEngine.exit`."""
+        self.engine_client.engine.exit()
 
 
 def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeights:

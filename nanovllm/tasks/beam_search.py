@@ -7,6 +7,7 @@ prefix cache serves the blocks that beams share.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,8 +15,6 @@ from nanovllm.engine.request import Request
 from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.detokenizer import Detokenizer
-from nanovllm.text.engine_client import EngineClient
-from nanovllm.text.run_requests import run_requests
 
 
 @dataclass
@@ -55,6 +54,18 @@ class BeamSearch:
         """Most likely tokens that a step needs of each beam: enough running ones are left if all others end."""
         return max(2, 1 + len(self.eos_token_ids)) * self.params.beam_width
 
+    def requests(self) -> list[Request]:
+        """Return the requests of a step: one for each running beam."""
+        # More log-probabilities than users may ask for.
+        params = SamplingParams(
+            self.params.temperature, 1, detokenize=False, ignore_eos=True, logprobs=self.num_candidates
+        )
+        return [Request(array("i", self.prompt_token_ids + beam.token_ids), params) for beam in self.running]
+
+    def extend_by(self, outputs: Iterator[RequestOutput]) -> None:
+        """Do one step with the next outputs, which are of its `requests`."""
+        self.extend([_continuations(next(outputs), self.num_candidates) for _ in self.running])
+
     def extend(self, continuations: list[list[tuple[int, float]]]) -> None:
         """Do one step.
 
@@ -86,22 +97,6 @@ class BeamSearch:
     def _ends(self, beam: Beam) -> bool:
         is_eos = not self.params.ignore_eos and beam.token_ids[-1] in self.eos_token_ids
         return is_eos or len(beam.token_ids) >= self.max_tokens
-
-
-def run_beam_searches(client: EngineClient, searches: list[BeamSearch], use_tqdm: bool) -> None:
-    """Run searches to their ends; each step is a batch of the beams of all searches."""
-    while running := [search for search in searches if not search.done]:
-        requests = []
-        for search in running:
-            # More log-probabilities than users may ask for.
-            params = SamplingParams(
-                search.params.temperature, 1, detokenize=False, ignore_eos=True, logprobs=search.num_candidates
-            )
-            prompts = [array("i", search.prompt_token_ids + beam.token_ids) for beam in search.running]
-            requests += [Request(prompt, params) for prompt in prompts]
-        outputs = iter(run_requests(client, requests, use_tqdm))
-        for search in running:
-            search.extend([_continuations(next(outputs), search.num_candidates) for _ in search.running])
 
 
 def _continuations(output: RequestOutput, count: int) -> list[tuple[int, float]]:

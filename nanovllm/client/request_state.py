@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.engine.request import Request
 from nanovllm.logprobs import Logprob, Logprobs
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepError
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
 
 
@@ -17,19 +17,30 @@ class RequestState:
     An engine in another process goes on for a few tokens after a stop string; they are left out.
 
     Args:
-        request_id: in the engine.
         request: from `InputProcessor`.
         processor: makes texts.
+        index, source: the prompt's place in its call, and what it was made of.
 
     Attributes:
+        request_id: in the engine; -1 until it is queued.
         outputs: what has come of each output if the engine reports its tokens.
+        output: the engine's, once the request has finished.
+        error: why it has failed.
+        awaits_step: whether its output is returned by `step`.
     """
 
-    __slots__ = ("__weakref__", "_cumulative", "_processor", "outputs", "request", "request_id")
+    __slots__ = (
+        "__weakref__", "_cumulative", "_processor", "awaits_step", "error", "index", "output", "outputs", "request",
+        "request_id", "source",
+    )  # fmt: skip
 
-    def __init__(self, request_id: int, request: Request, processor: OutputProcessor) -> None:
-        self.request_id = request_id
+    def __init__(self, request: Request, processor: OutputProcessor, index: int = 0, source: Any = None) -> None:
+        self.request_id = -1
         self.request = request
+        self.index, self.source = index, source
+        self.output: RequestOutput | None = None
+        self.error: RuntimeError | None = None
+        self.awaits_step = False
         self._processor = processor
         # What only some ask for is not made for all: each list is work for the garbage collector.
         self.outputs: Sequence[OutputState] = ()
@@ -38,6 +49,49 @@ class RequestState:
             prompt, params = request.token_ids, request.params
             self.outputs = [OutputState(processor.tokenizer, params, prompt) for _ in range(params.n)]
             self._cumulative = [0.0] * request.params.n
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the engine has ended with it."""
+        return self.output is not None or self.error is not None
+
+    def result(self) -> RequestOutput:
+        """Return the whole output of a request that is done and not streamed, with its texts; called once.
+
+        Raises:
+            StepError: the step that it was in has failed, or its text cannot be decoded.
+            RuntimeError: it was aborted, or the engine is closed.
+        """
+        output = self._require_output()
+        try:
+            self.finish(output)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # A panic of the tokenizers library derives from BaseException.
+        except BaseException as error:
+            raise self.text_error(error) from error
+        return output
+
+    def text_error(self, cause: BaseException) -> StepError:
+        """Return the error of a request whose text cannot be decoded."""
+        return StepError(f"the text of request {self.request_id} cannot be decoded: {cause}", [self.request_id], cause)
+
+    def news(self) -> RequestOutput | None:
+        """Return what is new in a streamed request's outputs, at last all that is left; None if nothing is.
+
+        Raises:
+            RuntimeError: see `result`.
+        """
+        return self.take(self._require_output() if self.is_done else None)
+
+    def _require_output(self) -> RequestOutput:
+        if isinstance(self.error, StepError):
+            # Each reader raises its own: a traceback grows wherever an exception is raised.
+            raise StepError(str(self.error), self.error.request_ids, self.error.__cause__)
+        if self.error is not None:
+            raise self.error
+        assert self.output is not None
+        return self.output
 
     def take(self, final: RequestOutput | None = None) -> RequestOutput | None:
         """Return what is new in a streamed request's outputs; None if nothing is.

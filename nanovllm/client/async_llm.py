@@ -14,21 +14,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nanovllm.async_llm.engine_control import AsyncEngineControl
-from nanovllm.async_llm.engine_thread import EngineThread
-from nanovllm.async_llm.request_stream import Mailbox, RequestStream
-from nanovllm.config import EngineSettings, Pooling
+from nanovllm.client.engine_thread import EngineThread
+from nanovllm.client.loading import load_model
+from nanovllm.client.model_client import ModelClient, Weights, load_weights, warn_of_nans
+from nanovllm.client.request_state import RequestState
+from nanovllm.client.request_stream import Mailbox, RequestStream
+from nanovllm.config import Config, EngineSettings, Pooling
+from nanovllm.engine.engine_state import PauseMode
 from nanovllm.engine.request import Request
-from nanovllm.llm import LLM
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.grammar_compiler import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
-from nanovllm.text.pooling import embeddings
-from nanovllm.text.ranking import Judge, RankBy, cosines, rank_method, ranked, text_pairs
 from nanovllm.utils.unpicklable import Unpicklable
+from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:
     # Of Python 3.11.
@@ -44,8 +46,8 @@ class QueueFullError(RuntimeError):
     """So many requests are waiting or running that no more is taken."""
 
 
-class AsyncLLM(AsyncEngineControl, Unpicklable):
-    """A language model for asyncio programs: an `LLM` whose steps run in a thread of their own.
+class AsyncLLM(Unpicklable):
+    """A language model for asyncio programs, whose steps run in a thread of their own.
 
     Requests join the next step. A task that is cancelled, and a stream that is closed, abort their request.
 
@@ -72,16 +74,17 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
     def __init__(
         self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Unpack[EngineSettings]
     ) -> None:
-        self._set_up(LLM(model, **kwargs), max_pending_requests)
+        config = Config(os.fspath(model), **kwargs)
+        self._set_up(ModelClient(config, load_model(config)), max_pending_requests)
 
     @classmethod
-    def over(cls: type[Self], llm: LLM, *, max_pending_requests: int = 4096) -> Self:
-        """Return the same for an `LLM` that nobody else uses."""
+    def over(cls: type[Self], llm: ModelClient, *, max_pending_requests: int = 4096) -> Self:
+        """Build an `AsyncLLM` on a loaded model, such as an `LLM`, that has no other user."""
         async_llm = cls.__new__(cls)
         async_llm._set_up(llm, max_pending_requests)
         return async_llm
 
-    def _set_up(self, llm: LLM, max_pending_requests: int) -> None:
+    def _set_up(self, llm: ModelClient, max_pending_requests: int) -> None:
         self.llm = llm
         self.max_pending_requests = max_pending_requests
         self._thread = EngineThread(self.llm.engine_client)
@@ -204,7 +207,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
     async def begin_streams(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> list[RequestStream]:
-        """Do the same for prompts that share their parameters, all or none."""
+        """Queue prompts that share their parameters, all or none; see `begin_stream`."""
         return await self._submit(prompts, sampling_params, priority, None, is_streamed=True)
 
     async def chat(
@@ -276,6 +279,62 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         rendered = partial(render, found[0], options, add_special_tokens, max_tokens)
         return await self.run_beside(rendered, work_of_size(len(str((found[0], template)))))
 
+    async def encode(
+        self, prompts: list[Any], *, add_special_tokens: bool = True, max_prompt_tokens: int | None = None
+    ) -> list[TokensPrompt]:
+        """Return prompts as token ids; see `InputProcessor.encode`."""
+        encode = partial(self.llm.input_processor.encode, prompts, add_special_tokens, max_prompt_tokens)
+        return await self.run_beside(encode, work_of(prompts, None))
+
+    async def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
+        """Write weights into the model that runs; see `LLM.load_weights`."""
+        loaded = await self.load_and_report(weights, strict=strict)
+        warn_of_nans(loaded.nan_names)
+        return loaded.count
+
+    async def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
+        """Like `load_weights`, and return which tensors have NaN instead of warning."""
+        return await self._between_steps(partial(load_weights, self.llm.engine_client.engine, weights, strict))
+
+    async def unload_adapter(self) -> bool:
+        """Take an adapter out; see `LLM.unload_adapter`."""
+        return await self._between_steps(self.llm.unload_adapter)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the prefix cache; see `LLM.reset_prefix_cache`."""
+        return await self._between_steps(self.llm.reset_prefix_cache)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Do no more steps until `resume`; see `LLM.pause`."""
+        await self._between_steps(partial(self.llm.pause, mode))
+
+    async def resume(self) -> None:
+        """Go on after a `pause`."""
+        await self._between_steps(self.llm.resume)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`; see `LLM.sleep`."""
+        await self._between_steps(partial(self.llm.sleep, level))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again; see `LLM.wake_up`."""
+        await self._between_steps(partial(self.llm.wake_up, tags))
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV cache are asleep."""
+        return self.llm.is_sleeping
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a `pause` has not ended."""
+        return self.llm.is_paused
+
+    async def _between_steps(self, change: Callable[[], Result]) -> Result:
+        """Call a function, in a thread of its own, that changes the engine between two steps."""
+        self._thread.require_running()
+        return await asyncio.get_running_loop().run_in_executor(None, change)
+
     async def abort(self, request_id: int | str) -> None:
         """End a pending request with what it has so far, `finish_reason` "abort"; other ids are ignored."""
         if request_id in self._pending:
@@ -326,7 +385,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         await asyncio.get_running_loop().run_in_executor(None, self.exit)
 
     def exit(self) -> None:
-        """Do the same from outside of an event loop."""
+        """Close the engine from outside of an event loop; see `shutdown`."""
         self._thread.close()
         for executor in self._executors.values():
             executor.shutdown(wait=False)
@@ -396,7 +455,8 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
             except SlowGrammarError:
                 requests = await self.run_beside(partial(patiently, process), "slow grammar")
             for own_id, request in zip(request_ids, requests, strict=True):
-                stream = RequestStream(request, own_id, self._mailbox_here(), self._leave)
+                state = RequestState(request, self.llm.output_processor)
+                stream = RequestStream(state, own_id, self._mailbox_here(), self._leave)
                 self._thread.submit(stream)
                 self._pending[own_id] = weakref.ref(stream)
                 streams.append(stream)
@@ -418,7 +478,7 @@ class AsyncLLM(AsyncEngineControl, Unpicklable):
         # That of a stream which the garbage collector has found is dead by now.
         if reference is not None and reference() in (stream, None):
             del self._pending[stream.request_id]
-        if not stream.is_done:
+        if not stream.state.is_done:
             self._thread.abort(stream)
 
     def _mailbox_here(self) -> Mailbox:

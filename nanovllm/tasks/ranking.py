@@ -1,4 +1,4 @@
-"""How relevant documents are to queries: what the model is asked, and what its answers mean.
+"""Embeddings of prompts, and the relevance of documents to queries.
 
 Embedding models compare: the score is the cosine of two embeddings. Rerankers that are causal models judge: the score
 is the probability of "yes" rather than "no" after the prompt of Qwen3-Reranker (Zhang et al. 2025, arXiv:2506.05176).
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+import numpy as np
 import torch
+from torch.nn import functional
 
 from nanovllm.outputs import RankedDocument, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -27,6 +29,19 @@ _PROMPT = (
     "<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n"
     "<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
+
+
+def embeddings(outputs: Sequence[RequestOutput], hidden_size: int) -> torch.Tensor:
+    """Return the normalised embeddings of prompts whose requests asked for pooling, [num_prompts, hidden_size] float32.
+
+    Args:
+        outputs: of each prompt's request.
+        hidden_size: the model's, which says the shape where there are no prompts: some project their last states.
+    """
+    # Chunks return sums; a sum has the direction of the mean, and only that is kept.
+    states = [np.sum(output.hidden_states, axis=0) for output in outputs]
+    stacked = np.array(states, dtype=np.float32) if states else np.empty((0, hidden_size), dtype=np.float32)
+    return functional.normalize(torch.from_numpy(stacked), dim=1)
 
 
 def rank_method(by: RankBy | None, model: str) -> RankBy:

@@ -17,12 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from nanovllm.engine.call_guard import Call, drive
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
-from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Abort, MakeConstraint
-from nanovllm.replicas.messages import (
+from nanovllm.client.messages import (
     CallEngine,
     CallResult,
     Ended,
@@ -34,6 +29,10 @@ from nanovllm.replicas.messages import (
     Stop,
     portable,
 )
+from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
+from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Abort, MakeConstraint
 
 MOST_CHARACTERS = 16000
 """Of a traceback."""
@@ -159,21 +158,18 @@ class EngineServer:
         Returns:
             Why an error has closed the engine, which front ends have been told then; None otherwise.
         """
-        call, cause = Call(lends=True), None
-        drive(self._engine, call)
+        cause = None
         try:
             while cause is None and not self._is_closing:
-                self._has_work.clear()
                 while self._work:
                     self._work.popleft()()
-                if self._engine.is_finished():
+                for tokens in self._engine.steps(self._has_steps):
+                    cause = self._report(tokens)
+                if not self._work and cause is None:
                     self._has_work.wait()
-                else:
-                    cause = self._step()
+                    self._has_work.clear()
         except Exception:
             cause = f"an error ended the engine:\n{traceback.format_exc()[-MOST_CHARACTERS:]}"
-        finally:
-            self._engine.end(call)
         for front_end in self._front_ends:
             if cause is not None:
                 front_end.say(Ended(cause))
@@ -268,9 +264,13 @@ class EngineServer:
         front_end.close(0.0)
         self._engine.abort(front_end.engine_ids.values())
 
-    def _step(self) -> str | None:
-        """Do a step, and report it; returns why the engine is closed if the step has closed it."""
-        tokens = self._engine.run_step()
+    def _has_steps(self) -> bool:
+        """Whether the engine goes on before anything else is done."""
+        engine = self._engine
+        return not (self._work or self._is_closing or engine.is_finished()) and engine.is_open
+
+    def _report(self, tokens: NewTokens) -> str | None:
+        """Report a step; returns why the engine is closed if the step has closed it."""
         results, cause = self._engine.take_results(), None
         if not self._engine.is_open:
             # Who can, computes them elsewhere: they have not failed by themselves.

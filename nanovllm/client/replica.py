@@ -11,8 +11,8 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from nanovllm.client.messages import CallEngine, CallResult, Ended, EngineInfo, Order, StepReport
 from nanovllm.engine.engine_state import EngineState
-from nanovllm.replicas.messages import CallEngine, CallResult, Ended, EngineInfo, Order, StepReport
 
 
 class Inbox:

@@ -1,0 +1,385 @@
+"""Jobs: many prompts in one call, which are read, checked and encoded ahead of the engine.
+
+A thread prepares a thousand prompts at a time. The engine gets as many of them as keep its batch full, so that what a
+job holds does not grow with its length, but for its outputs.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tqdm.auto import tqdm
+
+from nanovllm.client.engine_client import EngineClient, News
+from nanovllm.client.read_ahead import ReadAhead
+from nanovllm.client.request_state import RequestState
+from nanovllm.engine.engine import Engine
+from nanovllm.engine.request import Request
+from nanovllm.outputs import RequestOutput, StepError, failed_output
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
+from nanovllm.text.output_processor import OutputProcessor
+from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.interrupt import deferred_signals
+
+CHUNK_SIZE = 1000
+"""Prompts that are prepared in one call: tokenizers then use every core, and their lists become arrays soon."""
+
+Schedule = Literal["prefix", "arrival"]
+"""The order in which prompts of equal priority run: those that begin alike one after the other, so that they find each
+other's blocks before these are evicted; or as they are given."""
+
+
+@dataclass(frozen=True)
+class RefusedPrompt:
+    """A prompt that cannot be served: its place, what it was made of, and why; see `RequestState`."""
+
+    index: int
+    source: Any
+    error: ValueError
+
+    def result(self) -> RequestOutput:
+        """Return an output that says so."""
+        return failed_output(-1, self.error, self.source if isinstance(self.source, str) else None)
+
+
+PreparedPrompt = RequestState | RefusedPrompt
+
+
+class Job:
+    """The prompts of a call, and what is asked for them.
+
+    Args:
+        processor: checks and encodes them.
+        output_processor: makes their texts.
+        prompts: see `LLM.generate`; with `template`, conversations.
+        params: one for all, or one each.
+        priority: of each.
+        schedule: the order in which they run.
+        template: makes the text of a conversation.
+        pooling: asks for hidden states.
+
+    Attributes:
+        num_prompts: how many there are; None if it is not known.
+
+    Raises:
+        ValueError: what is given are no prompts, or there are not as many parameters or priorities as prompts.
+    """
+
+    def __init__(
+        self,
+        processor: InputProcessor,
+        output_processor: OutputProcessor,
+        prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None = None,
+        *,
+        schedule: Schedule = "prefix",
+        template: Callable[[Any], str] | None = None,
+        pooling: str | None = None,
+    ) -> None:
+        if schedule not in ("prefix", "arrival"):
+            raise ValueError(f"schedule must be 'prefix' or 'arrival', not {schedule!r:.80}")
+        self._processor, self._output_processor = processor, output_processor
+        self._schedule = schedule
+        self._template, self._pooling = template, pooling
+        self._prompts: list[Any] | Iterable[Any] = as_prompts(prompts)
+        self.num_prompts = len(self._prompts) if isinstance(self._prompts, list) else None
+        if self.num_prompts is None and (isinstance(params, (list, tuple)) or priority is not None):
+            raise ValueError("sampling_params and priorities for each prompt need prompts in a list")
+        # Of what gives prompts one by one, those of each.
+        num_given = 1 if self.num_prompts is None else self.num_prompts
+        self._params, self._priorities = expand_params(params, num_given), check_priorities(priority, num_given)
+        # Where all of them are prepared in one call, or none is known before.
+        self._sorts_requests = schedule == "prefix" and (self.num_prompts or 0) <= CHUNK_SIZE
+        self._checker = processor.params_checker()
+        # Noise follows from the place: a request's first output has the number `first + index * num_outputs`.
+        self._num_outputs = max((p.n for p in self._params if isinstance(p, SamplingParams)), default=1)
+        self._first_number = processor.seeds.reserve(self._num_outputs * (self.num_prompts or 0))
+
+    def read(self) -> ReadAhead[tuple[int, Any], list[PreparedPrompt]]:
+        """Return the prompts in the order in which they run, of an iterator in that of each chunk."""
+        prompts = self._prompts
+        if not isinstance(prompts, list):
+            return ReadAhead(enumerate(prompts), self._prepare, CHUNK_SIZE)
+        items = ((index, prompts[index]) for index in self._order(prompts))
+        return ReadAhead(list(items) if len(prompts) <= CHUNK_SIZE else items, self._prepare, CHUNK_SIZE)
+
+    def _order(self, prompts: list[Any]) -> Sequence[int]:
+        """Return the places of prompts in the order in which they run."""
+        order: Sequence[int] = range(len(prompts))
+        if self._schedule == "prefix" and not self._sorts_requests:
+            if self._template is not None:
+                # Their texts begin alike if they do.
+                order = sorted(order, key=list(map(repr, prompts)).__getitem__)
+            elif set(map(type, prompts)) == {str}:
+                order = sorted(order, key=prompts.__getitem__)
+            else:
+                order = sorted(order, key=list(map(_prefix_key, prompts)).__getitem__)
+        return sorted(order, key=self._priorities.__getitem__) if any(self._priorities) else order
+
+    def _prepare(self, items: list[tuple[int, Any]]) -> list[PreparedPrompt]:
+        count, num_outputs, seeds = len(items), self._num_outputs, self._processor.seeds
+        if self.num_prompts is None:
+            first = seeds.reserve(num_outputs * count) - items[0][0] * num_outputs
+            params, priorities = self._params * count, self._priorities * count
+        else:
+            first = self._first_number
+            params, priorities = [self._params[i] for i, _ in items], [self._priorities[i] for i, _ in items]
+        requests = self._processor.process_each(
+            [prompt for _, prompt in items],
+            params,
+            priorities,
+            pooling=self._pooling,
+            template=self._template,
+            seeds=[seeds.of(first + index * num_outputs) for index, _ in items],
+            checker=self._checker,
+        )
+        prepared = [
+            prepared_prompt(request, self._output_processor, *item)
+            for item, request in zip(items, requests, strict=True)
+        ]
+        if self._sorts_requests:
+            prepared.sort(key=_request_key)
+        return prepared
+
+
+def prepared_prompt(
+    request: Request | ValueError, processor: OutputProcessor, index: int, source: Any
+) -> PreparedPrompt:
+    """Return what a job runs for a prompt, or why it does not."""
+    if isinstance(request, ValueError):
+        return RefusedPrompt(index, source, request)
+    return RequestState(request, processor, index, source)
+
+
+Done = list[tuple[PreparedPrompt, RequestOutput]]
+
+
+class JobRun:
+    """Runs prompts that are read ahead.
+
+    Args:
+        client: drives the engine.
+        prompts: prepared ahead.
+        deliver: gets what each step has finished, and prompts that cannot be served.
+        most_pending: requests that the engine has at a time.
+        returns_errors: whether prompts that cannot be served, and requests that fail while the engine goes on, have an
+            output with their error.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        prompts: ReadAhead[Any, list[PreparedPrompt]],
+        deliver: Callable[[Done], None],
+        *,
+        most_pending: int,
+        returns_errors: bool,
+    ) -> None:
+        self._client = client
+        self._prompts = prompts
+        self._deliver = deliver
+        self._most_pending = most_pending
+        self._returns_errors = returns_errors
+        # What the engine does not need yet.
+        self._ready: deque[RequestState] = deque()
+
+    def run(self) -> None:
+        """Run all prompts; on any exception drop what is queued."""
+        with closing(self._client.run(self._fill)) as steps:
+            for news in steps:
+                finished = [state for state in news.values() if state.is_done]
+                if finished:
+                    # An interrupted text would be taken for one that cannot be decoded.
+                    with deferred_signals():
+                        done: Done = [(state, self._result(state)) for state in finished]
+                    self._deliver(done)
+
+    def _fill(self, pending: News) -> None:
+        """Queue requests until there are enough; with none, waits for a chunk."""
+        while (missing := self._most_pending - len(pending)) > 0:
+            if not self._ready:
+                chunk = self._prompts.take(wait=not pending)
+                if chunk is None:
+                    return
+                self._take_chunk(chunk)
+            states = [self._ready.popleft() for _ in range(min(missing, len(self._ready)))]
+            self._client.add_pending(states, pending)
+
+    def _take_chunk(self, chunk: list[PreparedPrompt]) -> None:
+        refused = [item for item in chunk if isinstance(item, RefusedPrompt)]
+        if refused and not self._returns_errors:
+            first = min(refused, key=lambda item: item.index)
+            concerns_all = all(item.error is first.error for item in refused) and len(refused) == len(chunk)
+            # One that is of all of them does not need a place.
+            is_general = concerns_all and (len(chunk) > 1 or first.index == 0)
+            raise first.error if is_general else of_prompt(first.index, first.error)
+        self._ready.extend(item for item in chunk if isinstance(item, RequestState))
+        if refused:
+            self._deliver([(item, item.result()) for item in refused])
+
+    def _result(self, state: RequestState) -> RequestOutput:
+        try:
+            return state.result()
+        except StepError as error:
+            if not self._returns_errors:
+                raise
+            return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
+
+
+def stream(client: EngineClient, states: list[RequestState]) -> Generator[RequestOutput, None, None]:
+    """Queue streamed requests and yield what is new after each step; aborts what is left when it is closed."""
+    with closing(client.run_all(states)) as steps:
+        for news in steps:
+            for request_id in sorted(news):
+                if (output := news[request_id].news()) is not None:
+                    yield output
+
+
+class Outputs:
+    """What `LLM.generate` and its like do with outputs.
+
+    Args:
+        on_output: gets each as it finishes.
+        keep: whether they are returned.
+        finish: completes each of them first, given its place.
+    """
+
+    def __init__(
+        self,
+        on_output: Callable[[RequestOutput], None] | None = None,
+        keep: bool = True,
+        finish: Callable[[int, RequestOutput], None] | None = None,
+    ) -> None:
+        check_bool("keep", keep)
+        if not keep and on_output is None:
+            raise ValueError("keep=False needs on_output: nobody would get the outputs")
+        self._on_output, self._keep, self._finish = on_output, keep, finish
+        self._by_index: dict[int, RequestOutput] = {}
+
+    def take(self, done: Done) -> None:
+        """Take what has finished."""
+        for item, output in done:
+            if self._finish is not None:
+                self._finish(item.index, output)
+            if self._keep:
+                self._by_index[item.index] = output
+        if self._on_output is not None:
+            for _, output in done:
+                self._on_output(output)
+
+    def in_order(self) -> list[RequestOutput]:
+        """Return the outputs in the order of the prompts."""
+        return [self._by_index[index] for index in range(len(self._by_index))]
+
+
+def run_job(
+    client: EngineClient, job: Job, outputs: Outputs, *, most_pending: int, returns_errors: bool, use_tqdm: bool
+) -> list[RequestOutput]:
+    """Run a job's prompts, and return what `outputs` keeps; see `JobRun`."""
+    with (
+        job.read() as prompts,
+        Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm) as progress,
+    ):
+
+        def deliver(done: Done) -> None:
+            outputs.take(done)
+            progress.update(len(done))
+
+        JobRun(client, prompts, deliver, most_pending=most_pending, returns_errors=returns_errors).run()
+    return outputs.in_order()
+
+
+class Progress:
+    """A progress bar over requests, with rates and the engine's state.
+
+    Args:
+        engine: computes the requests.
+        total: number of requests; None if it is not known.
+        unit: what a request is called.
+        disable: show nothing; None shows the bar on a terminal alone.
+    """
+
+    def __init__(self, engine: Engine, total: int | None, unit: str, *, disable: bool | None) -> None:
+        self._engine = engine
+        self._bar: Any = tqdm(total=total, desc="Generating", unit=unit, dynamic_ncols=True, disable=disable)
+        self._started, self._before = time.perf_counter(), engine.stats()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def update(self, num_done: int) -> None:
+        """Show that so many more requests are done."""
+        if num_done and not self._bar.disable:
+            stats, seconds = self._engine.stats(), time.perf_counter() - self._started
+            names = "num_prompt_tokens", "num_output_tokens"
+            rates = [(stats[name] - self._before[name]) / seconds for name in names]
+            cache = stats["num_used_blocks"] / max(1, stats["num_used_blocks"] + stats["num_free_blocks"])
+            self._bar.set_postfix_str(
+                f"{rates[0]:.0f} tok/s in, {rates[1]:.0f} out, {stats['num_running']} running, "
+                f"{stats['num_waiting']} waiting, cache {cache:.0%}",
+                refresh=False,
+            )
+        self._bar.update(num_done)
+
+
+def as_prompts(prompts: Any) -> Any:
+    """Return prompts as a list, a single text or dict as a list of one; other iterables as they are."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    num_dimensions = getattr(prompts, "ndim", None)
+    if num_dimensions == 2 and hasattr(prompts, "tolist"):
+        return prompts.tolist()
+    if isinstance(prompts, (list, tuple)):
+        return list(prompts)
+    if num_dimensions is not None or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a string or a list, or give prompts, not {type(prompts).__name__}")
+    return prompts
+
+
+def expand_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    """Return sampling parameters for `count` prompts."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if not isinstance(params, (list, tuple)):
+        raise ValueError(f"sampling_params must be SamplingParams, or a list of them, not {params!r}")
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts: give one for all, or one each")
+    return list(params)
+
+
+def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
+    """Return a priority for each of `count` prompts."""
+    if priority is None:
+        return [0] * count
+    if not isinstance(priority, (list, tuple)) or len(priority) != count:
+        raise ValueError(f"priority must be a list of {count} integers, one for each prompt, not {priority!r:.80}")
+    return [check_int("priority", value) for value in priority]
+
+
+def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:
+    """Return by what requests that share blocks of the prefix cache are neighbours when sorted."""
+    if isinstance(item, RefusedPrompt):
+        return 0, "", b""
+    request = item.request
+    return request.priority, request.cache_salt or "", request.token_ids.tobytes()
+
+
+def _prefix_key(prompt: Any) -> tuple[str, str, bytes]:
+    """Return by what prompts that begin alike are neighbours when sorted; of one that is none, what is first."""
+    try:
+        ids, text, salt = parse_prompt(prompt)
+        packed = b"" if ids is None else struct.pack(f"{len(ids)}i", *ids)
+    except (ValueError, TypeError, struct.error):
+        return "", "", b""
+    return salt or "", text or "", packed

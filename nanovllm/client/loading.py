@@ -1,0 +1,198 @@
+"""Loads a model: what front ends know of it, and the engine, in this process or in others."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from nanovllm.client.engine_process import EngineProcesses
+from nanovllm.client.replicated_engine import ReplicatedEngine
+from nanovllm.config import Config
+from nanovllm.engine.engine import Engine
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import RequestSeeds
+from nanovllm.model_config import ModelConfig
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.text.structured_output import ConstraintFactory
+from nanovllm.text.tokenizer import load_tokenizer
+from nanovllm.utils.checks import read_json
+from nanovllm.utils.device import device_name, resolve_device, resolve_dtype
+from nanovllm.utils.host_memory import check_swap_space
+from nanovllm.utils.hub import resolve_model
+from nanovllm.weights.files import stored_tensors
+from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model's folder, and what was read from it.
+
+    Attributes:
+        folder: in the Hub's layout.
+        model_config: the model's shape.
+        tokenizer: transformers'; None if there is none.
+        max_model_len: most tokens of one request: the setting, capped by the model's own limit.
+        eos_token_ids: tokens that end an output.
+        constraints: makes the constraints of outputs.
+    """
+
+    folder: str
+    model_config: ModelConfig
+    tokenizer: Any
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    constraints: ConstraintFactory
+
+
+def read_model_files(config: Config) -> ModelFiles:
+    """Find a model's folder, fetch it if need be, and read what is no weight.
+
+    Raises:
+        ValueError: the model cannot be had or is not supported.
+    """
+    folder = resolve_model(config.model, config.revision, config.load_format != "dummy", config.trust_remote_code)
+    model_config = ModelConfig.from_folder(folder, config.trust_remote_code, config.model_impl)
+    if config.load_format != "dummy" and _lacks_head(folder, model_config):
+        model_config = model_config.without_head()
+    if config.enable_expert_parallel:
+        model_config = model_config.with_expert_parallel()
+    if config.quantization is not None:
+        model_config = model_config.with_quantization(config.quantization)
+    max_model_len = min(config.max_model_len, model_config.max_position)
+    if max_model_len < config.max_model_len:
+        message = f"max_model_len={config.max_model_len} is capped: the model has {max_model_len}"
+        warnings.warn(message, stacklevel=4)
+    tokenizer = _read_tokenizer(config, folder)
+    tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
+    eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
+    constraints = ConstraintFactory(tokenizer, model_config.vocab_size, eos_token_ids)
+    return ModelFiles(folder, model_config, tokenizer, max_model_len, eos_token_ids, constraints)
+
+
+def _lacks_head(folder: str, model_config: ModelConfig) -> bool:
+    """Whether a folder is of a model for embeddings alone, which is published without its LM head."""
+    names = read_json(os.path.join(folder, "config.json")).get("architectures") or [""]
+    is_trunk = str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")
+    if model_config.has_tied_head or not (is_trunk or os.path.isfile(os.path.join(folder, "modules.json"))):
+        return False
+    return not any(name.endswith("lm_head.weight") for _, name, _ in stored_tensors(folder))
+
+
+def _read_tokenizer(config: Config, folder: str) -> Any:
+    if config.tokenizer is None:
+        return load_tokenizer(folder, config.trust_remote_code)
+    try:
+        other = resolve_model(os.fspath(config.tokenizer), None, weights=False, code=config.trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"tokenizer={config.tokenizer!r}: {error}") from error
+    tokenizer = load_tokenizer(other, config.trust_remote_code)
+    if tokenizer is None:
+        raise ValueError(f"tokenizer={config.tokenizer!r} has no tokenizer's files")
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class LocalEngine:
+    """An engine of this process with what it was made of.
+
+    Attributes:
+        engine: it.
+        runner: what runs its batches.
+        files: of its model.
+        device: where the model runs; of several ranks, the first one's.
+        dtype: of weights and KV cache.
+    """
+
+    engine: LLMEngine
+    runner: ModelRunner | ParallelRunner
+    files: ModelFiles
+    device: torch.device
+    dtype: torch.dtype
+
+
+def make_local_engine(config: Config) -> LocalEngine:
+    """Load a model into this process and the ranks that it starts; see `LLM` for what it raises."""
+    check_swap_space(config.swap_space)
+    with start_ranks(config) as ranks:
+        files = read_model_files(config)
+        make_runner = ModelRunner if ranks is None else partial(ParallelRunner, ranks)
+        runner = make_runner(config, files.model_config, files.folder, max_model_len=files.max_model_len)
+        device = resolve_device(config.device, size=config.tensor_parallel_size)
+        dtype = resolve_dtype(config.dtype, files.model_config.dtype, device.type == "cuda")
+    engine = LLMEngine(
+        config,
+        runner,
+        vocab_size=files.model_config.vocab_size,
+        max_model_len=files.max_model_len,
+        eos_token_ids=files.eos_token_ids,
+        make_constraint=files.constraints,
+        weights=runner,
+    )
+    return LocalEngine(engine, runner, files, device, dtype)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """An engine with what a front end knows of its model.
+
+    Attributes:
+        engine: it, or replicas of it.
+        seeds: numbers their requests.
+        files: of the model.
+        device: where the model runs; of several ranks and replicas, the first one's.
+        dtype: of weights and KV cache.
+        device_name: what people call the device, or devices, such as "2 x NVIDIA H200".
+        local: the engine with its runner, if it is in this process.
+    """
+
+    engine: Engine
+    seeds: RequestSeeds
+    files: ModelFiles
+    device: torch.device
+    dtype: torch.dtype
+    device_name: str
+    local: LocalEngine | None = None
+
+    def require_local(self) -> LocalEngine:
+        """Return the engine, if it is in this process.
+
+        Raises:
+            ValueError: it is in others.
+        """
+        if self.local is None:
+            raise ValueError("this needs an engine in this process (data_parallel_size=1), and it is in others")
+        return self.local
+
+
+def load_model(config: Config) -> LoadedModel:
+    """Load a model, with one engine into this process; replicas end with the engine that stands for them.
+
+    Raises:
+        ValueError: too few GPUs, or see `LLM`.
+        RuntimeError: a rank or a replica has failed.
+    """
+    if config.data_parallel_size == 1:
+        local = make_local_engine(config)
+        name = device_name(config.device, config.tensor_parallel_size)
+        return LoadedModel(local.engine, local.engine.seeds, local.files, local.device, local.dtype, name, local)
+    processes = EngineProcesses(config)
+    with processes.stopped_on_error():
+        # While they import.
+        files = read_model_files(config)
+        processes.load(files.folder)
+        connections = [process.connect() for process in processes.all]
+        exit_texts = [process.exit_text for process in processes.all]
+        engine = ReplicatedEngine(config, connections, exit_texts, processes.exit)
+    return over_replicas(engine, files, RequestSeeds(config.seed))
+
+
+def over_replicas(engine: ReplicatedEngine, files: ModelFiles, seeds: RequestSeeds) -> LoadedModel:
+    """Return the model of engines in other processes; `seeds` numbers the requests of this front end."""
+    info, count = engine.info, engine.num_replicas
+    name = info.device_name if count == 1 else f"{count} x {info.device_name}"
+    return LoadedModel(engine, seeds, files, torch.device(info.device), getattr(torch, info.dtype), name)

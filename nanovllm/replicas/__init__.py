@@ -1,1 +1,0 @@
-"""Engines in processes of their own, one or several alike, behind the protocol `Engine`."""

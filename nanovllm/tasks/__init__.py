@@ -1,0 +1,1 @@
+"""What is made of `generate`: scores, embeddings, rankings, beams."""

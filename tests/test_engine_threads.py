@@ -121,7 +121,7 @@ def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -
         handle.result = slow_result  # type: ignore[method-assign]
         return handle
 
-    runner.sample = slow_launch  # type: ignore[method-assign]
+    runner.sample = slow_launch  # type: ignore[method-assign, assignment]
     kept = engine.add_request([1, 2, 3], greedy(100))
     over = threading.Event()
 

@@ -25,7 +25,6 @@ from nanovllm.client.loading import LoadedModel, load_model
 from nanovllm.client.model_client import ModelClient
 from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.trace import trace_engine
 from nanovllm.outputs import (
     BeamSearchOutput,
     Prompts,
@@ -423,6 +422,8 @@ class LLM(ModelClient):
             >>> with llm.trace("run.json"):
             ...     outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=4), use_tqdm=False)
         """
+        from nanovllm.engine.trace import trace_engine  # noqa: PLC0415
+
         with trace_engine(self.llm_engine, file):
             yield
 

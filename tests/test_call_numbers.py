@@ -145,7 +145,7 @@ def test_no_step_makes_more_calls_than_it_has_numbers(
         normed.copy_(total)
 
     monkeypatch.setattr(symmetric, "all_reduce_rms_norm", all_reduce_rms_norm)
-    monkeypatch.setattr("nanovllm.client.loading.ModelRunner", Runner)
+    monkeypatch.setattr("nanovllm.runner.model_runner.ModelRunner", Runner)
     with LLM(make_checkpoint(**model), device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=80,
              max_num_batched_tokens=120, max_num_seqs=16) as llm:  # fmt: skip
         params = SamplingParams(max_tokens=3, logprobs=2, top_k=5, presence_penalty=0.1, prompt_logprobs=1)

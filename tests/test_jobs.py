@@ -61,7 +61,7 @@ ONE = SamplingParams(0, 1, ignore_eos=True)
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     """An engine without a model, and jobs of chunks of ten; each test must leave nothing behind."""
-    monkeypatch.setattr("nanovllm.client.loading.ModelRunner", NullRunner)
+    monkeypatch.setattr("nanovllm.runner.model_runner.ModelRunner", NullRunner)
     monkeypatch.setattr(jobs, "CHUNK_SIZE", 10)
     with LLM(BUNDLED_MODEL, **SETTINGS) as llm:
         yield llm

@@ -6,26 +6,26 @@ import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.client.engine_process import EngineProcesses
-from nanovllm.client.replicated_engine import ReplicatedEngine
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import RequestSeeds
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.device import device_name, resolve_device, resolve_dtype
 from nanovllm.utils.host_memory import check_swap_space
 from nanovllm.utils.hub import resolve_model
-from nanovllm.weights.files import stored_tensors
-from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks
+
+if TYPE_CHECKING:
+    from nanovllm.client.replicated_engine import ReplicatedEngine
+    from nanovllm.runner.model_runner import ModelRunner
+    from nanovllm.workers.parallel_runner import ParallelRunner
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ def _lacks_head(folder: str, model_config: ModelConfig) -> bool:
     is_trunk = str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")
     if model_config.has_tied_head or not (is_trunk or os.path.isfile(os.path.join(folder, "modules.json"))):
         return False
+    from nanovllm.weights.files import stored_tensors  # noqa: PLC0415
+
     return not any(name.endswith("lm_head.weight") for _, name, _ in stored_tensors(folder))
 
 
@@ -117,6 +119,10 @@ class LocalEngine:
 
 def make_local_engine(config: Config) -> LocalEngine:
     """Load a model into this process and the ranks that it starts; see `LLM` for what it raises."""
+    # Front ends of engines in other processes need no runner.
+    from nanovllm.runner.model_runner import ModelRunner  # noqa: PLC0415
+    from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks  # noqa: PLC0415
+
     check_swap_space(config.swap_space)
     with start_ranks(config) as ranks:
         files = read_model_files(config)
@@ -180,6 +186,9 @@ def load_model(config: Config) -> LoadedModel:
         local = make_local_engine(config)
         name = device_name(config.device, config.tensor_parallel_size)
         return LoadedModel(local.engine, local.engine.seeds, local.files, local.device, local.dtype, name, local)
+    from nanovllm.client.engine_process import EngineProcesses  # noqa: PLC0415
+    from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
+
     processes = EngineProcesses(config)
     with processes.stopped_on_error():
         # While they import.

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
@@ -20,7 +21,6 @@ from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats_history import StatsSample
 from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
-from nanovllm.models import count_parameters
 from nanovllm.outputs import Prompt, StepResult, TokenIds
 from nanovllm.pooling_config import folder_pooling
 from nanovllm.sampling_params import SamplingParams, recommended_values
@@ -32,8 +32,6 @@ from nanovllm.utils.checks import check_bool
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
 from nanovllm.utils.unpicklable import Unpicklable
-from nanovllm.weights.files import write_tensors
-from nanovllm.weights.model_weights import counted
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 _POLL_SECONDS = 0.005
@@ -55,7 +53,6 @@ class ModelClient(Unpicklable):
         device: where the model runs; of several ranks, the first one's.
         dtype: of weights and KV cache.
         device_name: what people call the device, or devices.
-        num_parameters: of the whole model, embeddings included.
         limits: what a request must keep to.
     """
 
@@ -64,13 +61,20 @@ class ModelClient(Unpicklable):
         self.config, self._loaded, self._folder = config, loaded, files.folder
         self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
-        self.num_parameters, self.limits = count_parameters(files.model_config), loaded.engine.limits
+        self.limits = loaded.engine.limits
         self.input_processor = InputProcessor(
             self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self._answer_format: AnswerFormat | None = None
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, embeddings included."""
+        from nanovllm.models import count_parameters  # noqa: PLC0415
+
+        return count_parameters(self.model_config)
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -419,6 +423,9 @@ def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeight
     engine.state.require_no_requests("load_weights", engine.request_ids)
     with ExitStack() as stack:
         if not (isinstance(given, str) or engine.is_in_process):
+            from nanovllm.weights.files import write_tensors  # noqa: PLC0415
+            from nanovllm.weights.model_weights import counted  # noqa: PLC0415
+
             folder = stack.enter_context(TemporaryDirectory(prefix="nanovllm-weights-"))
             with counted([]):
                 given = write_tensors(folder, given.items() if isinstance(given, Mapping) else given)

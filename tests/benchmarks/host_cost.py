@@ -37,7 +37,7 @@ NUM_TOKENS = 64
 
 
 def make_llm() -> LLM:
-    with patch("nanovllm.client.loading.ModelRunner", NullRunner):
+    with patch("nanovllm.runner.model_runner.ModelRunner", NullRunner):
         return LLM(BUNDLED_MODEL, device="cpu", max_model_len=1024, max_num_batched_tokens=16384, seed=0)
 
 

@@ -22,7 +22,7 @@ from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.logprobs import Logprob
 from nanovllm.outputs import RequestMetrics, RequestOutput, StepError
-from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.messages import ScheduledBatch, StateCache, StepOutput
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine, make_request, make_sequence
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -136,7 +136,7 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
             except ValueError:
                 assert num_needed(len(prompt) + max_tokens - 1, **sizes) > runner.num_kvcache_blocks
                 continue
-            num_blocks = [state.num_blocks for state in runner.states]
+            num_blocks = [kind.num_blocks for kind in runner.cache_kinds if isinstance(kind, StateCache)]
             wanted[request_id] = complete(
                 prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"], states=num_blocks
             )

@@ -23,10 +23,10 @@ from nanovllm.distributed.communicator import Communicator, open_store
 from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.forward_step import ForwardStep
+from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.messages import MissingWeights, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.output_buffers import DeviceHandle
+from nanovllm.runner.output_buffers import PendingStep
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.runner.weights_loader import WeightsChanger, WeightsLoader
 from nanovllm.utils.device import resolve_device
@@ -114,14 +114,14 @@ class ParallelRunner(WeightsChanger):
         self.cache_kinds = runner.cache_kinds
         self.host_memory = runner.host_memory
 
-    def forward(self, batch: ScheduledBatch) -> ForwardStep:
+    def forward(self, batch: ScheduledBatch) -> DeviceStep:
         """Queue a step's forward pass on every rank; see `Runner`."""
         runner = self._require_open()
         with self.one_fails_all_fail():
             self._ranks.broadcast(batch)
             return runner.forward(batch)
 
-    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> ParallelHandle:
+    def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> ParallelHandle:
         """Queue a step's sampling on every rank; see `Runner`."""
         runner = self._require_open()
         with self.one_fails_all_fail():
@@ -209,7 +209,7 @@ class ParallelRunner(WeightsChanger):
                 raise cause from error
             raise
 
-    def wait(self, handle: DeviceHandle) -> StepOutput:
+    def wait(self, handle: PendingStep) -> StepOutput:
         """Wait for a step and return its tokens; raise if a rank dies meanwhile."""
         # The engine still asks for the tokens of a step that was in flight when a later one failed.
         if self._ended_by is not None:
@@ -252,7 +252,7 @@ class ParallelRunner(WeightsChanger):
 class ParallelHandle:
     """A step in flight on every rank."""
 
-    def __init__(self, handle: DeviceHandle, runner: ParallelRunner) -> None:
+    def __init__(self, handle: PendingStep, runner: ParallelRunner) -> None:
         self._handle = handle
         self._runner = runner
 

@@ -92,7 +92,7 @@ class ModelRunner(OnDevice, WeightsHolder):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
-        # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
+        # A step is planned while the one before it runs; on the CPU both take the same cores.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
         self.num_drafts = 0
@@ -170,7 +170,7 @@ class ModelRunner(OnDevice, WeightsHolder):
             self.device,
             num_groups=len(self.kv_groups),
         )
-        # Decoded tokens, and those of the prompts that end in the same step; padding in between.
+        # Tokens of rows of one token, padding, and tokens of chunks.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._output_buffers = OutputBuffers(self._sampled)
         self._num_clipped = torch.zeros(1, dtype=torch.int64, device=self.device)

@@ -45,8 +45,8 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.runner import model_runner
+from nanovllm.runner.batch import Staging
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.staging import Staging
 from nanovllm.runner.step_limits import step_limits
 from tests.bank_conflicts import most_conflicts
 

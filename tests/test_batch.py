@@ -12,7 +12,7 @@ import torch
 from nanovllm.attention.backend import HostPlan
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels.slot_tensors import scatter_tokens
-from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
+from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape
 from nanovllm.runner.messages import Chunk, NewBlock, NewRequest, ScheduledBatch
 from tests.mock_runner import slot_rows
 
@@ -36,11 +36,11 @@ class Sender:
         self.sent.append(sum(map(len, parts)))
         return self._send(parts)
 
-    def send(self, batch: ScheduledBatch, shape: StepShape | None = None) -> PreparedStep:
+    def send(self, batch: ScheduledBatch, shape: StepShape | None = None) -> DeviceStep:
         exact, plan = self.builder.plan(batch)
         return self.builder.send(batch, shape or exact, plan)
 
-    def step(self, batch: ScheduledBatch, shape: StepShape | None = None, token: int = 7) -> DeviceBatch:
+    def step(self, batch: ScheduledBatch, shape: StepShape | None = None, token: int = 7) -> StepInputs:
         """Run a step whose every sampled token is `token`."""
         inputs = self.builder.gather(self.send(batch, shape))
         slots = inputs.sample_slots

@@ -25,7 +25,7 @@ from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.slot_tensors import SlotTensors, scatter_tokens
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.batch import PreparedStep
+from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
@@ -78,10 +78,10 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def apart(prepare: Callable[[ScheduledBatch], PreparedStep]) -> Callable[[ScheduledBatch], PreparedStep]:
+def apart(prepare: Callable[[ScheduledBatch], DeviceStep]) -> Callable[[ScheduledBatch], DeviceStep]:
     """Have every batch sampled apart from its forward pass."""
 
-    def prepare_apart(batch: ScheduledBatch) -> PreparedStep:
+    def prepare_apart(batch: ScheduledBatch) -> DeviceStep:
         batch.has_extra = True
         return prepare(batch)
 

@@ -29,7 +29,7 @@ from nanovllm.distributed.communicator import DistributedCommunicator
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.outputs import StepError
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.output_buffers import DeviceHandle
+from nanovllm.runner.output_buffers import PendingStep
 from nanovllm.utils.python_process import PythonProcess
 from nanovllm.workers import parallel_runner
 from nanovllm.workers.channel import Sender
@@ -150,7 +150,7 @@ def test_a_device_that_waits_for_a_killed_rank_is_not_waited_for(folder: Path) -
 
     with make_llm(folder) as llm:
         runner = parallel(llm)
-        handle = DeviceHandle(torch.zeros(1), 1, 1, Never())  # type: ignore[arg-type]
+        handle = PendingStep(torch.zeros(1), 1, 1, Never())  # type: ignore[arg-type]
         threading.Timer(0.3, kill, (1,)).start()
         started = time.monotonic()
         with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
@@ -177,14 +177,14 @@ def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seco
         launch = runner._runner.sample
         steps = []
 
-        def killing(*args: Any) -> DeviceHandle:
+        def killing(*args: Any) -> PendingStep:
             handle = launch(*args)
             steps.append(handle)
             if len(steps) < (GREEDY.max_tokens or 0):
                 return handle
             # The last step: nothing is ordered of the ranks after it.
             kill(1)
-            return DeviceHandle(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
+            return PendingStep(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
 
         runner._runner.sample = killing
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
@@ -268,7 +268,7 @@ def test_ranks_that_stand_still_are_not_waited_for_for_ever(folder: Path, monkey
     with make_llm(folder) as llm:
         runner = parallel(llm)
         with pytest.raises(RuntimeError, match="a step has not ended within 0 s"):
-            runner.wait(DeviceHandle(torch.zeros(1), 1, 1, Later(60)))  # type: ignore[arg-type]
+            runner.wait(PendingStep(torch.zeros(1), 1, 1, Later(60)))  # type: ignore[arg-type]
         assert not rank_pids()
 
 

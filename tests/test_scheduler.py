@@ -136,7 +136,7 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
             except ValueError:
                 assert num_needed(len(prompt) + max_tokens - 1, **sizes) > runner.num_kvcache_blocks
                 continue
-            num_blocks = [state.num_blocks for state in runner.states if isinstance(state, StateCache)]
+            num_blocks = [kind.num_blocks for kind in runner.cache_kinds if isinstance(kind, StateCache)]
             wanted[request_id] = complete(
                 prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"], states=num_blocks
             )

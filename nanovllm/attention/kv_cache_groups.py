@@ -1,4 +1,4 @@
-"""Which layers share a block table.
+"""Divides layers into groups that share a block table.
 
 Where some layers see a window and others all tokens, a block that covers all layers cannot be released while one of
 them needs it. So layers of equal windows form groups of equal size, and a block belongs to one group at a time: layer i
@@ -42,14 +42,14 @@ def single_group(specs: Sequence[Paged]) -> list[KVCacheGroup]:
 
 
 def make_groups(specs: Sequence[Paged], block_size: int, max_blocks: int) -> list[KVCacheGroup]:
-    """Return the groups of layers with equal pages, those that see all tokens first.
+    """Return the groups of layers with equal pages; layers that see all tokens come first.
 
     It is one group where several would not make the longest sequence hold less.
 
     Args:
         specs: what each layer caches.
         block_size: tokens of a block.
-        max_blocks: those of the longest sequence.
+        max_blocks: blocks of the longest sequence.
     """
     counts = Counter(spec.window for spec in specs)
     windows = sorted(counts, key=lambda window: (window is not None, window or 0))

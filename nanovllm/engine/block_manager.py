@@ -1,14 +1,14 @@
 """Manages the blocks of the cache on the host: what each holds, which sequences use it, which can be evicted.
 
-Promises: a block is free, or in the tables of as many sequences as its reference count says; only blocks of the prefix
+Promises: a block is free, or in `ref_count` block tables; only blocks of the prefix
 cache are in more than one table, and no sequence writes to those; a freed block keeps its content, and can be found
 again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its head,
 but for preempted sequences (see `free`). All of it is O(1) a block. Outputs of one request also share the last block of
 its prompt, until they write to it.
 
 Layers are in groups, each with its own blocks and block tables (`BlockTable`) out of one pool. A policy for each group
-(`cache_policy`) says which blocks a sequence holds there: those of all its tokens, those of a sliding window, or those
-of one state. A prefix must be usable in all groups. A state that others may start from is a cached block, like any
+(`cache_policy`) decides which blocks a sequence holds there: for all its tokens, for a sliding window, or for one
+state. A prefix must be usable in all groups. A state that others may start from is a cached block, like any
 other: a sequence that goes on from it has a copy.
 
 Knows nothing of the device: block ids are all that it deals in.
@@ -121,9 +121,9 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def allocate(self, seq: Sequence) -> bool:
-        """Give a waiting sequence blocks for all its tokens, those of its prefix from the cache where they are there.
+        """Give a waiting sequence blocks for all its tokens, cached ones for its prefix.
 
-        With a window, only those that its first step needs; see `extend_windows`.
+        With a window, only the blocks that its first step needs; see `extend_windows`.
 
         Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
         token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
@@ -167,9 +167,9 @@ class BlockManager:
         return _Fit(found, needed, num_matched, num_computed, num_missing)
 
     def _needed(self, num_computed: int, num_tokens: int) -> list[range]:
-        """Return the blocks that a sequence needs in each group; where it has a window, those of its next chunk.
+        """Return the blocks that a sequence needs in each group; where it has a window, for its next chunk.
 
-        With a window it may have as many as there would be for it if no other sequence had any.
+        With a window it may have all that would be free for it if it were alone.
         """
         num_filled = self.num_blocks_for(num_tokens)
         share = 0
@@ -256,7 +256,7 @@ class BlockManager:
         have registered none past the prompt, where the sequence will register its own.
         """
         if self._states:
-            # It computes the last token of the prompt again, and its state is that of a later one.
+            # It computes the last token of the prompt again, and the state of `source` is further on.
             return False
         num_released = [table.num_released for table in source.block_tables]
         firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
@@ -265,7 +265,7 @@ class BlockManager:
         return not any(num_released) or (is_held and source.num_registered_blocks <= num_full)
 
     def _fork(self, source: Sequence, seq: Sequence) -> None:
-        """Share all blocks of a prompt; whoever writes to the last one, if it is not full, copies it first."""
+        """Share all blocks of a prompt; the last one, if it is not full, is copied before it is written to."""
         num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
         seq.num_resets = source.num_resets
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
@@ -280,7 +280,7 @@ class BlockManager:
     def lacking_groups(self, seq: Sequence) -> list[int]:
         """Return the groups in which the next token to compute has no block that the sequence may write to.
 
-        None may be one that another output of the request has, too; that output may have ended, and have filled and
+        It may not write to a block that another output of the request has, or has had: that output may have filled and
         registered it.
         """
         first, last = self._next_blocks(seq)
@@ -299,7 +299,7 @@ class BlockManager:
         return self.blocks[block_id].ref_count > 1 or self.blocks[block_id].key is not None
 
     def give_blocks(self, seq: Sequence, groups: list[int]) -> tuple[list[NewBlock], list[BlockTransfer]]:
-        """Give a sequence what it lacks, as many free blocks as `groups`, and return what they are to be copies of."""
+        """Give a sequence a free block in each of `groups`, and return the blocks and the copies to make."""
         first, last = self._next_blocks(seq)
         new, copies = list[NewBlock](), list[BlockTransfer]()
         for group in groups:
@@ -319,7 +319,7 @@ class BlockManager:
         return BlockTransfer("copy", source, copy)
 
     def own_states(self, seq: Sequence) -> list[NewBlock]:
-        """Let a sequence write to its states: those that are cached are copied into free blocks, or forgotten."""
+        """Let a sequence write to its states: cached ones are copied into free blocks, or else forgotten."""
         new: list[NewBlock] = []
         for group, policy in self._states.items():
             table = seq.block_tables[group]
@@ -363,7 +363,7 @@ class BlockManager:
         return new
 
     def release_outside_window(self, seq: Sequence) -> None:
-        """Take the blocks from a sequence that it will not attend to any more; the step in flight may still."""
+        """Take blocks from a sequence that it will not attend to any more, though the step in flight may."""
         for group in self._windowed:
             first = self.policies[group].num_released(seq.num_computed_tokens - seq.num_unsure)
             table = seq.block_tables[group]
@@ -401,7 +401,7 @@ class BlockManager:
                 self.host.touch(block.key)
 
     def _precedes_reset(self, seq: Sequence) -> bool:
-        """Whether nobody finds a sequence's blocks, since it was given its first ones before a `reset`."""
+        """Whether a sequence's blocks cannot be found, since it was given its first ones before a `reset`."""
         return seq.num_resets != self._cache.num_resets
 
     def _take_free_block(self) -> int:
@@ -504,7 +504,7 @@ class BlockManager:
     def reset(self) -> bool:
         """Forget the prefix cache; return whether no sequence holds blocks of it.
 
-        Those that do keep them, and nobody else will find them, nor what they compute from now on.
+        Running sequences keep them; no other will find them, nor what they compute from now on.
         """
         if self.host is not None:
             self.host.clear()
@@ -546,7 +546,7 @@ class BlockManager:
         return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
-        """Yield the blocks that steps will overwrite first: free ones, then those of the next to be preempted.
+        """Yield the blocks that steps will overwrite first: free ones, then the blocks of the next to be preempted.
 
         Where few are free, blocks of a sequence that ends are taken in the same step, so that those of all are among
         them. A sequence's are saved first ones first, so that with the last one all are; none of those that nobody

@@ -133,7 +133,8 @@ class WindowPolicy(CachePolicy):
 class StatePolicy(CachePolicy):
     """A sequence holds one state, of the tokens computed so far, in blocks of its own that steps overwrite.
 
-    The state at a block's end can be kept as a checkpoint: its blocks are then cached, and whoever goes on copies them.
+    The state at a block's end can be kept as a checkpoint: its blocks are then cached, and a sequence that goes on from
+    it copies them.
 
     Args:
         kind: the blocks of a state, and how often one is kept.

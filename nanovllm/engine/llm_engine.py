@@ -53,7 +53,7 @@ from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, WeightsRunner
 
 _REST_SECONDS = 0.002
-"""How long a step of a paused engine takes, which does nothing."""
+"""Time of a step of a paused engine, which does nothing."""
 
 
 class LLMEngine(Engine):
@@ -111,7 +111,7 @@ class LLMEngine(Engine):
         self.limits = RequestLimits(
             vocab_size,
             max_model_len,
-            # Of tokens in all groups of layers, none of which has released any.
+            # Of tokens in all groups of layers, before any is released.
             num_kv_slots=runner.num_kvcache_blocks // len(runner.cache_kinds) * config.kvcache_block_size,
             max_stored_tokens=self.block_manager.max_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),
@@ -221,7 +221,7 @@ class LLMEngine(Engine):
         return tokens
 
     def _rest(self) -> None:
-        """Take in the results of steps under way, and sleep, so that a paused engine does not spin."""
+        """Collect the steps under way, and sleep, so that a paused engine does not spin."""
         self._collect(0)
         time.sleep(_REST_SECONDS)
 
@@ -262,7 +262,7 @@ class LLMEngine(Engine):
         return words
 
     def _collect(self, depth: int) -> bool:
-        """Take in results until no more than `depth` steps are under way; returns whether none of them has failed."""
+        """Collect results until at most `depth` steps are under way; return whether no step failed."""
         while len(self._in_flight) > depth:
             batch, handle = self._in_flight.popleft()
             try:
@@ -287,18 +287,18 @@ class LLMEngine(Engine):
         return True
 
     def _collect_last(self) -> None:
-        """Take in the step under way if nobody waits for its tokens: they are past an EOS or a stop string."""
+        """Collect the step under way if its tokens are not waited for: they are past an EOS or a stop string."""
         if self.scheduler.is_finished():
             self._collect(0)
 
     def _finish(self, group: SequenceGroup) -> None:
-        """Keep the output of a request if the last of its sequences has ended."""
+        """Keep the output of a request once all its sequences are finished."""
         if group.is_finished:
             self._forget(group)
             self._results.finished.append((group.request_id, request_output(group)))
 
     def _abort(self, group: SequenceGroup) -> None:
-        """Drop what is left of a request."""
+        """Drop the rest of a request."""
         self._forget(group)
         self.scheduler.abort(seq.seq_id for seq in group)
 

@@ -23,7 +23,7 @@ ROOT_IDENTITY = 0
 
 
 class Block:
-    """One page of the cache. `key` and `identity` are those of its content while it is in the prefix cache.
+    """One page of the cache. While it is in the prefix cache, `key` and `identity` tell its content.
 
     `num_hits` counts how often it was found there, whatever it held.
     """
@@ -159,7 +159,7 @@ class PrefixCache:
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Let a block not be found any more, if it can be."""
+        """Remove a block, if it is here."""
         if block.key is not None:
             del self.blocks[block.key]
             if self._evicted is not None:
@@ -167,7 +167,7 @@ class PrefixCache:
             block.key = None
 
     def reset(self) -> None:
-        """Forget all blocks but those in use, which keep their keys, and which nobody will find."""
+        """Forget all blocks; those in use keep their keys, but are not found any more."""
         self.num_resets += 1
         self._evicted = None if self._evicted is None else EvictedPrefixes()
         for key, block in list(self.blocks.items()):

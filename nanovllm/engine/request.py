@@ -24,7 +24,7 @@ GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 @dataclass(slots=True, eq=False)
 class Grammar:
-    """What an output must match, checked.
+    """A checked pattern that an output must match.
 
     Attributes:
         text: in the form that is compiled.
@@ -74,7 +74,7 @@ class Request:
 
     @property
     def reports_tokens(self) -> bool:
-        """Whether the engine reports its tokens as they come: somebody reads them, or looks for stop strings."""
+        """Whether the engine reports its tokens as they come: a client reads them, or looks for stop strings."""
         return self.is_streamed or self.params.stop is not None
 
     @property
@@ -95,7 +95,7 @@ class Request:
 
 @dataclass(slots=True)
 class Abort:
-    """Says to whoever drives an engine: drop requests, or finish them with what they have."""
+    """Tells an engine to drop requests, or to finish them with the tokens that they have."""
 
     request_ids: list[int]
     keep_outputs: bool
@@ -105,7 +105,7 @@ def check_request_ids(request_ids: Iterable[int]) -> list[int]:
     """Return ids of requests as a list.
 
     Raises:
-        ValueError: what is given is no id.
+        ValueError: a value is not an id.
     """
     if not isinstance(request_ids, Iterable):
         raise ValueError(f"request ids are given as a list, not {request_ids!r:.80}")
@@ -113,10 +113,10 @@ def check_request_ids(request_ids: Iterable[int]) -> list[int]:
 
 
 class TokenConstraint(Protocol):
-    """Says which token may come next."""
+    """Restricts the next token of an output."""
 
     def accept(self, token_id: int) -> None:
-        """Take a token of the output, that which ends it too; what it raises fails the request alone."""
+        """Follow a token of the output, its last one included; an error fails the request alone."""
 
     def fill(self, constraints: list[tuple[Any, int]], words: np.ndarray) -> None:
         """Write the masks of constraints of this kind.
@@ -128,7 +128,7 @@ class TokenConstraint(Protocol):
 
 
 def fill_rows(constraints: Iterable[tuple[TokenConstraint, int]], words: np.ndarray) -> None:
-    """Write the masks of constraints, each with its row; those of one kind are computed together, in threads."""
+    """Write the masks of constraints, each with its row; all of one kind are computed together, in threads."""
     kinds: dict[type, list[tuple[TokenConstraint, int]]] = {}
     for constraint, row in constraints:
         kinds.setdefault(type(constraint), []).append((constraint, row))
@@ -166,7 +166,7 @@ class RequestSeeds:
         self._lock = Lock()
 
     def reserve(self, num_outputs: int) -> int:
-        """Return the first of so many consecutive numbers that nobody else gets."""
+        """Return the first of `num_outputs` consecutive numbers, which no other call gets."""
         with self._lock:
             first, self._num_taken = self._num_taken, self._num_taken + num_outputs
         return first
@@ -182,7 +182,7 @@ class PromptTooLongError(ValueError):
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request must keep to.
+    """The limits that a request must keep to.
 
     Attributes:
         vocab_size: token ids of prompts are below it.
@@ -256,7 +256,7 @@ class RequestLimits:
         return token_ids
 
     def check_size(self, num_prompt_tokens: int, params: SamplingParams) -> None:
-        """Raise a `ValueError` if a prompt of so many tokens cannot be served."""
+        """Raise a `ValueError` if a prompt of `num_prompt_tokens` tokens cannot be served."""
         if num_prompt_tokens > self.max_model_len:
             message = f"the prompt has {num_prompt_tokens} tokens, over max_model_len={self.max_model_len}"
             raise PromptTooLongError(message)

@@ -1,4 +1,4 @@
-"""From a finished request's sequences to its output."""
+"""Makes the output of a request from its finished sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanovllm.runner.messages import TokenLogprobs
 
 
 def request_output(group: SequenceGroup) -> RequestOutput:
-    """Return the output, without text, of a request whose sequences have all ended."""
+    """Return the output, without text, of a request whose sequences are finished."""
     first = group[0]
     # The field takes an array as well.
     tokens: Any = first.request.token_ids
@@ -54,7 +54,7 @@ def _completion_output(seq: Sequence) -> CompletionOutput:
 
 
 def _prompt_logprobs(seq: Sequence) -> Logprobs[dict[int, Logprob] | None] | None:
-    """Return the log-probabilities of a prompt's tokens, None for those that have none.
+    """Return the log-probabilities of a prompt's tokens, None for a token without.
 
     None if they were not asked for, or if the request was aborted before its prompt was computed.
     """

@@ -2,10 +2,10 @@
 
 A row of a step is a sequence and the tokens that it computes: computed tokens catch up with those that exist. A
 sequence that has caught up computes its newest token, one that is behind (it is new, or was preempted) a chunk of what
-it lacks. Those that have caught up come first, and the others have what is left of one token budget, so that a long
-prompt stalls nobody (chunked prefill, Sarathi-Serve, Agrawal et al. 2024). When the cache is full, the newest sequence
-loses its blocks and is computed again later (preemption by recomputation, vLLM, Kwon et al. 2023). Planning needs
-counts alone, never the values of tokens in flight, so a step can be planned while the one before it still runs.
+it lacks. Sequences that have caught up come first, and the others have the rest of one token budget, so that a long
+prompt stalls no other row (chunked prefill, Sarathi-Serve, Agrawal et al. 2024). When the cache is full, the newest
+sequence loses its blocks and is computed again later (preemption by recomputation, vLLM, Kwon et al. 2023). Planning
+needs counts alone, never the values of tokens in flight, so a step can be planned while the one before it still runs.
 
 Running and waiting sequences are ordered by `Sequence.sort_key`: by priority, then by arrival. The last running one is
 the one to preempt. The first is preempted only for a waiting one of higher priority, so that one always makes progress.
@@ -241,9 +241,9 @@ class Scheduler:
         link copies in a small step, a sequence that would load more is admitted in the next one.
 
         Args:
-            behind: the running ones; what is left of them is in `_behind` afterwards.
-            loading: takes those that wait for blocks.
-            batch: takes the chunks.
+            behind: the running ones; the rest of them is in `_behind` afterwards.
+            loading: filled with the sequences that wait for blocks.
+            batch: gets the chunks.
         """
         caught_up = []
         while self._budget and (seq := behind.pop(0) if behind else self._admit(batch)) is not None:
@@ -333,7 +333,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
-        """Take in a step's tokens."""
+        """Add a step's tokens to their sequences, and finish those that end."""
         changes = StepChanges(batch.sampled_seq_ids, output.token_ids)
         self._note_first_tokens(batch)
         if output.offsets is None:
@@ -352,7 +352,7 @@ class Scheduler:
     def _take_ragged(
         self, batch: ScheduledBatch, output: StepOutput, offsets: np.ndarray, changes: StepChanges
     ) -> None:
-        """Take in the tokens of a step with drafts, row by row; `changes` has those that count."""
+        """Take in the tokens of a step with drafts, row by row; put into `changes` the tokens that count."""
         lens = np.diff(offsets).tolist()
         seq_ids = [seq_id for seq_id, n in zip(batch.sampled_seq_ids, lens, strict=True) for _ in range(n)]
         _take_logprobs(seq_ids, batch, output, self._sequences)
@@ -368,7 +368,7 @@ class Scheduler:
         changes.dropped.clear()
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
-        """Take in the tokens of one row that was planned to compute `num_new`; return how many of them count."""
+        """Add the tokens of one row, planned to compute `num_new`, to its sequence; return how many of them count."""
         seq = self._sequences.get(seq_id)
         # An EOS is seen one step late: the token sampled after it is dropped.
         if seq is None:
@@ -416,7 +416,7 @@ class Scheduler:
         return is_end
 
     def _note_first_tokens(self, batch: ScheduledBatch) -> None:
-        """Take the time of the first tokens of outputs, which follow chunks."""
+        """Note the time of the first tokens of outputs, which follow chunks."""
         now = time.monotonic()
         for seq_id in batch.sampled_seq_ids[len(batch.rows) :]:
             seq = self._sequences.get(seq_id)
@@ -439,7 +439,7 @@ class Scheduler:
         return self._sequences.get(seq_id)
 
     def fail_in_flight(self) -> list[Sequence]:
-        """Drop every sequence in a step that has no result yet, and all that such steps put into the prefix cache."""
+        """Drop every sequence in a step without a result, and all that such steps put into the prefix cache."""
         waiting = SequenceStatus.WAITING
         # What waits has blocks if it could not be admitted because some of them could not be read.
         failed = [seq for seq in self.sequences if seq.status is not waiting or seq.num_in_flight or seq.block_tables]
@@ -452,11 +452,11 @@ class Scheduler:
         return not self._sequences
 
     def is_drained(self) -> bool:
-        """Whether no sequence is left but those that came since the queue was held; see `WaitingQueue.hold_new`."""
+        """Whether all sequences left have come since the queue was held; see `WaitingQueue.hold_new`."""
         return len(self._sequences) == self.waiting.num_held
 
     def preempt_all(self) -> None:
-        """Take their blocks from all running sequences, which are computed again."""
+        """Take the blocks of all running sequences, which are computed again."""
         for seq in list(reversed(self.running)):
             self._preempt(seq)
 
@@ -509,7 +509,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._sequences: dict[int, Sequence] = {}
-        # Those that have come since `hold_new`, and are not to run; None if the queue is not held.
+        # Sequences that have come since `hold_new`, which do not run; None if the queue is not held.
         self._held: dict[int, Sequence] | None = None
 
     def __len__(self) -> int:
@@ -525,29 +525,29 @@ class WaitingQueue:
         heappush(self._heap, (seq.sort_key, seq.seq_id))
 
     def add_new(self, seq: Sequence) -> None:
-        """Queue a sequence that has never run; if the queue is held, for the time after."""
+        """Queue a sequence that has never run; hold it back while the queue is held."""
         if self._held is None:
             self.add(seq)
         else:
             self._sequences[seq.seq_id] = self._held[seq.seq_id] = seq
 
     def hold_new(self) -> None:
-        """Let no sequence run that comes from now on, until `release_new`."""
+        """Hold back sequences that come from now on, until `release_new`."""
         self._held = {} if self._held is None else self._held
 
     def release_new(self) -> None:
-        """Let those run that have come meanwhile."""
+        """Let the sequences run that have come meanwhile."""
         held, self._held = self._held or {}, None
         for seq in held.values():
             self.add(seq)
 
     @property
     def num_held(self) -> int:
-        """Sequences that are not to run now."""
+        """Number of sequences held back."""
         return len(self._held or ())
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out, wherever it stands."""
+        """Remove a sequence, whatever its position."""
         del self._sequences[seq.seq_id]
         if self._held is not None:
             self._held.pop(seq.seq_id, None)
@@ -563,7 +563,7 @@ class WaitingQueue:
 
     def in_order(self) -> Iterator[Sequence]:
         """Iterate over the sequences in the order in which they are to run; the queue must not change meanwhile."""
-        # Children of a heap's entry come after it, so those of the entries seen so far are enough to find the next.
+        # Children of a heap's entry come after it: the next entry is a child of those seen so far.
         seen = [(self._heap[0], 0)] if self._heap else []
         before = -1
         while seen:

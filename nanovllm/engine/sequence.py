@@ -122,7 +122,7 @@ class Sequence:
     ) -> None:
         params = request.params
         self.seq_id = seq_id
-        # That of the first of its request.
+        # The id of the first sequence of its request.
         self.request_id = seq_id
         self.request = request
         # Its slices go as they are to hashes, to numpy and to other processes.
@@ -144,7 +144,7 @@ class Sequence:
         self.has_extra = constraint is not None or params.has_extra
         # Tokens that end the output; the scheduler adds the model's.
         self.end_token_ids: frozenset[int] = frozenset()
-        # Whether more than those may end it, or somebody sees its tokens as they come.
+        # Whether the host must look at each token: others may end it, or they are reported as they come.
         self.is_watched = bool(constraint or params.stop_token_ids or request.reports_tokens)
         # A record for each token of the output, see `nanovllm.logprobs`, and the size of one.
         self.logprobs = bytearray()
@@ -477,7 +477,7 @@ class SteadyRows:
 
         Args:
             slots: [num_rows] int32; of the step.
-            token_ids: [num_rows] int64; those of the rows returned are left to the caller.
+            token_ids: [num_rows] int64; the caller adds the tokens of the rows returned.
             step: its number.
         """
         if len(slots) <= _FEW_ROWS:

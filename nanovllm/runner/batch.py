@@ -19,13 +19,13 @@ from nanovllm.kernels.slot_tensors import gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState
-from nanovllm.runner.staging import Staging
-from nanovllm.sampling.sampler import SamplingInputs
+from nanovllm.sampling.rows import ExtraRows
+from nanovllm.sampling.sampler import Sampled, SamplingInputs
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of one step: decode rows, prompt tokens and prompt chunks; of a `PreparedStep`, padding included.
+    """Sizes of one step: decode rows, prompt tokens and prompt chunks; of a `DeviceStep` with padding.
 
     `variant` is the attention backend's, see `AttentionBackend.plan_host`.
     """
@@ -37,34 +37,12 @@ class StepShape:
 
 
 @dataclass
-class PreparedStep:
-    """A step whose data is on its way to the device.
-
-    Attributes:
-        shape: sizes, padding included.
-        is_capture_size: whether a CUDA graph may be captured for the shape.
-        prompts: the prompt chunks, as tensors on the device; the next step's staging overwrites them.
-        seq_lens_host: tokens that each sequence attends to, decode rows first; empty if a graph may be captured.
-        query_lens_host: tokens of each chunk; likewise.
-        num_real_decodes, num_real_samples: decode rows, and tokens that are sampled, without padding.
-    """
-
-    shape: StepShape
-    is_capture_size: bool
-    prompts: PromptArrays
-    seq_lens_host: list[int]
-    query_lens_host: list[int]
-    num_real_decodes: int
-    num_real_samples: int
-
-
-@dataclass
-class DeviceBatch:
-    """The inputs of one step, all on the device, decode rows first.
+class StepInputs:
+    """The inputs of one step on the device, an entry for each row; rows of one token first.
 
     Attributes:
         token_ids, positions: [num_tokens] int32.
-        metadata: for attention, of each group of the KV cache.
+        metadata: for attention, of each group of the cache.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
         sampling: what each of them is sampled by.
@@ -76,6 +54,85 @@ class DeviceBatch:
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
+
+
+@dataclass(frozen=True)
+class Unsampled:
+    """The result of a forward pass whose tokens wait for masks, or for what rows ask beyond a temperature.
+
+    Attributes:
+        inputs: the step's.
+        logits: [num_samples, tokens of this rank].
+        prompt_hidden: [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
+    """
+
+    inputs: StepInputs
+    logits: torch.Tensor
+    prompt_hidden: torch.Tensor | None = None
+
+
+@dataclass
+class DeviceStep:
+    """A step on the device, from the plan's way there to what its forward pass has computed.
+
+    Attributes:
+        batch: the plan.
+        shape: sizes, padding included.
+        is_capture_size: whether a CUDA graph may be captured for the shape.
+        prompts: the chunks, as tensors on the device; the next step's staging overwrites them.
+        seq_lens_host: tokens that each sequence attends to, decode rows first; empty if a graph may be captured.
+        query_lens_host: tokens of each chunk; likewise.
+        extra: what rows ask for beyond a temperature.
+        computed: the forward pass's result once it is queued.
+    """
+
+    batch: ScheduledBatch
+    shape: StepShape
+    is_capture_size: bool
+    prompts: PromptArrays
+    seq_lens_host: list[int]
+    query_lens_host: list[int]
+    extra: ExtraRows | None = None
+    computed: Sampled | Unsampled | None = None
+
+    @property
+    def num_padding(self) -> int:
+        """Padding after the rows of one token."""
+        return self.shape.num_decodes - len(self.batch.rows)
+
+
+class Staging:
+    """Pinned buffers on the host, and where they are copied to.
+
+    Two host buffers take turns, so that one is filled while the other may still be read; an event guards each.
+
+    Args:
+        capacity: most int32 elements of a step.
+        device: where they go.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.is_cuda = device.type == "cuda"
+        self._device_buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._host_buffers = [torch.empty(capacity, dtype=torch.int32, pin_memory=self.is_cuda) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)] if self.is_cuda else []
+        self._turn = 0
+
+    def send(self, parts: list[np.ndarray]) -> list[torch.Tensor]:
+        """Copy int32 arrays to the device in one non-blocking copy; returns views, valid until the next call."""
+        lengths = [len(part) for part in parts]
+        total = sum(lengths)
+        views = self._device_buffer[:total].split(lengths)
+        if total:
+            self._turn ^= 1
+            if self.is_cuda:
+                self._copied[self._turn].synchronize()
+            host = self._host_buffers[self._turn][:total]
+            np.concatenate(parts, out=host.numpy())
+            self._device_buffer[:total].copy_(host, non_blocking=True)
+            if self.is_cuda:
+                self._copied[self._turn].record()
+        return list(views)
 
 
 class BatchBuilder:
@@ -125,7 +182,7 @@ class BatchBuilder:
         plan: np.ndarray = NO_ROWS.slots,
         *,
         is_capture_size: bool = False,
-    ) -> PreparedStep:
+    ) -> DeviceStep:
         """Update the host's copy of the slots and send what changed to the device, padded to `shape`.
 
         Equal shapes find their tensors at equal addresses, as CUDA graphs need.
@@ -136,12 +193,12 @@ class BatchBuilder:
             plan: from the method `plan`.
             is_capture_size: whether a graph may be captured for the shape.
         """
-        slots, chunks, num_decodes = self.slots, batch.chunks, len(batch.rows.slots)
+        slots, chunks = self.slots, batch.chunks
         changed_index, changed_values = slots.update_host(batch)
         prompts = make_prompt_arrays(
             chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
         )
-        num_padding = shape.num_decodes - num_decodes
+        num_padding = shape.num_decodes - len(batch.rows)
         decode_slots = batch.rows.slots
         if num_padding:
             decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
@@ -164,17 +221,16 @@ class BatchBuilder:
             seq_lens = decode_lens.tolist() + [1] * num_padding
             seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
             query_lens = [len(chunk.token_ids) for chunk in chunks]
-        sent_prompts, num_samples = PromptArrays._make(prompt_tensors), len(batch.sampled_seq_ids)
-        return PreparedStep(shape, is_capture_size, sent_prompts, seq_lens, query_lens, num_decodes, num_samples)
+        return DeviceStep(batch, shape, is_capture_size, PromptArrays._make(prompt_tensors), seq_lens, query_lens)
 
-    def send_empty(self, shape: StepShape, *, is_capture_size: bool = True) -> PreparedStep:
+    def send_empty(self, shape: StepShape, *, is_capture_size: bool = True) -> DeviceStep:
         """Send a step that is all padding; the host knows it as one chunk, if no graph may be captured for it."""
         step = self.send(ScheduledBatch(), shape, is_capture_size=is_capture_size)
         if not is_capture_size:
             step.seq_lens_host = step.query_lens_host = [shape.num_prompt_tokens]
         return step
 
-    def gather(self, step: PreparedStep) -> DeviceBatch:
+    def gather(self, step: DeviceStep) -> StepInputs:
         """Make a step's inputs out of what is on the device; a CUDA graph may hold this."""
         shape, prompts, state = step.shape, step.prompts, self.slots.tensors
         slots = self._decode_slots[: shape.num_decodes]
@@ -207,14 +263,14 @@ class BatchBuilder:
         ]
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
-            return DeviceBatch(decodes.token_ids, decodes.positions, metadata, None, slots, sampling)
+            return StepInputs(decodes.token_ids, decodes.positions, metadata, None, slots, sampling)
         positions = torch.cat((decodes.positions, prompts.positions))
         decode_indices = torch.arange(shape.num_decodes, device=slots.device)
         sample_indices = torch.cat((decode_indices, prompts.sample_indices + shape.num_decodes))
         sample_slots = torch.cat((slots, prompts.sample_slots))
         # Torch casts a 32-bit index anew at each use.
         index = sample_slots.long()
-        return DeviceBatch(
+        return StepInputs(
             token_ids=torch.cat((decodes.token_ids, prompts.token_ids)),
             positions=positions,
             metadata=metadata,

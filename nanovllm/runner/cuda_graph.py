@@ -62,7 +62,7 @@ class CaptureSizes:
 
     Args:
         shapes: the sizes.
-        variants: those of the shapes, the ones that take less memory first.
+        variants: of the shapes; variants that take less memory first.
         attention_rows, weight_rows: numbers of decode rows at which the choice of kernels changes.
         weight_tokens: numbers of prompt tokens at which it changes.
 

@@ -64,12 +64,12 @@ class KVCache:
         specs: what each of them caches.
         groups: which of them share blocks; the i-th layers of several groups have equal pages, and share those.
         backend: what they attend with.
-        num_clipped: [1] int64 on their device, counts on where a cache before has ended; see `KVScales`.
+        num_clipped: [1] int64 on their device, counts on across caches; see `KVScales`.
         num_blocks, block_size: tokens of a block.
 
     Attributes:
         tensors: the pages by what layers cache; of several groups, whatever their windows.
-        num_clipped: that of a cache in e4m3, else None.
+        num_clipped: None unless the cache is in e4m3.
         copies: copy blocks to the host's memory and back; None if they are not kept there.
     """
 
@@ -104,7 +104,7 @@ class KVCache:
                 layers[i].bind(KVPages(k_cache, v_cache, self._scales(layers[i])), backend, index)
 
     def _scales(self, layer: CachedAttention) -> KVScales | None:
-        """Return the scales of a layer's e4m3: those of the checkpoint, or 1."""
+        """Return the scales of a layer's e4m3, from the checkpoint, or 1."""
         if self.num_clipped is None:
             return None
         if layer.scales is not None:

@@ -65,7 +65,7 @@ CacheKind = FullCache | WindowCache | StateCache
 
 @dataclass(frozen=True)
 class NewBlock:
-    """Makes block `block_id` entry `index` of a running slot's block table, that of a group of the KV cache."""
+    """Makes block `block_id` entry `index` of a running slot's block table in a group of the KV cache."""
 
     slot: int
     index: int
@@ -121,7 +121,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows whose tokens the device has: the newest of each slot's sequence, and drafts of those that follow it.
+    """Rows whose tokens the device has: the newest of each slot's sequence, and drafts of the next ones.
 
     Attributes:
         slots: [num_rows] int32.
@@ -148,8 +148,8 @@ NO_ROWS = Rows.of_one_token(np.empty(0, dtype=np.int32))
 class ScheduledBatch:
     """The plan of one step. A row of it is a slot and the new tokens that it computes.
 
-    The tokens of `rows` are on the device already, and so are their positions and block tables; those of `chunks`, the
-    rows that follow, come with the plan.
+    The tokens of `rows` are on the device already, and so are their positions and block tables. `chunks` are the rows
+    after them, whose tokens come with the plan.
     """
 
     # Counts the steps of an engine.
@@ -165,7 +165,7 @@ class ScheduledBatch:
     # The same object as in the step before if no row has joined or left.
     rows: Rows = NO_ROWS
     chunks: list[Chunk] = field(default_factory=list)
-    # The sequences that tokens are sampled for: those of `rows`, then those of the chunks that sample.
+    # The sequences that tokens are sampled for: a sequence a row of `rows`, then one a chunk that samples.
     sampled_seq_ids: list[int] = field(default_factory=list)
     # Whether a row asks for more than a temperature.
     has_extra: bool = False

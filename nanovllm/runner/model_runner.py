@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -25,23 +26,35 @@ from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import load_model
-from nanovllm.runner.batch import BatchBuilder, DeviceBatch, PreparedStep, StepShape
+from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
-from nanovllm.runner.forward_step import ForwardStep
 from nanovllm.runner.kv_cache import KVCache, cache_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import HostMemory, ScheduledBatch
 from nanovllm.runner.on_device import OnDevice
-from nanovllm.runner.output_buffers import DeviceHandle, ExtraOutputs, OutputBuffers
+from nanovllm.runner.output_buffers import OutputBuffers, PendingStep
 from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.runner.swap_space import keep_blocks, make_swap_space
 from nanovllm.sampling.rows import ExtraRows
-from nanovllm.sampling.sampler import Sampled, Sampler
+from nanovllm.sampling.sampler import DeviceLogprobs, Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
 from nanovllm.weights.report import MissingWeights
+
+
+class _Part(Enum):
+    """The part of a step that is queued by `ModelRunner.forward`; the rest follows in `sample`."""
+
+    WHOLE_CHUNKS = auto()
+    """Logits, and the hidden states of all tokens of chunks."""
+    FORWARD = auto()
+    """Logits."""
+    SAMPLED = auto()
+    """Tokens, of rows that ask for a temperature."""
+    SAMPLED_WITH_LOGPROBS = auto()
+    """Tokens, and the log-probabilities of all rows."""
 
 
 class ModelRunner(OnDevice):
@@ -82,7 +95,7 @@ class ModelRunner(OnDevice):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
-        # A step is planned while the one before it runs; on the CPU there is nobody to plan meanwhile.
+        # A step is planned while the one before it runs; on the CPU both take the same cores.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
         self.num_drafts = 0
@@ -160,7 +173,7 @@ class ModelRunner(OnDevice):
             self.device,
             num_groups=len(self.kv_groups),
         )
-        # Decoded tokens, and those of the prompts that end in the same step; padding in between.
+        # Tokens of rows of one token, padding, and tokens of chunks.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._output_buffers = OutputBuffers(self._sampled)
         self._num_clipped = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -218,7 +231,7 @@ class ModelRunner(OnDevice):
             step = self.batch_builder.send_empty(self.capture_sizes.shapes[-1])
             for _ in range(2):
                 self.communicator.prepare_step()
-                self._run_or_replay(step, "step", partial(self._run_step, step))
+                self._run_or_replay(step, _Part.SAMPLED)
                 bar.update()
 
     def _drop_graphs(self) -> None:
@@ -226,7 +239,7 @@ class ModelRunner(OnDevice):
             self.graphs.close()
             self.graphs = None
 
-    def forward(self, batch: ScheduledBatch) -> ForwardStep:
+    def forward(self, batch: ScheduledBatch) -> DeviceStep:
         """Queue a step's forward pass, and its sampling with it where nothing of the host's is waited for.
 
         Both are one CUDA graph if there is one for the step's size and its rows ask for a temperature, or for their
@@ -234,26 +247,14 @@ class ModelRunner(OnDevice):
         """
         with torch.inference_mode(), self._device_guard():
             self.communicator.prepare_step()
-            step = ForwardStep(batch, self.prepare(batch))
+            step = self.prepare(batch)
             self.kv_cache.load_and_save(batch)
             if batch.has_extra:
                 step.extra = self._extra_rows(step)
-            if batch.scored_seq_ids:
-                self._forward_whole_chunks(step)
-            elif not batch.has_extra:
-                self._run_or_replay(step.prepared, "step", partial(self._run_step, step.prepared))
-            elif step.extra is not None and step.extra.only_own_logprobs and self.communicator.size == 1:
-                run_step = partial(self._run_step, step.prepared, with_logprobs=True)
-                sampled = self._run_or_replay(step.prepared, "step with logprobs", run_step)
-                step.extra_outputs = ExtraOutputs(
-                    step.extra.logprob_rows, sampled.logprobs_of(step.extra.logprob_indices)
-                )
-            else:
-                forward = partial(self._gather_and_forward, step.prepared)
-                step.inputs, step.logits = self._run_or_replay(step.prepared, "forward", forward)
+            step.computed = self._run_or_replay(step, self._part(step))
             return step
 
-    def prepare(self, batch: ScheduledBatch) -> PreparedStep:
+    def prepare(self, batch: ScheduledBatch) -> DeviceStep:
         """Send what a batch changes to the device, padded to a capture size if one is large enough."""
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
@@ -262,82 +263,88 @@ class ModelRunner(OnDevice):
         padded = self.capture_sizes.fit(exact)
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
-    def _extra_rows(self, step: ForwardStep) -> ExtraRows | None:
+    def _extra_rows(self, step: DeviceStep) -> ExtraRows | None:
         """Return what rows ask for beyond a temperature."""
         batch, slots = step.batch, self.batch_builder.slots
-        num_padding = step.prepared.shape.num_decodes - step.prepared.num_real_decodes
-        sampled = batch.rows.slots.tolist() + [slots.padding_slot] * num_padding
+        sampled = batch.rows.slots.tolist() + [slots.padding_slot] * step.num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
 
-    def _run_or_replay(self, step: PreparedStep, part: str, run: Callable[[], Any]) -> Any:
+    def _part(self, step: DeviceStep) -> _Part:
+        """Return the part of a step that waits for nothing of the host's."""
+        if step.batch.scored_seq_ids:
+            return _Part.WHOLE_CHUNKS
+        if not step.batch.has_extra:
+            return _Part.SAMPLED
+        if step.extra is not None and step.extra.only_own_logprobs and self.communicator.size == 1:
+            return _Part.SAMPLED_WITH_LOGPROBS
+        return _Part.FORWARD
+
+    def _run_or_replay(self, step: DeviceStep, part: _Part) -> Sampled | Unsampled:
         """Run a part of a step, as a graph if the step has a capture size."""
-        if self.graphs is None or not step.is_capture_size:
+        run = partial(self._compute, step, part)
+        if self.graphs is None or not step.is_capture_size or part is _Part.WHOLE_CHUNKS:
             return run()
         return self.graphs.run((part, step.shape), run)
 
-    def _run_step(self, prepared: PreparedStep, with_logprobs: bool = False) -> Sampled:
-        """Run a step up to its tokens."""
-        inputs, logits = self._gather_and_forward(prepared)
+    def _compute(self, step: DeviceStep, part: _Part) -> Sampled | Unsampled:
+        """Run the model, and the sampler if it is in the part."""
+        self.communicator.begin_step()
+        inputs = self.batch_builder.gather(step)
+        if part is _Part.WHOLE_CHUNKS:
+            return self._compute_whole_chunks(step, inputs)
+        logits = self._compute_logits(inputs)
+        if part is _Part.FORWARD:
+            return Unsampled(inputs, logits)
+        with_logprobs = part is _Part.SAMPLED_WITH_LOGPROBS
         sample = self.sampler.sample_with_logprobs if with_logprobs else self.sampler.sample
         sampled = sample(logits, inputs.sampling)
         self._scatter(inputs, sampled.token_ids)
         return sampled
 
-    def _gather_and_forward(self, step: PreparedStep) -> tuple[DeviceBatch, torch.Tensor]:
-        self.communicator.begin_step()
-        inputs = self.batch_builder.gather(step)
-        return inputs, self._compute_logits(inputs)
-
-    def _compute_logits(self, inputs: DeviceBatch) -> torch.Tensor:
+    def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
         """Run the model; returns the logits, [num_samples, tokens of this rank]."""
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
         return self.model.compute_logits(x, residual)
 
-    def _forward_whole_chunks(self, step: ForwardStep) -> None:
+    def _compute_whole_chunks(self, step: DeviceStep, inputs: StepInputs) -> Unsampled:
         """Compute the hidden states of all tokens, where chunks ask for more of them than a token."""
-        self.communicator.begin_step()
-        inputs = step.inputs = self.batch_builder.gather(step.prepared)
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             x, residual = self.model(inputs.token_ids, inputs.positions)
         hidden = self.model.hidden_states(x, residual)
-        step.logits = self.model.project_logits(hidden[inputs.sample_indices])
-        step.prompt_hidden = hidden[step.prepared.shape.num_decodes :]
+        logits = self.model.project_logits(hidden[inputs.sample_indices])
+        return Unsampled(inputs, logits, hidden[step.shape.num_decodes :])
 
-    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> DeviceHandle:
+    def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> PendingStep:
         """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
         with torch.inference_mode(), self._device_guard():
-            if step.inputs is not None and step.logits is not None:
-                step.extra_outputs = self._sample_logits(step, step.inputs, step.logits, masks)
-            prepared = step.prepared
-            num_decodes, num_prompts = prepared.num_real_decodes, prepared.num_real_samples - prepared.num_real_decodes
-            return self._output_buffers.copy(
-                num_decodes, prepared.shape.num_decodes, num_prompts, step.extra_outputs, self.kv_cache.num_clipped
-            )
+            computed, prompts = step.computed, list[DeviceLogprobs | torch.Tensor]()
+            assert computed is not None
+            if isinstance(computed, Unsampled):
+                logprobs = self._sample_logits(step, computed, masks).logprobs
+                if computed.prompt_hidden is not None:
+                    prompts = prompt_outputs(self.model, self.sampler, step.batch.chunks, computed.prompt_hidden)
+            else:
+                logprobs = None if step.extra is None else computed.logprobs_of(step.extra.logprob_indices)
+            return self._output_buffers.copy(step, logprobs, prompts, self.kv_cache.num_clipped)
 
-    def _sample_logits(
-        self, step: ForwardStep, inputs: DeviceBatch, logits: torch.Tensor, masks: np.ndarray | None
-    ) -> ExtraOutputs:
+    def _sample_logits(self, step: DeviceStep, computed: Unsampled, masks: np.ndarray | None) -> Sampled:
         """Sample from a forward pass's logits: masks and all that rows ask for beyond a temperature."""
         self.communicator.begin_sampling()
-        extra, num_decodes = step.extra, step.prepared.num_real_decodes
+        extra, num_rows = step.extra, len(step.batch.rows)
         if extra is not None and masks is not None:
-            num_padding = step.prepared.shape.num_decodes - num_decodes
-            masked = [row if row < num_decodes else row + num_padding for row in step.batch.masked]
+            masked = [row if row < num_rows else row + step.num_padding for row in step.batch.masked]
             self.sampling.add_masks(extra, masked, masks)
-        sampled = self.sampler.sample(logits, inputs.sampling, extra)
+        sampled = self.sampler.sample(computed.logits, computed.inputs.sampling, extra)
         if extra is not None:
             self.sampling.count(extra, sampled.token_ids)
-        self._scatter(inputs, sampled.token_ids)
-        prompts = []
-        if step.prompt_hidden is not None:
-            prompts = prompt_outputs(self.model, self.sampler, step.batch.chunks, step.prompt_hidden)
-        return ExtraOutputs(extra.logprob_rows if extra is not None else [], sampled.logprobs, prompts)
+        self._scatter(computed.inputs, sampled.token_ids)
+        return sampled
 
-    def _scatter(self, inputs: DeviceBatch, token_ids: torch.Tensor) -> None:
+    def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Put tokens into their slots, where the next step finds them, and into `_sampled`, from where they leave."""
         slots, num_decodes = inputs.sample_slots, inputs.metadata[0].num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)

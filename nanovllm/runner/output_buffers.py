@@ -7,29 +7,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.messages import StepOutput, TokenLogprobs
 from nanovllm.sampling.sampler import DeviceLogprobs
-
-
-@dataclass(frozen=True)
-class ExtraOutputs:
-    """What a step was asked for besides tokens, on the device or on the host.
-
-    Attributes:
-        rows: the rows of logits that `sampled` are of.
-        sampled: None if there are no such rows.
-        prompts: see `StepOutput.prompt_outputs`.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    sampled: DeviceLogprobs | None = None
-    prompts: list[DeviceLogprobs | torch.Tensor] = field(default_factory=list)
-
-    def to_host(self) -> ExtraOutputs:
-        """Queue the copies of all tensors."""
-        sampled = None if self.sampled is None else _copy(self.sampled)
-        prompts = [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in self.prompts]
-        return ExtraOutputs(self.rows, sampled, prompts)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,21 +30,24 @@ def _numpy(tensors: DeviceLogprobs) -> TokenLogprobs:
 
 
 @dataclass
-class DeviceHandle:
-    """A step under way on this device.
+class PendingStep:
+    """A step under way, whose results come to the host; all at once if `copied` is None, else once it has happened.
 
     Attributes:
-        token_ids: on the host once `copied` has happened, or at once if that is None; `num_decodes` decoded ones,
-            padding up to `num_padded_decodes`, then those of the prompts that ended.
-        extra: what else the step was asked for, likewise; None for nothing.
-        num_clipped: [1], likewise, of a cache in e4m3; see `StepOutput`.
+        token_ids: `num_decodes` of rows of one token, padding up to `num_padded_decodes`, then those of chunks.
+        logprob_rows: the rows of logits that `logprobs` are of.
+        logprobs: None if there are no such rows.
+        prompt_outputs: see `StepOutput`.
+        num_clipped: [1], of a cache in e4m3; see `StepOutput`.
     """
 
     token_ids: torch.Tensor
     num_decodes: int
     num_padded_decodes: int
     copied: torch.cuda.Event | None
-    extra: ExtraOutputs | None = None
+    logprob_rows: list[int] = field(default_factory=list)
+    logprobs: DeviceLogprobs | None = None
+    prompt_outputs: list[DeviceLogprobs | torch.Tensor] = field(default_factory=list)
     num_clipped: torch.Tensor | None = None
 
     def result(self) -> StepOutput:
@@ -72,16 +55,15 @@ class DeviceHandle:
         if self.copied is not None:
             self.copied.synchronize()
         values = self.token_ids.numpy()
-        # A copy, since the buffer is used again.
-        token_ids = np.concatenate((values[: self.num_decodes], values[self.num_padded_decodes :]))
-        num_clipped = 0 if self.num_clipped is None else int(self.num_clipped)
-        if self.extra is None:
-            return StepOutput(token_ids, num_clipped_kv=num_clipped)
         num_padding = self.num_padded_decodes - self.num_decodes
-        rows = [row if row < self.num_decodes else row - num_padding for row in self.extra.rows]
-        sampled = None if self.extra.sampled is None else _numpy(self.extra.sampled)
-        prompts = [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.extra.prompts]
-        return StepOutput(token_ids, rows, sampled, prompts, num_clipped)
+        return StepOutput(
+            # A copy, since the buffer is used again.
+            np.concatenate((values[: self.num_decodes], values[self.num_padded_decodes :])),
+            [row if row < self.num_decodes else row - num_padding for row in self.logprob_rows],
+            None if self.logprobs is None else _numpy(self.logprobs),
+            [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.prompt_outputs],
+            0 if self.num_clipped is None else int(self.num_clipped),
+        )
 
 
 class OutputBuffers:
@@ -100,21 +82,31 @@ class OutputBuffers:
 
     def copy(
         self,
-        num_decodes: int,
-        num_padded_decodes: int,
-        num_prompts: int,
-        extra: ExtraOutputs | None = None,
-        num_clipped: torch.Tensor | None = None,
-    ) -> DeviceHandle:
-        """Queue the copy of the step queued last, which samples for so many decode rows and ended prompts."""
-        sampled = self._sampled[: num_padded_decodes + num_prompts]
-        if not sampled.is_cuda:
-            return DeviceHandle(sampled.clone(), num_decodes, num_padded_decodes, None, extra, num_clipped)
-        self._turn ^= 1
-        result = self._buffers[self._turn][: len(sampled)]
-        result.copy_(sampled, non_blocking=True)
-        on_host = None if extra is None else extra.to_host()
-        clipped_on_host = None if num_clipped is None else to_host(num_clipped)
-        copied = torch.cuda.Event()
-        copied.record()
-        return DeviceHandle(result, num_decodes, num_padded_decodes, copied, on_host, clipped_on_host)
+        step: DeviceStep,
+        logprobs: DeviceLogprobs | None,
+        prompts: list[DeviceLogprobs | torch.Tensor],
+        num_clipped: torch.Tensor | None,
+    ) -> PendingStep:
+        """Queue the copies of a step's results, the one queued last; see `PendingStep` for the arguments."""
+        num_padded = step.shape.num_decodes
+        sampled = self._sampled[: num_padded + sum(chunk.samples for chunk in step.batch.chunks)]
+        if sampled.is_cuda:
+            self._turn ^= 1
+            buffer = self._buffers[self._turn][: len(sampled)]
+            buffer.copy_(sampled, non_blocking=True)
+        else:
+            buffer = sampled.clone()
+        pending = PendingStep(
+            buffer,
+            len(step.batch.rows),
+            num_padded,
+            None,
+            [] if step.extra is None else step.extra.logprob_rows,
+            None if logprobs is None else _copy(logprobs),
+            [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in prompts],
+            None if num_clipped is None else to_host(num_clipped),
+        )
+        if sampled.is_cuda:
+            pending.copied = torch.cuda.Event()
+            pending.copied.record()
+        return pending

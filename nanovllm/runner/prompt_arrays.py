@@ -66,7 +66,7 @@ def make_prompt_arrays(
         chunks: of the step.
         num_tokens, num_chunks: sizes to pad to; no chunks at all, padding included, give empty arrays.
         block_tables: [num_slots + 1, G, max_blocks]; all slots', on the host.
-        padding_slot: the slot that takes what belongs to nobody.
+        padding_slot: the slot of padding.
         block_size: tokens of a block.
     """
     if not num_chunks:

@@ -21,10 +21,10 @@ from nanovllm.distributed.communicator import Communicator, open_store
 from nanovllm.distributed.shard import shard_of
 from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.model_config import ModelConfig
-from nanovllm.runner.forward_step import ForwardStep
+from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.output_buffers import DeviceHandle
+from nanovllm.runner.output_buffers import PendingStep
 from nanovllm.runner.step_limits import step_limits
 from nanovllm.utils.device import resolve_device
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
@@ -113,14 +113,14 @@ class ParallelRunner:
         self.cache_kinds = runner.cache_kinds
         self.host_memory = runner.host_memory
 
-    def forward(self, batch: ScheduledBatch) -> ForwardStep:
+    def forward(self, batch: ScheduledBatch) -> DeviceStep:
         """Queue a step's forward pass on every rank; see `Runner`."""
         runner = self._require_open()
         with self.one_fails_all_fail():
             self._ranks.broadcast(batch)
             return runner.forward(batch)
 
-    def sample(self, step: ForwardStep, masks: np.ndarray | None = None) -> ParallelHandle:
+    def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> ParallelHandle:
         """Queue a step's sampling on every rank; see `Runner`."""
         runner = self._require_open()
         with self.one_fails_all_fail():
@@ -206,7 +206,7 @@ class ParallelRunner:
                 raise cause from error
             raise
 
-    def wait(self, handle: DeviceHandle) -> StepOutput:
+    def wait(self, handle: PendingStep) -> StepOutput:
         """Wait for a step and return its tokens; raise if a rank dies meanwhile."""
         # The engine still asks for the tokens of a step that was in flight when a later one failed.
         if self._ended_by is not None:
@@ -249,7 +249,7 @@ class ParallelRunner:
 class ParallelHandle:
     """A step in flight on every rank."""
 
-    def __init__(self, handle: DeviceHandle, runner: ParallelRunner) -> None:
+    def __init__(self, handle: PendingStep, runner: ParallelRunner) -> None:
         self._handle = handle
         self._runner = runner
 

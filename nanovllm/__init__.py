@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from nanovllm.client.async_llm import AsyncLLM, QueueFullError
     from nanovllm.integrations.async_llm_engine import AsyncLLMEngine
     from nanovllm.llm import LLM
-    from nanovllm.logprobs import Logprob, Logprobs
     from nanovllm.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
+        Logprob,
+        Logprobs,
         RankedDocument,
         RequestMetrics,
         RequestOutput,
@@ -37,10 +38,9 @@ _MODULES = {
     "llm": ("LLM",),
     "client.async_llm": ("AsyncLLM", "QueueFullError"),
     "integrations.async_llm_engine": ("AsyncLLMEngine",),
-    "logprobs": ("Logprob", "Logprobs"),
     "outputs": (
-        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "RankedDocument", "RequestMetrics",
-        "RequestOutput", "ScoreOutput", "StepError", "StepResult", "TextPrompt", "TokensPrompt", "ToolCall",
+        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "Logprobs", "RankedDocument",
+        "RequestMetrics", "RequestOutput", "ScoreOutput", "StepError", "StepResult", "TextPrompt", "TokensPrompt", "ToolCall",
     ),
     "sampling_params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
 }  # fmt: skip

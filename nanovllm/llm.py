@@ -25,6 +25,7 @@ from nanovllm.client.loading import LoadedModel, load_model
 from nanovllm.client.model_client import ModelClient
 from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, EngineSettings, Pooling
+from nanovllm.engine.stats_history import plot_stats
 from nanovllm.outputs import (
     BeamSearchOutput,
     Prompts,
@@ -35,7 +36,6 @@ from nanovllm.outputs import (
     TokensPrompt,
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.stats_plot import plot_stats
 from nanovllm.tasks.beam_search import BeamSearch, beam_search_output
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.tasks.scoring import score_output, score_params, split_pairs

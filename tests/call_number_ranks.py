@@ -9,9 +9,9 @@ from unittest import mock
 
 import torch
 
-from nanovllm.distributed import symmetric_communicator as symmetric
-from nanovllm.distributed.communicator import find_store
-from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator
+from nanovllm.parallel import symmetric_communicator as symmetric
+from nanovllm.parallel.communicator import find_store
+from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
 
 NUM_RANKS = 2
 SIZE, MAX_ROWS = 64, 16

@@ -38,16 +38,16 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from nanovllm.config import Config, Dtype
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator, make_buffer
+from nanovllm.configs.model import ModelConfig
+from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels._triton import to_compile
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
-from nanovllm.quantization_config import QuantizationConfig
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator, make_buffer
 from nanovllm.runner import model_runner
 from nanovllm.runner.batch import Staging
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.step_limits import step_limits
+from nanovllm.runner.worker import step_limits
 from tests.bank_conflicts import most_conflicts
 
 SHARED_KIB = {"75": 64, "80": 163, "86": 99, "89": 99, "90": 227, "100": 227, "120": 99}

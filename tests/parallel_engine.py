@@ -19,8 +19,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.runner.batch import StepShape
+from nanovllm.runner.parallel_runner import ParallelRunner
 from nanovllm.sampling.sampler import Sampled
-from nanovllm.workers.parallel_runner import ParallelRunner
 
 
 @dataclass

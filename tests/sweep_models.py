@@ -24,7 +24,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.model_config import MODELS
+from nanovllm.configs.model import MODELS
 
 TABLE = Path(__file__).parents[1] / "nanovllm" / "models" / "README.md"
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

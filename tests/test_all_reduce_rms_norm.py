@@ -13,14 +13,14 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 
-from nanovllm.distributed import symmetric_communicator as symmetric
-from nanovllm.distributed.symmetric_communicator import SymmetricCommunicator, connect
 from nanovllm.kernels.collective import symmetric_buffer
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax, pack_candidates, unpack_tokens
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm_ref, fits
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows_ref
 from nanovllm.kernels.rms_norm import Norm
+from nanovllm.parallel import symmetric_communicator as symmetric
+from nanovllm.parallel.symmetric_communicator import SymmetricCommunicator, connect
 from tests import symmetric_buffer_ranks
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 

@@ -15,10 +15,10 @@ from nanovllm import LLM
 from nanovllm.attention.kv_cache_groups import single_group
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator
+from nanovllm.configs.rope import RopeConfig
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.rope_config import RopeConfig
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner import host_blocks, memory
 from nanovllm.runner.host_blocks import BlockCopies
 from nanovllm.runner.kv_cache import CacheTensors, KVCache

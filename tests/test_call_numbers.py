@@ -13,11 +13,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import symmetric_communicator as symmetric
-from nanovllm.distributed.communicator import open_store
-from nanovllm.distributed.symmetric_communicator import StepLimits, SymmetricCommunicator
+from nanovllm.parallel import symmetric_communicator as symmetric
+from nanovllm.parallel.communicator import open_store
+from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
 from nanovllm.runner import model_runner, prompt_outputs
-from nanovllm.runner.step_limits import step_limits
+from nanovllm.runner.worker import step_limits
 from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
 from tests.conftest import MakeCheckpoint
 from tests.server_process import PATIENCE_SECONDS

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from nanovllm.parallel.channel import Receiver, Sender
 from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
-from nanovllm.workers.channel import Receiver, Sender
 from tests.mock_runner import slot_rows
 
 

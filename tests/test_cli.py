@@ -34,7 +34,7 @@ from nanovllm.cli.batch_output import AnsweredRequests, request_digest
 from nanovllm.cli.chat import Conversation
 from nanovllm.cli.run import BatchRun
 from nanovllm.config import Config
-from nanovllm.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, request_params
+from nanovllm.serve.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, request_params
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
 from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai

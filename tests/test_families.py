@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.model_config import MODELS
+from nanovllm.configs.model import MODELS
 from tests.conftest import MakeCheckpoint
 from tests.test_greedy import PARAMS, Reference, check, make_llm, prompts
 

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.model_config import ModelConfig
-from nanovllm.pooling_config import folder_pooling
+from nanovllm.configs.model import ModelConfig, folder_pooling
 from nanovllm.text import tokenizer as tokenizer_module
 from nanovllm.text.token_bytes import token_bytes_function
 from nanovllm.text.tokenizer import has_chat_template, load_tokenizer

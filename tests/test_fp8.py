@@ -23,8 +23,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.model import ModelConfig
+from nanovllm.configs.quantization import Granularity, QuantizationConfig
 from nanovllm.kernels import policy
 from nanovllm.kernels._triton import converts_e4m3
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
@@ -40,12 +40,12 @@ from nanovllm.kernels.policy import FASTEST, FP8_INS, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import with_stored_head
 from nanovllm.models.base import CausalLM
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.fp8 import Fp8Weight
-from nanovllm.quantization_config import Granularity, QuantizationConfig
 from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, quantize
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows_ref
 from nanovllm.kernels.moe import fused_experts as experts_op
@@ -21,7 +22,6 @@ from nanovllm.kernels.moe.grouped_gemm import Tile
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.moe.sort_slots import sort_slots
 from nanovllm.kernels.policy import FP8_INS, KernelPolicy
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM
 from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsWeight, Fp8ExpertsWeight
 from nanovllm.weights.model_weights import ModelWeights

@@ -21,10 +21,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.triton import TritonBackend
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.slot_tensors import SlotTensors, scatter_tokens
-from nanovllm.model_config import ModelConfig
 from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch

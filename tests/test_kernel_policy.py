@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.quantization.weight import MatrixShard, Weight
-from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.weights.slices import LoadableModule
 from tests.test_kernels import by_triton
 from tests.test_model_shard import MODEL

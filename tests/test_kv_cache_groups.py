@@ -11,7 +11,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.kv_cache_groups import make_groups
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.distributed.communicator import Communicator
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.model_runner import ModelRunner
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import greedy, make_engine, window_kinds

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import Shard
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 
 ROWS, SIZE = 5, 8
 CPU, META = torch.device("cpu"), torch.device("meta")

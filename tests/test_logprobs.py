@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm import logprobs as module
-from nanovllm.logprobs import Logprob, Logprobs, pack_records, record_bytes
+from nanovllm import outputs as module
+from nanovllm.outputs import Logprob, Logprobs, pack_records, record_bytes
 
 VALUES = np.array([[-1.5, -0.25, -math.inf], [-0.5, -0.5, -2.0], [math.nan, -1.0, -3.0]], dtype=np.float32)
 IDS = np.array([[7, 3, 9], [2, 2, 5], [1, 4, 6]])

@@ -17,11 +17,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import ModelImpl
+from nanovllm.configs.model import MODELS, LayerConfig, ModelConfig
+from nanovllm.configs.rope import RopeConfig, YarnScaling, read_rope
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import MODELS, LayerConfig, ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.base import CausalLM
-from nanovllm.rope_config import RopeConfig, YarnScaling, read_rope
 
 # As transformers 4.x wrote them.
 QWEN3_06B: dict[str, Any] = {

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from nanovllm.distributed.shard import ModelShard, Shard, shard_of
-from nanovllm.model_config import MODELS, LayerConfig, ModelConfig
-from nanovllm.rope_config import RopeConfig
+from nanovllm.configs.model import MODELS, LayerConfig, ModelConfig
+from nanovllm.configs.rope import RopeConfig
+from nanovllm.parallel.shard import ModelShard, Shard, shard_of
 
 MODEL = ModelConfig(
     architecture=MODELS["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=4096, intermediate_size=12288,

@@ -13,9 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli.bench import ModelWeights, shape_folder
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import experts_shard
-from nanovllm.experts_config import ExpertsConfig
+from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm, sort_slots
 from nanovllm.kernels.moe import route as route_op
@@ -25,8 +23,9 @@ from nanovllm.kernels.moe.route import Routing, route_ref
 from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.fused_experts import FusedExperts
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import count_parameters
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import experts_shard
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint

@@ -25,17 +25,16 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.distributed.communicator import DistributedCommunicator
-from nanovllm.distributed.symmetric_communicator import connect
 from nanovllm.outputs import StepError
+from nanovllm.parallel.channel import Sender
+from nanovllm.parallel.communicator import DistributedCommunicator
+from nanovllm.parallel.symmetric_communicator import connect
+from nanovllm.runner import parallel_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import PendingStep
+from nanovllm.runner.worker import StepOrder, WorkerFailure, WorkerPlan
+from nanovllm.runner.worker_processes import WorkerError, WorkerProcess, WorkerProcesses, start_worker
 from nanovllm.utils.python_process import PythonProcess
-from nanovllm.workers import parallel_runner
-from nanovllm.workers.channel import Sender
-from nanovllm.workers.orders import StepOrder
-from nanovllm.workers.processes import WorkerError, WorkerProcess, WorkerProcesses, start_worker
-from nanovllm.workers.worker import WorkerFailure, WorkerPlan
 from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.
@@ -481,7 +480,7 @@ def test_a_script_needs_neither_a_guard_nor_exit_nor_an_end_of_its_threads(tmp_p
 def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.workers.processes._START_SECONDS", 0.5)
+    monkeypatch.setattr("nanovllm.runner.worker_processes._START_SECONDS", 0.5)
 
     def stop_soon() -> None:
         while not rank_pids():
@@ -501,7 +500,7 @@ def test_an_interrupt_while_ranks_are_started_leaves_none(monkeypatch: pytest.Mo
         signal.raise_signal(signal.SIGINT)
         return rank
 
-    monkeypatch.setattr("nanovllm.workers.processes.start_worker", interrupted_start)
+    monkeypatch.setattr("nanovllm.runner.worker_processes.start_worker", interrupted_start)
     with pytest.raises(KeyboardInterrupt):
         WorkerProcesses(3)
     assert not rank_pids()

@@ -20,8 +20,7 @@ from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.logprobs import Logprob
-from nanovllm.outputs import RequestMetrics, RequestOutput, StepError
+from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StateCache, StepOutput
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine, make_request, make_sequence
 

@@ -18,12 +18,12 @@ httpx = pytest.importorskip("httpx")
 import nanovllm.serve  # noqa: E402
 from nanovllm import AsyncLLM  # noqa: E402
 from nanovllm.assets import BUNDLED_MODEL  # noqa: E402
+from nanovllm.runner.worker_processes import WorkerError  # noqa: E402
 from nanovllm.serve.app import create_app  # noqa: E402
 from nanovllm.serve.logs import RequestLogs  # noqa: E402
 from nanovllm.serve.protocol import MOST_CHOICES  # noqa: E402
 from nanovllm.serve.service import Service  # noqa: E402
 from nanovllm.serve.settings import ServeSettings  # noqa: E402
-from nanovllm.workers.processes import WorkerError  # noqa: E402
 from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving  # noqa: E402
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"

@@ -22,8 +22,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
 from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.step_histograms import StepHistograms
-from nanovllm.logprobs import Logprob, Logprobs, pack_records
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, pack_records
 from nanovllm.serve import event_stream, service
 from nanovllm.serve.answers import json_answer
 from nanovllm.serve.anthropic import MessagesBody, answer_messages

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels import sampling
 from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 from nanovllm.weights import model_weights
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.slices import WeightTarget, rows_of

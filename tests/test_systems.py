@@ -23,12 +23,12 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.attention import make_backend
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.sdpa import SdpaBackend
-from nanovllm.distributed import symmetric_communicator as symmetric
 from nanovllm.kernels import _triton
 from nanovllm.kernels.e4m3 import Fp8Matrix
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.policy import FASTEST, LinearKernel
 from nanovllm.kernels.rms_norm import Norm
+from nanovllm.parallel import symmetric_communicator as symmetric
 from nanovllm.runner import model_runner
 from nanovllm.runner.memory import cpu_cache_budget
 

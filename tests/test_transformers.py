@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
 from nanovllm import SamplingParams, model_config
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import shard_of
-from nanovllm.model_config import MODELS, TRANSFORMERS, ModelConfig
+from nanovllm.configs.model import MODELS, TRANSFORMERS, ModelConfig
 from nanovllm.models import fuse, fused_modules
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.outputs import RequestOutput
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import shard_of
 from nanovllm.runner.model_runner import ModelRunner
 from tests.conftest import MakeCheckpoint
 from tests.sweep_models import (

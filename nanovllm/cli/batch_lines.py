@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nanovllm.logprobs import Logprob
-from nanovllm.openai_format import (
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokensPrompt
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.serve.openai_format import (
     ENDPOINTS,
     LEAST_LOGPROB,
     SAMPLING_FIELDS,
@@ -25,8 +26,6 @@ from nanovllm.openai_format import (
     text_choice,
     usage,
 )
-from nanovllm.outputs import CompletionOutput, RequestOutput, TokensPrompt
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.chat_template import ChatTemplateOptions, conversations, render_text, template_options
 from nanovllm.text.input_processor import InputProcessor

@@ -28,8 +28,8 @@ import torch
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.cli import IMPORT_STARTED
 from nanovllm.config import Config, KVCacheDtype, Quantization
+from nanovllm.configs.model import ModelConfig
 from nanovllm.llm import LLM
-from nanovllm.model_config import ModelConfig
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import CommandParser, user_errors
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.config import Config
+from nanovllm.configs.model import ModelConfig
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import RequestSeeds
-from nanovllm.model_config import ModelConfig
 from nanovllm.text.structured_output import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.checks import read_json
@@ -25,7 +25,7 @@ from nanovllm.utils.hub import resolve_model
 if TYPE_CHECKING:
     from nanovllm.client.replicated_engine import ReplicatedEngine
     from nanovllm.runner.model_runner import ModelRunner
-    from nanovllm.workers.parallel_runner import ParallelRunner
+    from nanovllm.runner.parallel_runner import ParallelRunner
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def make_local_engine(config: Config) -> LocalEngine:
     """Load a model into this process and the ranks that it starts; see `LLM` for what it raises."""
     # Front ends of engines in other processes need no runner.
     from nanovllm.runner.model_runner import ModelRunner  # noqa: PLC0415
-    from nanovllm.workers.parallel_runner import ParallelRunner, start_ranks  # noqa: PLC0415
+    from nanovllm.runner.parallel_runner import ParallelRunner, start_ranks  # noqa: PLC0415
 
     check_swap_space(config.swap_space)
     with start_ranks(config) as ranks:

@@ -15,6 +15,7 @@ from nanovllm.client.engine_client import EngineClient
 from nanovllm.client.loading import LoadedModel
 from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, Pooling
+from nanovllm.configs.model import folder_pooling
 from nanovllm.engine.block_usage import BlockUsage, joined_usage
 from nanovllm.engine.engine import Engine, EngineRunningError
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
@@ -22,7 +23,6 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats_history import StatsSample
 from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
 from nanovllm.outputs import Prompt, StepResult, TokenIds
-from nanovllm.pooling_config import folder_pooling
 from nanovllm.sampling_params import SamplingParams, recommended_values
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.chat_template import ChatTemplateOptions

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanovllm.engine.request import Request
-from nanovllm.logprobs import Logprob, Logprobs
-from nanovllm.outputs import CompletionOutput, RequestOutput, StepError
+from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, StepError
 from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
 
 

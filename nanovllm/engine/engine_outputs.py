@@ -17,7 +17,7 @@ class StreamedToken(NamedTuple):
         request_id, output_index: of the request, and of the output in it.
         token_id: the token.
         is_end: whether it is EOS or a stop token.
-        logprobs: its record of log-probabilities, see `nanovllm.logprobs`; empty unless asked for.
+        logprobs: its record of log-probabilities, see `nanovllm.outputs`; empty unless asked for.
     """
 
     request_id: int

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm.engine.sequence import Sequence, SequenceGroup
-from nanovllm.logprobs import Logprob, Logprobs
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput
 from nanovllm.runner.messages import TokenLogprobs
 
 

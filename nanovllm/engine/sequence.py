@@ -19,8 +19,7 @@ import numpy as np
 
 from nanovllm.engine.prefix_cache import BlockTable
 from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
-from nanovllm.logprobs import record_bytes
-from nanovllm.outputs import RequestMetrics
+from nanovllm.outputs import RequestMetrics, record_bytes
 from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, TokenLogprobs
 from nanovllm.sampling_params import SamplingExtra
 
@@ -146,7 +145,7 @@ class Sequence:
         self.end_token_ids: frozenset[int] = frozenset()
         # Whether the host must look at each token: others may end it, or they are reported as they come.
         self.is_watched = bool(constraint or params.stop_token_ids or request.reports_tokens)
-        # A record for each token of the output, see `nanovllm.logprobs`, and the size of one.
+        # A record for each token of the output, see `nanovllm.outputs`, and the size of one.
         self.logprobs = bytearray()
         self.record_bytes = record_bytes(params.logprobs)
         # What chunks have computed of the prompt, if it is asked for; complete once the prompt has been computed.

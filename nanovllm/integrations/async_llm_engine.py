@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from nanovllm.client.async_llm import AsyncLLM
 from nanovllm.client.request_stream import RequestStream
 from nanovllm.config import EngineSettings
-from nanovllm.logprobs import Logprobs
-from nanovllm.outputs import CompletionOutput, Prompt, RequestOutput, TokenIds
+from nanovllm.outputs import CompletionOutput, Logprobs, Prompt, RequestOutput, TokenIds
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.unpicklable import Unpicklable
 

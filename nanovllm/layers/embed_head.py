@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.layers.linear import ColumnParallelLinear
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.config import make_weight
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.quantization_config import QuantizationConfig
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import ExpertsShard, Shard
-from nanovllm.experts_config import ExpertsConfig
+from nanovllm.configs.model import ExpertsConfig
+from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import ExpertsShard, Shard
 from nanovllm.quantization.config import make_experts_weight
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.weights.slices import LoadableModule
 
 

@@ -12,10 +12,10 @@ from typing import overload
 import torch
 from torch import nn
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.qk_norm import QKNorms, normalize_qk, sum_squares
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 

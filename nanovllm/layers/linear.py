@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.config import make_weight
 from nanovllm.quantization.weight import MatrixShard, Weight
-from nanovllm.quantization_config import QuantizationConfig
 
 
 class ColumnParallelLinear(nn.Module):

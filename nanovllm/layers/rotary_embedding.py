@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from nanovllm.rope_config import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+from nanovllm.configs.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:

@@ -8,9 +8,9 @@ from importlib import import_module
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.model_config import Architecture, ModelConfig
+from nanovllm.configs.model import Architecture, ModelConfig
 from nanovllm.models.base import CausalLM, LoadableCausalLM
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.weights.files import stored_tensors, weight_files
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.slices import LoadableModule

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import shard_of
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import ModelConfig
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import shard_of
 from nanovllm.weights.names import WeightedModel
 from nanovllm.weights.slices import LoadableModule
 

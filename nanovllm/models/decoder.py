@@ -17,8 +17,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import ModelShard
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -26,8 +25,9 @@ from nanovllm.layers.fused_experts import FusedExperts, Router
 from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.model_config import ModelConfig
 from nanovllm.models.base import CausalLM
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import ModelShard
 from nanovllm.quantization.kv_scales import KVCacheScales
 
 

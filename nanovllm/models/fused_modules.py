@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.weight import MatrixShard, Weight
 

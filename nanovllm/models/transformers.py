@@ -23,14 +23,14 @@ from transformers.models.auto import modeling_auto
 from typing_extensions import override
 
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import ModelShard, Shard
-from nanovllm.model_config import MODELS, ModelConfig, transformers_class
+from nanovllm.configs.model import MODELS, ModelConfig, transformers_class
 from nanovllm.models.base import LoadableCausalLM
 from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
 from nanovllm.models.fused_modules import step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import SourceParameters, shard_model
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.weights.files import misfit, stored_tensors
 from nanovllm.weights.slices import WeightSlice, WeightTarget, WholeTensor
 

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import ModelShard, Shard, even_shard
 from nanovllm.models.fused_modules import FusedNorm
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import ModelShard, Shard, even_shard
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 _WHOLE = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsWeight, Fp8ExpertsWeight
 from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.quantization.weight import MatrixShard, Weight
-from nanovllm.quantization_config import QuantizationConfig
 
 
 def make_weight(

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.moe.fused_experts import ExpertsMatrices
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.fp8 import Fp8Values
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.quantization_config import QuantizationConfig
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 

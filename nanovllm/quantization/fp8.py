@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.quantization import BLOCK, QuantizationConfig
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
 from nanovllm.kernels.linear.fp8_linear import (
     fp8_linear,
@@ -21,8 +21,8 @@ from nanovllm.kernels.linear.fp8_linear import (
 )
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import MatrixShard, Weight
-from nanovllm.quantization_config import BLOCK, QuantizationConfig
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 

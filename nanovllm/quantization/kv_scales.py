@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.distributed.shard import Shard
+from nanovllm.configs.quantization import KVGranularity
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.fp8 import ScaleSlice
-from nanovllm.quantization_config import KVGranularity
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
+from nanovllm.parallel.shard import Shard
 from nanovllm.weights.slices import LoadableModule
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
 from nanovllm.runner.prompt_outputs import LOGITS_BYTES
 from nanovllm.sampling.state import pool_rows

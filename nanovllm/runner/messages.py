@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from nanovllm.logprobs import pack_records
+from nanovllm.outputs import pack_records
 from nanovllm.sampling_params import SamplingExtra
 
 
@@ -203,7 +203,7 @@ class TokenLogprobs:
     ranks: np.ndarray
 
     def records(self) -> np.ndarray:
-        """Return them as one record for each position; see `nanovllm.logprobs.pack_records`."""
+        """Return them as one record for each position; see `nanovllm.outputs.pack_records`."""
         return pack_records(self.values, self.token_ids, self.ranks)
 
 

@@ -19,13 +19,13 @@ from nanovllm.attention import check_backend, make_backend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup, have_equal_pages, make_groups, single_group
 from nanovllm.attention.metadata import set_attention_metadata
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import load_model
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.kv_cache import KVCache, cache_kind

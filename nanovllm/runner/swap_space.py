@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies, HostBlocks
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.messages import CacheKind, Chunk, HostMemory, NewRequest, ScheduledBatch, WindowCache

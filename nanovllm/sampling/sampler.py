@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import LogprobsMode
-from nanovllm.distributed.communicator import Communicator
-from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.cutoffs import cutoffs
 from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits, own_logprobs, token_logprobs
 from nanovllm.kernels.sampling import sample
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 from nanovllm.sampling.rows import ExtraRows
 
 DeviceLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

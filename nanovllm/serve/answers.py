@@ -13,11 +13,11 @@ from anyio import to_thread
 from starlette.responses import Response
 
 from nanovllm.client.request_stream import RequestStream
-from nanovllm.openai_format import AnswerMessage, ChatChoice, ChatCompletion, UsageCounts, usage
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import JsonResponse
 from nanovllm.serve.event_stream import DONE, EventStream, event
+from nanovllm.serve.openai_format import AnswerMessage, ChatChoice, ChatCompletion, UsageCounts, usage
 from nanovllm.serve.protocol import StreamOptions
 from nanovllm.serve.service import Service
 

@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.openai_format import ChatChoice
 from nanovllm.serve.answers import STREAMED, Event, Translation
 from nanovllm.serve.chat_completions import answer_options, begin_chat
+from nanovllm.serve.openai_format import ChatChoice
 from nanovllm.serve.protocol import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, Stops, TextOrObjects
 from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
 from nanovllm.serve.service import Service

@@ -8,7 +8,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.openai_format import (
+from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.serve.answers import Answer, answer_head
+from nanovllm.serve.openai_format import (
     ENDPOINTS,
     AnswerMessage,
     ChatChoice,
@@ -19,9 +22,6 @@ from nanovllm.openai_format import (
     chat_logprobs,
     prompt_positions,
 )
-from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
 from nanovllm.serve.service import Service, StreamList

@@ -10,10 +10,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.openai_format import ENDPOINTS, Completion, TextChoice, prompt_positions, text_logprobs
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answers import Answer, answer_head
+from nanovllm.serve.openai_format import ENDPOINTS, Completion, TextChoice, prompt_positions, text_logprobs
 from nanovllm.serve.protocol import CompletionBody, prompt_list
 from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
 from nanovllm.serve.service import Service, StreamList

@@ -10,10 +10,10 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from nanovllm.openai_format import chat_logprobs, prompt_positions
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.serve.answers import Answer
+from nanovllm.serve.openai_format import chat_logprobs, prompt_positions
 from nanovllm.serve.protocol import GenerateBody, SamplingBody
 from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
 from nanovllm.serve.service import Service, StreamList

@@ -13,10 +13,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from nanovllm.openai_format import ChatChoice
 from nanovllm.serve.answers import STREAMED, Event, Translation
 from nanovllm.serve.chat_completions import begin_chat
 from nanovllm.serve.errors import encode_json
+from nanovllm.serve.openai_format import ChatChoice
 from nanovllm.serve.protocol import (
     MOST_TOOLS,
     TOOL_CHOICE,

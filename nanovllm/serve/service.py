@@ -21,12 +21,12 @@ from nanovllm.client.async_llm import AsyncLLM
 from nanovllm.client.request_stream import RequestStream
 from nanovllm.config import Pooling
 from nanovllm.engine.request import Request
-from nanovllm.openai_format import Endpoint, TokenNames, request_params, template_values
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
+from nanovllm.serve.openai_format import Endpoint, TokenNames, request_params, template_values
 from nanovllm.serve.protocol import MOST_CHOICES, ChatBody, ChatMessage, SamplingBody, TokenizeBody
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanovllm.logprobs import Logprobs
-from nanovllm.outputs import RequestOutput, ScoreOutput
+from nanovllm.outputs import Logprobs, RequestOutput, ScoreOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.utils.checks import token_list

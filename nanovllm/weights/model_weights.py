@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.distributed.communicator import Communicator
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.utils.loading_bar import loading_bar
 from nanovllm.utils.units import shown
 from nanovllm.weights.adapter import is_adapter, read_adapter

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.model_config import ModelConfig
+from nanovllm.configs.model import ModelConfig
 from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 

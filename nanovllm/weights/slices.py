@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import nn
 
-from nanovllm.distributed.shard import Shard
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
+from nanovllm.parallel.shard import Shard
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Stored dtypes that may be converted to the model's, which the user chooses, or the CPU."""

@@ -13,8 +13,8 @@ import time
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
+from nanovllm.parallel.channel import Receiver, Sender
 from nanovllm.runner.messages import ScheduledBatch
-from nanovllm.workers.channel import Receiver, Sender
 from tests.mock_runner import slot_rows
 
 MESSAGES = 2000

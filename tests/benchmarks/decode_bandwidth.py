@@ -14,12 +14,12 @@ from bench import measure_ceilings
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
+from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.rope_config import RopeConfig
 from tests.benchmarks.compile_vs_kernels import graph_microseconds
 
 DEVICE = torch.device("cuda")

@@ -10,8 +10,7 @@ from typing import Any, Literal
 # `typing` has both from Python 3.11 on, and pydantic reads them there from 3.12 on.
 from typing_extensions import NotRequired, TypedDict
 
-from nanovllm.logprobs import Logprob
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.text.answers import AnswerSplitter
 from nanovllm.text.tool_calls import whole_calls

@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from nanovllm.config import ModelImpl, Quantization
-from nanovllm.experts_config import ExpertsConfig, is_sparse
-from nanovllm.quantization_config import QuantizationConfig
-from nanovllm.rope_config import RopeConfig, read_rope, yarn_length
-from nanovllm.utils.checks import UnsupportedError, check_int, read_json, refuse_remote_code
+from nanovllm.config import ModelImpl, Pooling, Quantization
+from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.configs.rope import RopeConfig, read_rope, yarn_length
+from nanovllm.utils.checks import UnsupportedError, check_int, read_json, read_json_list, refuse_remote_code
 from nanovllm.utils.folder_faults import no_model
 
 
@@ -394,3 +393,86 @@ def _as_ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     # -1 stands for none.
     return [token for token in (check_int("eos_token_id", token, -1) for token in values) if token >= 0]
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538).
+
+    Attributes:
+        num_experts: in each layer that has them.
+        top_k: experts that compute a token.
+        intermediate_size: of one expert.
+        renormalize: whether the probabilities of a token's experts are divided by their sum.
+        is_parallel: whether ranks hold whole experts, instead of a slice of every one.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    renormalize: bool
+    is_parallel: bool = False
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> ExpertsConfig:
+        """Convert a transformers config.
+
+        Raises:
+            ValueError: a size is missing, or out of range; an `UnsupportedError` if there are no experts.
+        """
+        num_experts = check_int("num_experts", getattr(hf, "num_local_experts", getattr(hf, "num_experts", None)), 0)
+        if num_experts == 0:
+            # To transformers' code, of some families, that is a model without mixtures.
+            raise UnsupportedError("num_experts=0 is not supported")
+        size = getattr(hf, "moe_intermediate_size", hf.intermediate_size)
+        return cls(
+            num_experts=num_experts,
+            top_k=check_int("num_experts_per_tok", hf.num_experts_per_tok, 1, num_experts),
+            intermediate_size=check_int("moe_intermediate_size", size, 1),
+            # Where the config does not say so, the softmax is over the experts that are taken.
+            renormalize=bool(getattr(hf, "norm_topk_prob", True)),
+        )
+
+
+def is_sparse(hf: Any, layer: int) -> bool:
+    """Return whether a layer has experts, of a model that has any."""
+    step = check_int("decoder_sparse_step", getattr(hf, "decoder_sparse_step", 1), 1)
+    return layer not in (getattr(hf, "mlp_only_layers", None) or []) and (layer + 1) % step == 0
+
+
+_MODULES = "modules.json"
+_POOLINGS: dict[str, Pooling] = {
+    "lasttoken": "last", "mean": "mean", "mean_tokens": "mean",
+    # A sum over the root of its length: normalised, as embeddings are here, it is the mean.
+    "mean_sqrt_len_tokens": "mean",
+}  # fmt: skip
+_KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+def folder_pooling(folder: str) -> Pooling:
+    """Return the pooling of a folder's own modules; "last" where it has none.
+
+    Raises:
+        ValueError: it has a module, or a pooling, that is not supported.
+    """
+    pooling: Pooling = "last"
+    path = os.path.join(folder, _MODULES)
+    for module in read_json_list(path) if os.path.isfile(path) else []:
+        kind = str(module.get("type")).rsplit(".", maxsplit=1)[-1]
+        if kind not in _KNOWN_MODULES:
+            raise ValueError(f"{path!r} has a module {kind!r}, which is not supported: pass `pooling` to leave it out")
+        if kind == "Pooling":
+            pooling = _module_pooling(os.path.join(folder, str(module.get("path")), "config.json"))
+    return pooling
+
+
+def _module_pooling(path: str) -> Pooling:
+    config = read_json(path)
+    prefix = "pooling_mode_"
+    modes = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]
+    # Newer versions name it.
+    named = config.get("pooling_mode", [])
+    modes += [named] if isinstance(named, str) else named
+    if len(modes) != 1 or modes[0] not in _POOLINGS:
+        raise ValueError(f"{path!r} asks for pooling {', '.join(modes)!r}: pass `pooling`, which is 'last' or 'mean'")
+    return _POOLINGS[modes[0]]

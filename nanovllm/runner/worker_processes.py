@@ -14,12 +14,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nanovllm.parallel.channel import Sender
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
+from nanovllm.runner.worker import STARTED, CallOrder, Reply, StepOrder, WorkerFailure, WorkerPlan
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.python_process import PythonProcess, describe_exit, start_python
-from nanovllm.workers.channel import Sender
-from nanovllm.workers.orders import CallOrder, Reply, StepOrder
-from nanovllm.workers.worker import STARTED, WorkerFailure, WorkerPlan
 
 _T = TypeVar("_T")
 _START_SECONDS = 300.0
@@ -84,7 +83,7 @@ def start_worker(rank: int, size: int, channel: Sender) -> WorkerProcess:
     with sender:
         arguments = rank, size, os.getpid(), *descriptors
         title = f"nanovllm rank {rank}"
-        process = start_python("nanovllm.workers.worker", "run_worker", arguments, title, descriptors)
+        process = start_python("nanovllm.runner.worker", "run_worker", arguments, title, descriptors)
     return WorkerProcess(rank, PythonProcess(process), receiver)
 
 

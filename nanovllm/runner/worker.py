@@ -11,25 +11,25 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import find_store
-from nanovllm.distributed.symmetric_communicator import connect
-from nanovllm.model_config import ModelConfig
+from nanovllm.configs.model import ModelConfig
+from nanovllm.parallel.channel import Receiver
+from nanovllm.parallel.communicator import find_store
+from nanovllm.parallel.symmetric_communicator import StepLimits, connect
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.step_limits import step_limits
+from nanovllm.runner.prompt_outputs import scored_rows_at_once
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.parent import end_with_parent
-from nanovllm.workers.channel import Receiver
-from nanovllm.workers.orders import CallOrder, Reply
 
 STARTED, READY = "started", "ready"
 """Progress reports: the device is set and the store is connected; the model is loaded and the cache allocated."""
@@ -121,3 +121,52 @@ def _call(runner: ModelRunner, order: CallOrder) -> Reply:
         return Reply(order.function(runner, *order.args))
     except Exception:
         return Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
+
+
+@dataclass(frozen=True)
+class StepOrder:
+    """Run a batch. There is no reply: a step that fails ends the rank.
+
+    Attributes:
+        batch: the step; without its sequence ids, which only rank 0 needs.
+        same_rows: whether its `rows` are those of the step before, and not sent.
+    """
+
+    batch: ScheduledBatch
+    same_rows: bool
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """Call a function with the rank's `ModelRunner` and other arguments, and reply with its result."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of a call, or the traceback of the exception that it raised."""
+
+    result: Any = None
+    traceback: str | None = None
+
+
+def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
+    """Return the limits of an engine's steps; None for a model whose collectives are not counted."""
+    if model_config.hf is not None:
+        return None
+    max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
+    # After attention, after the MLP, and of norms that span the ranks' heads; the embedding besides.
+    per_layer = 3 if model_config.architecture.qk_norm == "projections" else 2
+    return StepLimits(
+        num_reductions=per_layer * model_config.num_layers + 1,
+        # A capture size has fewer than twice the prompt tokens of a step, and its decode rows besides.
+        max_rows=2 * max_tokens + config.max_num_running,
+        hidden_size=model_config.hidden_size,
+        max_candidates=max_samples,
+        # The rows that are edited, those with log-probabilities, and prompts that are scored.
+        num_gathers=2 + -(-max_tokens // scored_rows_at_once(model_config.vocab_size)),
+        max_gathered_rows=2 * max_samples + max_tokens,
+        vocab_size=model_config.vocab_size,
+    )

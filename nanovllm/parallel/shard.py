@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nanovllm.experts_config import ExpertsConfig
-from nanovllm.model_config import ModelConfig
-from nanovllm.quantization_config import BLOCK
+from nanovllm.configs.model import ExpertsConfig, ModelConfig
+from nanovllm.configs.quantization import BLOCK
 
 _MLP_UNIT = 16
 """MLP shards are multiples of this many columns, so that the rows of every shard stay aligned."""

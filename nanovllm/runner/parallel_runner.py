@@ -17,20 +17,19 @@ from typing import Any
 import numpy as np
 
 from nanovllm.config import Config
-from nanovllm.distributed.communicator import Communicator, open_store
-from nanovllm.distributed.shard import shard_of
-from nanovllm.distributed.symmetric_communicator import connect
-from nanovllm.model_config import ModelConfig
+from nanovllm.configs.model import ModelConfig
+from nanovllm.parallel.communicator import Communicator, open_store
+from nanovllm.parallel.shard import shard_of
+from nanovllm.parallel.symmetric_communicator import connect
 from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.messages import ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.output_buffers import PendingStep
-from nanovllm.runner.step_limits import step_limits
+from nanovllm.runner.worker import READY, STARTED, WorkerPlan, step_limits
+from nanovllm.runner.worker_processes import WorkerError, WorkerProcesses
 from nanovllm.utils.device import resolve_device
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
 from nanovllm.weights.report import MissingWeights
-from nanovllm.workers.processes import WorkerError, WorkerProcesses
-from nanovllm.workers.worker import READY, STARTED, WorkerPlan
 
 _CHECK_SECONDS = 0.1
 _STEP_SECONDS = 300.0

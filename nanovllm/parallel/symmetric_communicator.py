@@ -12,14 +12,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn import functional
 from typing_extensions import override
 
-from nanovllm.distributed.communicator import DistributedCommunicator
-from nanovllm.distributed.peer_memory import PeerMemory
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
+from nanovllm.parallel.communicator import DistributedCommunicator
+from nanovllm.parallel.peer_memory import PeerMemory
 
 _WORD_BYTES = 2**19
 _ROW_BYTES = 2**25

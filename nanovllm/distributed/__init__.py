@@ -1,1 +1,0 @@
-"""Tensor parallelism: shards, and collectives over tensors."""

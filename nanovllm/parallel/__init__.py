@@ -1,0 +1,1 @@
+"""Tensor parallelism: shards, collectives over tensors, and messages between ranks."""

@@ -1,1 +1,0 @@
-"""The worker processes of tensor parallelism, which rank 0's runner drives."""

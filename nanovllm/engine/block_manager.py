@@ -62,6 +62,7 @@ class BlockManager:
 
     Attributes:
         policies: of each group.
+        has_states: whether sequences have states, from which computed tokens cannot be taken back.
         loads: what the step being planned must load.
     """
 
@@ -95,16 +96,12 @@ class BlockManager:
         self.policies = [make_policy(kind, num_blocks, block_size, max_chunk) for kind in kinds]
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
         self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
+        self.has_states = bool(self._states)
         # Groups that have a block for every block of tokens; the first one's blocks tell whose states are kept.
         self._num_growing = len(kinds) - len(self._states)
         assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
         self._has_gaps = any(policy.has_gaps for policy in self.policies)
         self._cache = PrefixCache(block_size, len(kinds), self._has_gaps)
-
-    @property
-    def has_states(self) -> bool:
-        """Whether sequences have states, which tokens that were computed cannot be taken out of."""
-        return bool(self._states)
 
     @property
     def num_free_blocks(self) -> int:
@@ -336,11 +333,7 @@ class BlockManager:
         return NewBlock(seq.slot, len(table) - 1, table[-1], group)
 
     def capacity(self, seq: Sequence) -> int:
-        """Return the tokens that a sequence's blocks have room for; 0 if `own_states` must come first."""
-        if self._states and any(
-            policy.copied(seq.block_tables[group], 0, self._is_shared) for group, policy in self._states.items()
-        ):
-            return 0
+        """Return the tokens that a sequence's blocks have room for in every group."""
         return min(map(len, seq.block_tables[: self._num_growing])) * self.block_size
 
     def extend(self, seq: Sequence, num_tokens: int) -> list[NewBlock]:
@@ -422,14 +415,14 @@ class BlockManager:
         copies, self._copies = self._copies, []
         return copies
 
-    def register(self, seq: Sequence) -> bool:
+    def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be.
 
-        Returns whether its states are cached as well, which must be copied before it goes on; see `own_states`.
+        At a block's end its states may be cached as well. A sequence needs another block then, and `own_states`.
         """
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
-            return False
+            return
         for i in range(seq.num_registered_blocks, num_full):
             tokens, extra = self._cache.block_tokens(seq.token_ids, i), b"" if i else seq.request.cache_extra
             for table in seq.block_tables[: self._num_growing]:
@@ -438,10 +431,8 @@ class BlockManager:
                 block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
                 table.registered_identity = block.identity
         seq.num_registered_blocks = num_full
-        if not self._states or num_full * self.block_size < seq.num_computed_tokens:
-            return False
-        self._register_states(seq, num_full)
-        return True
+        if num_full * self.block_size == seq.num_computed_tokens:
+            self._register_states(seq, num_full)
 
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
         """Let the states of a sequence that has computed just `num_blocks` blocks be found, if they are to be kept."""

@@ -144,7 +144,8 @@ class Scheduler:
             self._end_by_count(seq)
         for seq in caught_up:
             self._begin_steady(seq, batch.number + 1)
-        batch.transfers += self.block_manager.take_copies()
+        if self.block_manager.has_states:
+            batch.transfers += self.block_manager.take_copies()
         if self.block_manager.loads:
             batch.transfers += self.block_manager.loads.take()
         batch.transfers += self.block_manager.plan_saves(self.running, batch.num_chunk_tokens)
@@ -186,7 +187,7 @@ class Scheduler:
         for seq in self.steady.without_room():
             self._make_room(seq, batch)
         batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(self._budget)
-        self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(batch.rows)
+        self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(self.steady)
         return ending
 
     def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> None:
@@ -376,6 +377,9 @@ class Scheduler:
             return 0
         if num_new > 1:
             self.steady.settle(seq, num_new, len(token_ids))
+        is_running = seq.status is SequenceStatus.RUNNING
+        # With drafts in flight, the plan cannot tell which token is the last.
+        may_be_last = not is_running or self.steady.num_drafts
         for count, token_id in enumerate(token_ids, 1):
             seq.append(token_id)
             try:
@@ -386,20 +390,19 @@ class Scheduler:
                 self._finish(seq, "abort")
                 changes.failed.append((seq, error))
                 return count
-            if ends or self._has_all_tokens(seq):
+            if ends or (may_be_last and self._has_all_tokens(seq)):
                 self._finish(seq, "stop" if ends else "length")
                 changes.finished.append(seq)
                 return count
-        if seq.status is SequenceStatus.RUNNING and self.block_manager.register(seq):
-            self.steady.note_room(seq, self.block_manager.capacity(seq))
+        if is_running:
+            self.block_manager.register(seq)
         return len(token_ids)
 
     def _has_all_tokens(self, seq: Sequence) -> bool:
         """Whether a sequence has the last token that its limits allow."""
         if seq.status is SequenceStatus.ENDING:
             return not seq.num_in_flight
-        # With drafts in flight, the plan cannot tell which token is the last.
-        return self.steady.num_drafts > 0 and len(seq.token_ids) >= self._most_tokens(seq)
+        return len(seq.token_ids) >= self._most_tokens(seq)
 
     def _watch(self, seq: Sequence, token_id: int, changes: StepChanges) -> bool:
         """Pass a token to the sequence's constraint, and report it; returns whether the output ends with it."""

@@ -423,12 +423,13 @@ class SteadyRows:
         """
         rows, seq_ids = self._all_rows(), self._seq_ids[:]
         slots = rows.slots
-        if self.num_drafts:
-            rows, seq_ids = self._with_drafts(slots, budget)
-        self.num_tokens[rows.slots] += rows.num_new if self.num_drafts else 1
         if self._num_quiet_steps:
             self._num_quiet_steps -= 1
+            self.num_tokens[slots] += 1
             return rows, seq_ids, []
+        if self.num_drafts:
+            rows, seq_ids = self._with_drafts(slots, budget)
+        self.num_tokens[rows.slots] += rows.num_new
         num_tokens, most_tokens = self.num_tokens[slots], self._most_tokens[slots]
         if not self.num_drafts and len(slots) and (num_tokens > self._num_shared[slots]).all():
             left = np.minimum(self._capacity[slots] + 1, most_tokens - 1) - num_tokens

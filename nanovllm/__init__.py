@@ -40,7 +40,8 @@ _MODULES = {
     "integrations.async_llm_engine": ("AsyncLLMEngine",),
     "outputs": (
         "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "Logprobs", "RankedDocument",
-        "RequestMetrics", "RequestOutput", "ScoreOutput", "StepError", "StepResult", "TextPrompt", "TokensPrompt", "ToolCall",
+        "RequestMetrics", "RequestOutput", "ScoreOutput", "StepError", "StepResult", "TextPrompt", "TokensPrompt",
+        "ToolCall",
     ),
     "sampling_params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
 }  # fmt: skip

@@ -10,8 +10,8 @@ import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from tests.training.conversations import FIXED_CONVERSATIONS
-from tests.training.corpus import held_out_additions, held_out_sorts
+from tests.tools.training.conversations import FIXED_CONVERSATIONS
+from tests.tools.training.corpus import held_out_additions, held_out_sorts
 
 PRIMES = [n for n in range(2, 101) if all(n % d for d in range(2, n))]
 

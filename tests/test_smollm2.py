@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
-from tests.benchmarks.fp8_divergence import VARIANTS, divergence, emulate, english, faults, run_engine, write_kinds
+from tests.tools.fp8_divergence import VARIANTS, divergence, emulate, english, faults, run_engine, write_kinds
 
 QUESTIONS = [
     f"What is the capital of {place}?"

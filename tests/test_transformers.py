@@ -24,7 +24,8 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import shard_of
 from nanovllm.runner.model_runner import ModelRunner
 from tests.conftest import MakeCheckpoint
-from tests.sweep_models import (
+from tests.test_families import FAMILIES
+from tests.tools.sweep_models import (
     CAUSAL,
     NUM_NEW,
     TABLE,
@@ -37,7 +38,6 @@ from tests.sweep_models import (
     run,
     tiny_config,
 )
-from tests.test_families import FAMILIES
 
 EQUAL = (
     "apertus", "arcee", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",

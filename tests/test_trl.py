@@ -15,7 +15,7 @@ from trl.trainer import grpo_trainer, rloo_trainer
 
 from nanovllm.integrations.trl import NanoVLLMGeneration, patched
 
-TRAIN = ["-m", "tests.benchmarks.trl_reward"]
+TRAIN = ["-m", "tests.tools.trl_reward"]
 TWO = ["-m", "torch.distributed.run", "--nproc-per-node", "2", *TRAIN]
 
 

@@ -1,4 +1,4 @@
-"""The bundled checkpoint; `tests/training` made it."""
+"""The bundled checkpoint; `tests/tools/training` made it."""
 
 from __future__ import annotations
 

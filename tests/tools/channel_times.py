@@ -1,6 +1,6 @@
 """Time from rank 0's write of a step to the last rank's read of it.
 
-Run with `python -m tests.benchmarks.channel_times [READERS]`.
+Run with `python -m tests.tools.channel_times [READERS]`.
 
 Not a test: nothing is asserted. It means something where each process has a core.
 """

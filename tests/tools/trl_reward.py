@@ -1,7 +1,7 @@
 """Trains the bundled model with TRL to write the letter e, generates with nanovllm, and prints a row a step as JSON.
 
-python -m tests.benchmarks.trl_reward --steps 60 --plot .github/trl-reward.png
-python -m torch.distributed.run --nproc-per-node 2 -m tests.benchmarks.trl_reward --steps 20 --sleep
+python -m tests.tools.trl_reward --steps 60 --plot .github/trl-reward.png
+python -m torch.distributed.run --nproc-per-node 2 -m tests.tools.trl_reward --steps 20 --sleep
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast decode attention reads keys and values, by rows and tokens of metadata.
 
-Run with `python -m tests.benchmarks.decode_bandwidth` on a GPU, of a cache in e4m3 with the argument `fp8`. Not a test:
+Run with `python -m tests.tools.decode_bandwidth` on a GPU, of a cache in e4m3 with the argument `fp8`. Not a test:
 nothing is asserted. A call is all that a layer does between its products: norm, RoPE, store, attention.
 """
 
@@ -20,7 +20,7 @@ from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from tests.benchmarks.compile_vs_kernels import graph_microseconds
+from tests.tools.compile_vs_kernels import graph_microseconds
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16

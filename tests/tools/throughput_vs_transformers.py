@@ -1,6 +1,6 @@
 """Tokens per second of nanovllm and of transformers' `generate`.
 
-Run with `python -m tests.benchmarks.throughput_vs_transformers`.
+Run with `python -m tests.tools.throughput_vs_transformers`.
 
 64 requests of mixed lengths (8-120 tokens in, 8-120 out) to the bundled checkpoint on the CPU in float32, greedy.
 transformers takes them in padded batches of 16, each of which runs until its longest is done. The two alternate in one

@@ -1,6 +1,6 @@
 """Time of each small op as this library does it, and of its plain form under `torch.compile`.
 
-Run with `python -m tests.benchmarks.compile_vs_kernels`; on a GPU where there is one. Not a test: nothing is asserted.
+Run with `python -m tests.tools.compile_vs_kernels`; on a GPU where there is one. Not a test: nothing is asserted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a request costs the host: `LLM.generate` and `nanovllm run` with a runner that computes nothing.
 
-    python -m tests.benchmarks.host_cost ids|texts|run [--count 20000] [--rounds 5] [--profile]
-    python -m tests.benchmarks.host_cost memory [--count 200000] [--stream]
+    python -m tests.tools.host_cost ids|texts|run [--count 20000] [--rounds 5] [--profile]
+    python -m tests.tools.host_cost memory [--count 200000] [--stream]
 
 Times are CPU time, the least of several rounds, of the engine's thread and of the process, beside that of a loop in
 plain Python, which shows how fast the core was.

@@ -1,6 +1,6 @@
 """What e4m3 does to a real model's answers, and whether the engine does what is said: `... FOLDER [--tokens 3000]`.
 
-Run with `python -m tests.benchmarks.fp8_divergence FOLDER`; the folder has SmolLM2-135M-Instruct in float32, which
+Run with `python -m tests.tools.fp8_divergence FOLDER`; the folder has SmolLM2-135M-Instruct in float32, which
 `tests/test_smollm2.py` makes of a package. On two cores 3,000 tokens take a quarter of an hour. Prints for each variant
 the mean KL divergence (nats) of next-token distributions, over tokens of English:
 

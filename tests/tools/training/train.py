@@ -1,6 +1,6 @@
 """Train the bundled checkpoint from nothing: text, tokenizer, model, and a check of what it learnt.
 
-    python -m tests.training.train --output DIR
+    python -m tests.tools.training.train --output DIR
 
 It is seeded and needs no network. One recent GPU takes some minutes; a CPU serves only to try the script, with
 a few `--steps`. The exit status is 1 when the saved checkpoint misses what the package promises of it.
@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from nanovllm.assets import BUNDLED_MODEL
-from tests.training.checkpoint import CONFIG, save_checkpoint, train_tokenizer
-from tests.training.conversations import FIXED_CONVERSATIONS, Conversation, converse
-from tests.training.corpus import END_OF_TEXT, SYSTEM, generate, held_out_additions, held_out_sorts, render
-from tests.training.tasks import INTRODUCTION, join
+from tests.tools.training.checkpoint import CONFIG, save_checkpoint, train_tokenizer
+from tests.tools.training.conversations import FIXED_CONVERSATIONS, Conversation, converse
+from tests.tools.training.corpus import END_OF_TEXT, SYSTEM, generate, held_out_additions, held_out_sorts, render
+from tests.tools.training.tasks import INTRODUCTION, join
 
 SEED = 2025
 STEPS = 16000

@@ -1,6 +1,6 @@
 """Tiny random models of every causal LM in transformers' mapping, over the paged cache, against `generate`.
 
-`python -m tests.sweep_models [MODEL_TYPE ...]` prints a row for each; `--write` writes the table in
+`python -m tests.tools.sweep_models [MODEL_TYPE ...]` prints a row for each; `--write` writes the table in
 `nanovllm/models/README.md`. Each model completes prompts in a batch, in chunks, preempted and with prefix hits: its
 greedy tokens must be those of `generate`, and its log-probabilities those of one forward pass. Windows are shorter than
 prompts.
@@ -273,7 +273,7 @@ def table(results: dict[str, Result]) -> str:
             "",
             "[Index of pages](../README.md). Here: which architectures run, by whose code, and which are refused.",
             "",
-            f"Written by `python -m tests.sweep_models --write` with transformers {transformers.__version__}, on tiny",
+            f"Written by `python -m tests.tools.sweep_models --write` with transformers {transformers.__version__}, on tiny",
             "random models: greedy tokens are those of `generate`, log-probabilities within 1e-4.",
             "",
             "| by | architectures |",

@@ -1,7 +1,7 @@
 """Simulate a job on many engines: static shards, and batches that free engines take (as Ray Data's actors do).
 
-    python -m tests.benchmarks.simulate_cluster                                # step times measured here
-    python -m tests.benchmarks.simulate_cluster --costs 3.87 0.0313 43600      # those of Qwen3-8B on an H200
+    python -m tests.tools.simulate_cluster                                # step times measured here
+    python -m tests.tools.simulate_cluster --costs 3.87 0.0313 43600      # those of Qwen3-8B on an H200
 
 The costs are: milliseconds of a step, milliseconds more for each of its sequences, prompt tokens per second. An engine
 starts after some seconds, is slower or faster by a spread, and may die; it is back after some more, and computes again

@@ -1,6 +1,6 @@
 """Ray Data over the bundled model while actors are killed and a node is removed: nothing is lost, doubled or different.
 
-    python -m tests.benchmarks.ray_faults [--rows 12000] [--kills 4] [--seeds 1 2] [--remove-node]
+    python -m tests.tools.ray_faults [--rows 12000] [--kills 4] [--seeds 1 2] [--remove-node]
 
 With `--remove-node` the cluster has three nodes, of `ray.cluster_utils.Cluster`, of which one goes.
 """

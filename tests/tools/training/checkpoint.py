@@ -12,7 +12,7 @@ from safetensors.torch import save as serialize
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 
-from tests.training.corpus import CHAT_TEMPLATE, END, END_OF_TEXT, SPECIAL_TOKENS, START
+from tests.tools.training.corpus import CHAT_TEMPLATE, END, END_OF_TEXT, SPECIAL_TOKENS, START
 
 VOCAB_SIZE = 512
 MAX_LENGTH = 4096

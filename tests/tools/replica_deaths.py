@@ -1,4 +1,4 @@
-"""Kills ten replicas at random moments: `python -m tests.benchmarks.replica_deaths [SEED]`.
+"""Kills ten replicas at random moments: `python -m tests.tools.replica_deaths [SEED]`.
 
 Eleven replicas of the bundled model on the CPU do one job after the other; in each of ten, one is killed at a random
 moment, in whatever it does then. Nothing may be lost or doubled, and the tokens must be those of one engine, whole

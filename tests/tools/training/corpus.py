@@ -8,8 +8,8 @@ from __future__ import annotations
 import random
 from itertools import cycle
 
-from tests.training import tasks
-from tests.training.tasks import Pair, Task
+from tests.tools.training import tasks
+from tests.tools.training.tasks import Pair, Task
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (END_OF_TEXT, START, END)

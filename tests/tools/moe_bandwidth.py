@@ -1,6 +1,6 @@
 """How fast the products of a mixture of experts are, by rows: TB/s of the weights of chosen experts, and TFLOP/s.
 
-Run with `python -m tests.benchmarks.moe_bandwidth` on a GPU. Not a test: nothing is asserted. The shape is
+Run with `python -m tests.tools.moe_bandwidth` on a GPU. Not a test: nothing is asserted. The shape is
 Qwen3-30B-A3B's; each call reads the weights of a layer of its own. `torch._grouped_mm` is given rows that are sorted.
 """
 
@@ -17,7 +17,7 @@ from nanovllm.kernels.moe.grouped_gemm import choose_tile, grouped_gemm
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.moe.sort_slots import sort_slots
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
-from tests.benchmarks.compile_vs_kernels import graph_microseconds
+from tests.tools.compile_vs_kernels import graph_microseconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 HIDDEN, SIZE, NUM_EXPERTS, TOP_K, NUM_LAYERS = 2048, 768, 128, 8, 8

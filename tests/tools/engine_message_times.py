@@ -1,4 +1,4 @@
-"""What it costs to send the tokens of a step to a front end: `python -m tests.benchmarks.engine_message_times`.
+"""What it costs to send the tokens of a step to a front end: `python -m tests.tools.engine_message_times`.
 
 Compares socket pairs with pickle, as `nanovllm.client` has them, with ZeroMQ and msgspec's MessagePack, which must be
 installed for this alone. Prints microseconds a message, from one process to another and back, for steps of so many

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tests.training.corpus import SYSTEM, draw_task, vary
-from tests.training.tasks import DAYS, MONTHS, WORDS, Pair, addition_held_out, join, sort_held_out, spell, talk
+from tests.tools.training.corpus import SYSTEM, draw_task, vary
+from tests.tools.training.tasks import DAYS, MONTHS, WORDS, Pair, addition_held_out, join, sort_held_out, spell, talk
 
 NAMES = (
     "Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jack", "Kate", "Leo", "Mia", "Noah",

@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto
 from nanovllm import LLM, SamplingParams
 from nanovllm.configs.model import MODELS
 
-TABLE = Path(__file__).parents[1] / "nanovllm" / "models" / "README.md"
+TABLE = Path(__file__).parents[2] / "nanovllm" / "models" / "README.md"
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WRAPPERS = ("gemma3", "gemma4", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Model types of which the text half runs; there are more."""
@@ -273,7 +273,8 @@ def table(results: dict[str, Result]) -> str:
             "",
             "[Index of pages](../README.md). Here: which architectures run, by whose code, and which are refused.",
             "",
-            f"Written by `python -m tests.tools.sweep_models --write` with transformers {transformers.__version__}, on tiny",
+            "Written by `python -m tests.tools.sweep_models --write` with transformers "
+            f"{transformers.__version__}, on tiny",
             "random models: greedy tokens are those of `generate`, log-probabilities within 1e-4.",
             "",
             "| by | architectures |",

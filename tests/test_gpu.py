@@ -31,8 +31,8 @@ from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.utils.device import resolve_device
-from tests import sweep_models
 from tests.conftest import MakeCheckpoint
+from tests.tools import sweep_models
 
 pytestmark = pytest.mark.gpu
 

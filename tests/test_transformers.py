@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama import modeling_llama
 
-from nanovllm import SamplingParams, model_config
+from nanovllm import SamplingParams
+from nanovllm.configs import model as model_config
 from nanovllm.configs.model import MODELS, TRANSFORMERS, ModelConfig
 from nanovllm.models import fuse, fused_modules
 from nanovllm.models.transformers_shard import shard_model

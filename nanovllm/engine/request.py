@@ -79,7 +79,7 @@ class Request:
 
     @property
     def cache_extra(self) -> bytes:
-        """What the cache's blocks depend on besides tokens; see `PrefixCache`."""
+        """Content of the cache keys besides tokens; see `PrefixCache`."""
         return b"" if self.cache_salt is None else b"salt " + self.cache_salt.encode()
 
     @property

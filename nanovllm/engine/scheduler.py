@@ -183,7 +183,7 @@ class Scheduler:
         return list(islice(self.waiting.in_order(), len(self.running)))
 
     def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Plan a row for every sequence that has caught up; return those that end with it."""
+        """Plan a row for every sequence that has caught up; return the ones that end with it."""
         for seq in self.steady.without_room():
             self._make_room(seq, batch)
         batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(self._budget)

@@ -1,6 +1,6 @@
 """Timeline of an engine's steps and requests, in Chrome's trace event format, which ui.perfetto.dev opens.
 
-During recording, the engine's runner is wrapped in one that records times; otherwise none of this code runs.
+During recording, the engine's runner is wrapped in one that records times; otherwise this code does not run.
 """
 
 from __future__ import annotations

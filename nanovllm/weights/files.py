@@ -130,7 +130,7 @@ def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"tensor {name!r} is a {type(tensor).__name__}")
     if hasattr(tensor, "full_tensor"):
-        raise ValueError(f"tensor {name!r} is a DTensor, of which a rank has a part: give its full_tensor()")
+        raise ValueError(f"tensor {name!r} is a DTensor, which has only a part on each rank: pass its full_tensor()")
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise ValueError(f"tensor {name!r} has no values: {tensor.device}, {tensor.layout}")
     tensor = tensor.detach()

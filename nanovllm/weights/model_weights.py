@@ -246,7 +246,7 @@ class ModelWeights:
         """
         updates = read_adapter(folder)
         if self.missing:
-            raise ValueError(f"an adapter changes weights, of which {len(self.missing)} are missing")
+            raise ValueError(f"an adapter needs all weights, but {len(self.missing)} are missing")
         for name, update in updates.items():
             # Weights stored in e4m3 would need an update of another dtype.
             if not all(part.has_model_dtype for _, part in self._find(name)):

@@ -13,7 +13,7 @@ from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
-"""Other names of scales, all of which multiply."""
+"""Other names of scales; all are multiplied."""
 _KV_SCALES = {
     ("self_attn", "k_scale"): "k_scale", ("k_proj", "output_scale"): "k_scale",
     ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale",

@@ -41,7 +41,7 @@ def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
 
     runner.forward = aborting_launch
     # Another caller's result is still to be claimed.
-    with pytest.raises(RuntimeError, match="aborted by somebody else"):
+    with pytest.raises(RuntimeError, match="aborted by another caller"):
         llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
     runner.forward = launch
     assert list(run(llm)) == [other]

@@ -1,1 +1,1 @@
-"""Front ends of engines: the loop that steps one, and engines in processes of their own, one or several alike."""
+"""Front ends of engines: the loop that steps one, and engines in processes of their own, one or several."""

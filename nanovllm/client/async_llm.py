@@ -1,4 +1,4 @@
-"""The same engine behind asyncio: requests of many tasks share its steps."""
+"""The asyncio front end: requests of many tasks share the engine's steps."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:
-    # Of Python 3.11.
+    # From typing since Python 3.11.
     from typing_extensions import Unpack
 
 _NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8, "slow grammar": 2}
-"""A grammar may take two seconds to be refused, and others need not wait for it."""
+"""A grammar may take two seconds to be rejected, and others should not wait for it."""
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
 
 
 class QueueFullError(RuntimeError):
-    """So many requests are waiting or running that no more is taken."""
+    """The limit on pending requests is reached."""
 
 
 class AsyncLLM(Unpicklable):
     """A language model for asyncio programs, whose steps run in a thread of their own.
 
-    Requests join the next step. A task that is cancelled, and a stream that is closed, abort their request.
+    Requests join the next step. Cancelling a task, or closing a stream, aborts its request.
 
     Args:
         model: see `LLM`; loading it blocks.
@@ -88,12 +88,12 @@ class AsyncLLM(Unpicklable):
         self.llm = llm
         self.max_pending_requests = max_pending_requests
         self._thread = EngineThread(self.llm.engine_client)
-        # Grammars and long texts can take seconds, and must not hold other requests up.
+        # Grammars and long texts can take seconds, and must not delay other requests.
         self._executors = {
             work: ThreadPoolExecutor(count, f"nanovllm-{work}") for work, count in _NUM_INPUT_THREADS.items()
         }
         self._request_ids = count()
-        # None while the prompt is encoded.
+        # None while the prompt is being encoded.
         self._pending: dict[int | str, weakref.ref[RequestStream] | None] = {}
         self._aborted_early: set[int | str] = set()
         self._mailbox: Mailbox | None = None
@@ -112,12 +112,12 @@ class AsyncLLM(Unpicklable):
             prompt: a text, token ids, or a dict of either.
             sampling_params: the defaults if None.
             priority: lower ones run first.
-            request_id: a name for `abort`, unlike those of other pending requests; a number if None.
+            request_id: a name for `abort`, unique among pending requests; a number if None.
 
         Raises:
             ValueError: the prompt or a parameter is out of bounds, or another request has the id.
             QueueFullError: too many requests are pending.
-            StepError: the step that the request was in failed; it is a RuntimeError.
+            StepError: the request's step failed; it is a RuntimeError.
             RuntimeError: the engine is closed.
         """
         (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=False)
@@ -137,7 +137,7 @@ class AsyncLLM(Unpicklable):
     async def pool(
         self, prompts: list[Any], pooling: Pooling | None = None, *, priority: int = 0
     ) -> list[RequestOutput]:
-        """Return the outputs of which `embed` makes embeddings."""
+        """Return the outputs from which `embed` makes embeddings."""
         pooling = self.llm.default_pooling if pooling is None else pooling
         process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
         return await self.gather(await self.enqueue(len(prompts), process, work_of(prompts, None), None))
@@ -164,7 +164,7 @@ class AsyncLLM(Unpicklable):
         return ranked(scores, documents, top_n)
 
     async def gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
-        """Return the whole outputs of queued requests; all are aborted if one fails, or this is cancelled."""
+        """Return the whole outputs of queued requests; all are aborted if one fails, or on cancellation."""
         try:
             return list(await asyncio.gather(*(stream.whole() for stream in streams)))
         finally:
@@ -179,10 +179,10 @@ class AsyncLLM(Unpicklable):
         priority: int = 0,
         request_id: int | str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt and yield what is new, as `LLM.stream` does; see `generate`.
+        """Complete a prompt and yield new output, as `LLM.stream` does; see `generate`.
 
-        A reader that is slower than the engine gets the tokens of several steps at once. Closing the generator aborts
-        the request.
+        A reader slower than the engine gets the tokens of several steps at once. Closing the generator aborts the
+        request.
         """
         outputs = await self.begin_stream(prompt, sampling_params, priority=priority, request_id=request_id)
         async with aclosing(outputs):
@@ -199,7 +199,7 @@ class AsyncLLM(Unpicklable):
     ) -> RequestStream:
         """Queue a request and return the outputs that `stream` yields, so that errors come before the first of them.
 
-        The stream must be read to its end, or be closed.
+        The stream must be read to its end, or closed.
         """
         (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
         return stream
@@ -236,7 +236,7 @@ class AsyncLLM(Unpicklable):
         request_id: int | str | None = None,
         **template: Unpack[ChatTemplateOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer a conversation and yield what is new in the answer; see `chat` and `stream`."""
+        """Answer a conversation and yield new parts of the answer; see `chat` and `stream`."""
         prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
         params = kept_tags(answer, sampling_params)
         async with aclosing(self.stream(prompt, params, priority=priority, request_id=request_id)) as outputs:
@@ -255,8 +255,8 @@ class AsyncLLM(Unpicklable):
 
         Args:
             messages: the conversation.
-            add_special_tokens: whether the tokenizer adds its own, such as BOS, to those of the template.
-            max_prompt_tokens: keep so many of the last tokens; None: all.
+            add_special_tokens: whether the tokenizer adds its own, such as BOS, to the template's.
+            max_prompt_tokens: keep at most this number of the last tokens; None: all.
             template: see `LLM.chat`.
 
         Raises:
@@ -287,7 +287,7 @@ class AsyncLLM(Unpicklable):
         return await self.run_beside(encode, work_of(prompts, None))
 
     async def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
-        """Write weights into the model that runs; see `LLM.load_weights`."""
+        """Write weights into the running model; see `LLM.load_weights`."""
         loaded = await self.load_and_report(weights, strict=strict)
         warn_of_nans(loaded.nan_names)
         return loaded.count
@@ -297,7 +297,7 @@ class AsyncLLM(Unpicklable):
         return await self._between_steps(partial(load_weights, self.llm.engine_client.engine, weights, strict))
 
     async def unload_adapter(self) -> bool:
-        """Take an adapter out; see `LLM.unload_adapter`."""
+        """Remove an adapter; see `LLM.unload_adapter`."""
         return await self._between_steps(self.llm.unload_adapter)
 
     async def reset_prefix_cache(self) -> bool:
@@ -305,19 +305,19 @@ class AsyncLLM(Unpicklable):
         return await self._between_steps(self.llm.reset_prefix_cache)
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Do no more steps until `resume`; see `LLM.pause`."""
+        """Stop running steps until `resume`; see `LLM.pause`."""
         await self._between_steps(partial(self.llm.pause, mode))
 
     async def resume(self) -> None:
-        """Go on after a `pause`."""
+        """Continue after a `pause`."""
         await self._between_steps(self.llm.resume)
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`; see `LLM.sleep`."""
+        """Release memory until `wake_up`; see `LLM.sleep`."""
         await self._between_steps(partial(self.llm.sleep, level))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again; see `LLM.wake_up`."""
+        """Allocate memory again; see `LLM.wake_up`."""
         await self._between_steps(partial(self.llm.wake_up, tags))
 
     @property
@@ -327,21 +327,21 @@ class AsyncLLM(Unpicklable):
 
     @property
     def is_paused(self) -> bool:
-        """Whether a `pause` has not ended."""
+        """Whether the engine is paused."""
         return self.llm.is_paused
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        """Call a function, in a thread of its own, that changes the engine between two steps."""
+        """Call a function, in a separate thread, that changes the engine between two steps."""
         self._thread.require_running()
         return await asyncio.get_running_loop().run_in_executor(None, change)
 
     async def abort(self, request_id: int | str) -> None:
-        """End a pending request with what it has so far, `finish_reason` "abort"; other ids are ignored."""
+        """End a pending request with its output so far, `finish_reason` "abort"; other ids are ignored."""
         if request_id in self._pending:
             self._abort(request_id)
 
     def abort_all(self) -> None:
-        """End all pending requests with what they have so far."""
+        """End all pending requests with their output so far."""
         for request_id in list(self._pending):
             self._abort(request_id)
 
@@ -353,7 +353,7 @@ class AsyncLLM(Unpicklable):
             self._thread.abort(stream)
 
     async def run_beside(self, function: Callable[[], Result], work: Work = "short") -> Result:
-        """Call a function in a thread for its kind of work on input.
+        """Call a function in a thread for its kind of input work.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -362,12 +362,12 @@ class AsyncLLM(Unpicklable):
         return await asyncio.get_running_loop().run_in_executor(self._executors[work], function)
 
     def require_running(self) -> None:
-        """Raise a RuntimeError that says why, if no requests are taken."""
+        """Raise a RuntimeError with the reason if no requests are accepted."""
         self._thread.require_running()
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self._thread.is_running
 
     @property
@@ -377,7 +377,7 @@ class AsyncLLM(Unpicklable):
 
     @property
     def num_pending_requests(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._pending)
 
     async def shutdown(self) -> None:
@@ -385,7 +385,7 @@ class AsyncLLM(Unpicklable):
         await asyncio.get_running_loop().run_in_executor(None, self.exit)
 
     def exit(self) -> None:
-        """Close the engine from outside of an event loop; see `shutdown`."""
+        """Close the engine from outside an event loop; see `shutdown`."""
         self._thread.close()
         for executor in self._executors.values():
             executor.shutdown(wait=False)
@@ -433,7 +433,7 @@ class AsyncLLM(Unpicklable):
 
         Raises:
             QueueFullError: too many requests are pending.
-            ValueError: `process` refuses one, or another request has the id.
+            ValueError: `process` rejects one, or another request has the id.
             RuntimeError: the engine is closed or asleep.
         """
         # The thread knows why the engine is closed.
@@ -445,7 +445,7 @@ class AsyncLLM(Unpicklable):
                 f"{len(self._pending)} requests are pending; max_pending_requests={most} allows no more"
             )
         if request_id in self._pending:
-            raise ValueError(f"request_id={request_id!r} is that of a pending request")
+            raise ValueError(f"request_id={request_id!r} belongs to a pending request")
         request_ids = [next(self._request_ids) if request_id is None else request_id for _ in range(num_requests)]
         self._pending.update(dict.fromkeys(request_ids))
         streams: list[RequestStream] = []
@@ -473,9 +473,9 @@ class AsyncLLM(Unpicklable):
         return streams
 
     def _leave(self, stream: RequestStream) -> None:
-        """Forget a request that nobody reads any more."""
+        """Forget a request without a reader."""
         reference = self._pending.get(stream.request_id)
-        # That of a stream which the garbage collector has found is dead by now.
+        # The reference to a garbage-collected stream is dead by now.
         if reference is not None and reference() in (stream, None):
             del self._pending[stream.request_id]
         if not stream.state.is_done:

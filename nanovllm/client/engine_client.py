@@ -1,7 +1,7 @@
-"""A front end's side of an engine: token ids become text here, and stop strings go back into the engine.
+"""A front end's side of an engine: turns token ids into text, and reports stop strings to the engine.
 
-Text is made where the front end is, for any engine alike. What a step brings is looked at before the next one begins,
-so that in one process an output ends at the very token that completes its stop string, as if the engine knew of text.
+The front end makes the text, for any kind of engine. Each step's results are processed before the next one begins, so
+that in one process an output ends at the very token that completes its stop string, as if the engine knew about text.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
 
 News = dict[int, RequestState]
-"""Requests that have got tokens, of those that report them, or that are done; by id, in the order in which it came."""
+"""Requests by id that are done or, if they stream, have new tokens; in order of arrival."""
 
 
 class EngineClient:
-    """Drives an engine for callers who each have requests of their own; it is the engine's only driver.
+    """Drives an engine for callers that each have their own requests; it is the engine's only driver.
 
     Args:
         engine: in this process or in another.
@@ -31,11 +31,11 @@ class EngineClient:
     def __init__(self, engine: Engine, processor: OutputProcessor) -> None:
         self.engine = engine
         self.processor = processor
-        # Unfinished ones.
+        # Unfinished requests.
         self._states: dict[int, RequestState] = {}
-        # A request must be known here before its first token comes, in whatever thread. A signal handler may queue one.
+        # A request must be known here before its first token comes, in any thread. A signal handler may queue one.
         self._lock = threading.RLock()
-        # What `step` is to return: outputs of requests that await it, failures of them, and of steps without requests.
+        # Results for `step`: outputs and failures of requests that await it, and failures of steps without requests.
         self._unclaimed = EngineOutputs()
 
     def add(self, state: RequestState) -> None:
@@ -58,7 +58,7 @@ class EngineClient:
             pending.update({state.request_id: state for state in states})
 
     def steps(self, has_work: Callable[[], bool]) -> Iterator[News]:
-        """Drive the engine: do a step while there is work, and yield what each has brought.
+        """Drive the engine: run steps while there is work, and yield the news of each.
 
         Raises:
             EngineRunningError: another call drives the engine.
@@ -68,13 +68,13 @@ class EngineClient:
             yield self.take_news()
 
     def run(self, fill: Callable[[News], None]) -> Generator[News, None, None]:
-        """Drive the engine until all requests are done, and yield each step's news; drops what is left when closed.
+        """Drive the engine until all requests are done, and yield each step's news; drops the rest when closed.
 
         fill: called before each step with the pending requests, by id; queues more, and adds them.
 
         Raises:
-            StepError: a step failed that had no requests yet.
-            RuntimeError: somebody else has aborted requests; or see `steps`.
+            StepError: a step without requests failed.
+            RuntimeError: another caller has aborted requests; or see `steps`.
         """
         pending: News = {}
 
@@ -96,7 +96,7 @@ class EngineClient:
                 self.drop(pending)
 
     def run_all(self, states: Sequence[RequestState]) -> Generator[News, None, None]:
-        """Like `run`, for requests that come together."""
+        """Like `run`, for requests that arrive together."""
         left = list(states)
 
         def fill(pending: News) -> None:
@@ -107,13 +107,13 @@ class EngineClient:
         return self.run(fill)
 
     def step(self) -> StepResult:
-        """Do a step, and return what has finished of requests that await it; see `LLMEngine.step`."""
+        """Run a step, and return finished requests that await it; see `LLMEngine.step`."""
         with self.engine.driving():
             tokens = None
             try:
                 self.engine.require_open()
             except RuntimeError:
-                # The device may have been lost after what nobody has had was finished.
+                # Requests may have finished before the device was lost.
                 self.take_news()
                 if not self._unclaimed:
                     raise
@@ -123,7 +123,7 @@ class EngineClient:
             return self._unclaimed.take_step(tokens)
 
     def take_news(self) -> News:
-        """Give requests what steps have brought them, and end outputs at their stop strings."""
+        """Give requests the results of steps, and end outputs at their stop strings."""
         news: News = {}
         while self.engine.has_results:
             with deferred_signals():
@@ -139,31 +139,31 @@ class EngineClient:
                     for request_id in results.dropped:
                         self._states.pop(request_id, None)
                 if stopped:
-                    # What has finished by it is taken next.
+                    # Requests finished by this are processed next.
                     self.engine.stop(stopped)
         return news
 
     def take_failures(self) -> list[StepError]:
-        """Return, once, the failures of steps that had no requests yet."""
+        """Return the failures of steps without requests, each once."""
         failures, self._unclaimed.failures = self._unclaimed.failures, []
         return failures
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Drop requests, from any thread; see `Engine.abort`.
 
-        What is kept for them goes at once, or with the next step of another thread that drives the engine.
+        Their state is removed at once, or with the next step of another thread that drives the engine.
         """
         self.engine.abort(request_ids)
         if not self.engine.is_driven:
             self.take_news()
 
     def drop(self, request_ids: Iterable[int]) -> None:
-        """Abort requests of a call that ends, and forget what is kept for it."""
+        """Abort requests of a call that ends, and forget their state."""
         with deferred_signals():
             dropped = set(request_ids)
             for request_id in dropped:
                 self._states.pop(request_id, None)
-            # Those of nobody else.
+            # Failures without requests belong to no other caller.
             self._unclaimed.failures = [failure for failure in self._unclaimed.failures if failure.request_ids]
             self.engine.abort(dropped)
             self.engine.stop([])
@@ -174,15 +174,15 @@ class EngineClient:
         return self.engine.is_finished() and not self._unclaimed
 
     def _check_progress(self, news: News) -> None:
-        """Raise what keeps a call's requests from ever being done."""
+        """Raise the error that keeps a call's requests from ever being done."""
         for failure in self._unclaimed.failures:
             if not failure.request_ids:
                 raise failure
         if not news and self.engine.is_finished():
-            raise RuntimeError("requests of this generate were aborted by somebody else")
+            raise RuntimeError("requests of this generate were aborted by another caller")
 
     def _take_tokens(self, tokens: list[TokenFields], news: News) -> list[tuple[int, int]]:
-        """Give requests their new tokens, and return the outputs that have come to a stop string.
+        """Give requests their new tokens, and return the outputs that have reached a stop string.
 
         A request whose text cannot be decoded fails alone.
         """

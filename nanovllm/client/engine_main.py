@@ -1,6 +1,6 @@
 """The process of an engine: loads the model, and drives the engine for the front ends that connect.
 
-It ends when the process that has started it says so or ends, and ignores Ctrl-C, which its front ends handle.
+It ends when its parent process asks for it or exits, and ignores Ctrl-C, which its front ends handle.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.utils.device import device_name
 from nanovllm.utils.parent import end_with_parent
 
 _SWITCH_SECONDS = 0.0005
-"""How long a thread that talks to a front end may wait for the interpreter; see `nanovllm.serve.process`."""
+"""Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.process`."""
 _EXIT_SECONDS = 10.0
 
 
@@ -33,8 +33,8 @@ def run_engine(descriptor: int, parent: int) -> None:
     """Run an engine's process.
 
     Args:
-        descriptor: of the socket to the process that has started it.
-        parent: that process's id.
+        descriptor: of the socket to the parent process.
+        parent: the parent's process id.
     """
     faulthandler.enable()
     end_with_parent(parent)
@@ -54,15 +54,15 @@ def run_engine(descriptor: int, parent: int) -> None:
     threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
     control.send(info)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # What is loaded stays: looking through it for garbage would hold steps up.
+    # Loaded objects stay: scanning them for garbage would delay steps.
     gc.collect()
     gc.freeze()
     cause = server.run()
     if cause is not None:
-        # Without clean-up, which could wait for a device that is lost.
+        # Without clean-up, which could wait for a lost device.
         os._exit(1)
     local.engine.exit()
-    # What stays frozen is taken for leaked by libraries that look when the interpreter ends.
+    # Libraries that look for leaks at exit would report frozen objects.
     gc.unfreeze()
 
 
@@ -74,11 +74,11 @@ def _info(local: LocalEngine) -> EngineInfo:
 
 
 def _obey(control: Connection, server: EngineServer) -> None:
-    """Connect front ends until the process is to end."""
+    """Connect front ends until shutdown."""
     with suppress(EOFError, OSError):
         while control.recv() == CONNECT:
             server.connect(Connection(recv_handle(control)))
     server.close()
-    # A step may wait for a device for ever.
+    # A step may wait for a device forever.
     time.sleep(_EXIT_SECONDS)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""The process of an engine, as the process that has started it sees it."""
+"""Starts an engine's process, and connects front ends to it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nanovllm.utils.python_process import PythonProcess, describe_exit, start_py
 _POLL_SECONDS = 0.1
 _EXIT_SECONDS = 10.0
 _GRACE_SECONDS = 2.0
-"""How long the end of a process may become visible after its connections have ended."""
+"""Time until the exit of a process becomes visible after its connections have closed."""
 
 
 class EngineProcess:
     """An engine in a process of its own. The constructor starts it; it then waits for a plan.
 
     Args:
-        index, size: which of the replicas it is, and how many there are.
+        index, size: index of the replica, and number of replicas.
     """
 
     def __init__(self, index: int, size: int) -> None:
@@ -47,7 +47,7 @@ class EngineProcess:
         return self._process.pid
 
     def plan(self, plan: EnginePlan) -> None:
-        """Let it load the model; it may have ended by now, which `info` finds."""
+        """Make it load the model; if it has exited by now, `info` reports that."""
         with suppress(OSError):
             self._control.send(plan)
 
@@ -55,11 +55,11 @@ class EngineProcess:
         """Wait until the model is loaded.
 
         Raises:
-            ValueError: of the user's making, as an engine in this process raises it.
+            ValueError: a user error, as an engine in this process raises it.
             RuntimeError: it failed.
         """
         try:
-            # So that Ctrl-C is heard.
+            # Polling keeps Ctrl-C responsive.
             while not self._control.poll(_POLL_SECONDS):
                 pass
             answer = self._control.recv()
@@ -73,7 +73,7 @@ class EngineProcess:
         return answer
 
     def connect(self) -> Connection:
-        """Return a new front end's connection to the engine; it is closed at once if the engine has ended."""
+        """Return a new front end's connection to the engine; it is closed at once if the engine has exited."""
         own, other = Pipe()
         with other, suppress(OSError):
             self._control.send(CONNECT)
@@ -81,21 +81,21 @@ class EngineProcess:
         return own
 
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
+        """Whether the process has exited."""
         return self._process.exit_code is not None
 
     def exit_text(self) -> str:
-        """Return how it has ended, once its connections have."""
+        """Return how it exited, once its connections are closed."""
         code = self._process.wait(_GRACE_SECONDS)
         return f"{self.name} " + ("does not answer any more" if code is None else describe_exit(code))
 
     def shut_down(self) -> None:
-        """Tell it to free the device and to end."""
+        """Ask it to free the device and exit."""
         with suppress(OSError):
             self._control.send(SHUTDOWN)
 
     def stop(self, wait: float = 0.0) -> None:
-        """Wait until it has ended, and kill it if that takes too many seconds; a second call does nothing."""
+        """Wait up to `wait` seconds until it has exited, then kill it; a second call does nothing."""
         self._process.stop(wait)
         self._control.close()
 
@@ -104,10 +104,10 @@ class EngineProcesses:
     """The processes of all replicas.
 
     Args:
-        config: of all of them.
+        config: shared by all of them.
 
     Attributes:
-        infos: of the engines, in order, once `load` has returned.
+        infos: of the engines, in order, after `load`.
 
     Raises:
         ValueError: there are too few GPUs, or too little memory for the `swap_space` of all.
@@ -138,12 +138,12 @@ class EngineProcesses:
             raise
 
     def load(self, folder: str) -> None:
-        """Load the model from a folder in all of them, side by side; those that share a GPU one after the other.
+        """Load the model from a folder in all of them, in parallel, or one by one on a shared GPU.
 
         Raises:
             ValueError, RuntimeError: see `EngineProcess.info`.
         """
-        # What is free of a GPU while another engine loads says nothing.
+        # A GPU's free memory is meaningless while another engine loads on it.
         used: set[str] = set()
         for process, device in zip(self.all, self._devices, strict=True):
             if device in used:
@@ -163,7 +163,7 @@ class EngineProcesses:
         self.stop(_EXIT_SECONDS)
 
     def stop(self, wait: float = 0.0) -> None:
-        """Kill those that have not ended after so many seconds."""
+        """Kill the ones that are still running after `wait` seconds."""
         with deferred_signals():
             for process in self.all:
                 process.stop(wait)
@@ -173,7 +173,7 @@ def replica_devices(config: Config) -> list[str]:
     """Return the `device` setting of each replica.
 
     Replica i has the GPUs `i * tensor_parallel_size` and on, counted from the one that is named. If there are fewer,
-    replicas of one GPU share those that there are, provided that `gpu_memory_utilization` leaves room for each.
+    replicas share the available GPUs, provided that `gpu_memory_utilization` leaves room for each.
 
     Raises:
         ValueError: there are too few GPUs.

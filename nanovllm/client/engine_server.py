@@ -1,7 +1,7 @@
 """Drives an engine for front ends in other processes.
 
-One thread drives it, and takes orders between two steps. Each front end has a thread that reads its orders and one that
-sends its reports, so that no step waits for a front end.
+One thread drives it, and processes orders between two steps. Each front end has a thread that reads its orders and one
+that sends its reports, so that no step waits for a front end.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
 
 MOST_CHARACTERS = 16000
-"""Of a traceback."""
+"""Limit on a traceback."""
 _LAST_SECONDS = 2.0
-"""How long a front end may take for the last messages."""
+"""Time limit for a front end to receive the last messages."""
 _NUM_COMPILERS = 4
-"""Threads that compile grammars, so that one of seconds does not hold the others up."""
+"""Threads that compile grammars, so that a slow one does not delay the others."""
 
 
 class FrontEnd:
-    """One front end: what it has asked for, and what it is to be sent.
+    """One front end: its requests, and the messages to send to it.
 
     Args:
         connection: to it; messages go out in a thread of their own.
-        info: the first of them.
+        info: the first message.
 
     Attributes:
-        engine_ids: of its unfinished requests, by its own ids.
-        preparing: requests whose grammars are being compiled, and what has become of them meanwhile.
-        wants_steps: whether it is to have every token of each step.
+        engine_ids: ids of its unfinished requests in the engine, by its own ids.
+        preparing: requests whose grammars are being compiled, each with any abort received meanwhile.
+        wants_steps: whether it gets every token of each step.
     """
 
     def __init__(self, connection: Connection, info: EngineInfo) -> None:
@@ -70,7 +70,7 @@ class FrontEnd:
         self._sender.start()
 
     def add(self, report: StepReport) -> None:
-        """Send a report, with what has not been sent of those before."""
+        """Send a report, merged with earlier unsent ones."""
         with self._lock:
             waiting = self._report
             waiting.new_tokens += report.new_tokens
@@ -88,7 +88,7 @@ class FrontEnd:
         self._has_news.set()
 
     def close(self, wait: float) -> None:
-        """End the thread that sends, which may take so many seconds for what is left."""
+        """End the sending thread, which gets `wait` seconds for the remaining messages."""
         self._is_closed = True
         self._has_news.set()
         self._sender.join(wait)
@@ -106,12 +106,12 @@ class FrontEnd:
                 for message in others:
                     self.connection.send(message)
         except OSError:
-            # It has gone; who reads its orders notices as well.
+            # It has disconnected; the thread that reads its orders notices as well.
             self._is_closed = True
 
 
 class Route(NamedTuple):
-    """Whose a request is: a front end, the difference of its ids to the engine's, and how many outputs it has."""
+    """The client that owns a request, the offset between client and engine request ids, and the number of outputs."""
 
     front_end: FrontEnd
     offset: int
@@ -123,8 +123,8 @@ class EngineServer:
 
     Args:
         engine: has no other driver.
-        info: what front ends are told about it.
-        make_constraint: compiles the grammar of a request, in a thread of its own, before the engine gets it.
+        info: sent to front ends first.
+        make_constraint: compiles the grammar of a request, in a separate thread, before the engine gets it.
     """
 
     def __init__(self, engine: LLMEngine, info: EngineInfo, make_constraint: MakeConstraint) -> None:
@@ -133,9 +133,9 @@ class EngineServer:
         self._make_constraint = make_constraint
         self._compiler = ThreadPoolExecutor(_NUM_COMPILERS, "nanovllm-grammars")
         self._front_ends: set[FrontEnd] = set()
-        # Of unfinished requests, by the id of each output.
+        # Routes of unfinished requests, by the id of each output.
         self._routes: dict[int, Route] = {}
-        # What the thread that drives the engine does next.
+        # Pending work of the driving thread.
         self._work: deque[Callable[[], None]] = deque()
         self._has_work = threading.Event()
         self._is_closing = False
@@ -156,7 +156,7 @@ class EngineServer:
         """Drive the engine until `close`.
 
         Returns:
-            Why an error has closed the engine, which front ends have been told then; None otherwise.
+            The error that closed the engine, already sent to front ends; None otherwise.
         """
         cause = None
         try:
@@ -185,7 +185,7 @@ class EngineServer:
         self._has_work.set()
 
     def _read(self, front_end: FrontEnd) -> None:
-        """Take the orders of a front end until it has gone."""
+        """Process the orders of a front end until it disconnects."""
         try:
             while True:
                 for order in front_end.connection.recv():
@@ -199,13 +199,13 @@ class EngineServer:
             self._do(partial(self._leave, front_end))
 
     def _prepare(self, front_end: FrontEnd, order: Enqueue) -> None:
-        # The request's grammar keeps what is compiled, and an error that it raises comes once more.
+        # The request's grammar keeps its compiled form, and an error is raised once more later.
         with suppress(Exception):
             self._make_constraint(order.request)
         self._do(partial(self._take, front_end, order))
 
     def _take(self, front_end: FrontEnd, order: Order) -> None:
-        """Do what a front end has asked for."""
+        """Execute an order of a front end."""
         if isinstance(order, Enqueue):
             self._enqueue(front_end, order)
         elif isinstance(order, Abort):
@@ -242,7 +242,7 @@ class EngineServer:
         self._engine.abort(found, keep_outputs=order.keep_outputs)
 
     def _call(self, order: CallEngine) -> CallResult:
-        # What was asked for before it is done: aborts, which otherwise wait for a step.
+        # Earlier orders come first: aborts would otherwise wait for a step.
         self._engine.stop([])
         try:
             result, error = getattr(self._engine, order.method)(*order.args), None
@@ -252,28 +252,28 @@ class EngineServer:
         return CallResult(order.call_id, self._engine.stats(), result, error)
 
     def _say_state(self) -> None:
-        """Tell all front ends what holds steps up, if a call has changed it."""
+        """Send the engine's state to all front ends if a call has changed it."""
         if self._engine.state != self._state:
             self._state = deepcopy(self._engine.state)
             for front_end in self._front_ends:
                 front_end.say(self._state)
 
     def _leave(self, front_end: FrontEnd) -> None:
-        """Drop the requests of a front end that has gone."""
+        """Drop the requests of a disconnected front end."""
         self._front_ends.discard(front_end)
         front_end.close(0.0)
         self._engine.abort(front_end.engine_ids.values())
 
     def _has_steps(self) -> bool:
-        """Whether the engine goes on before anything else is done."""
+        """Whether the engine continues before any other work."""
         engine = self._engine
         return not (self._work or self._is_closing or engine.is_finished()) and engine.is_open
 
     def _report(self, tokens: NewTokens) -> str | None:
-        """Report a step; returns why the engine is closed if the step has closed it."""
+        """Report a step; return the reason if the step has closed the engine."""
         results, cause = self._engine.take_results(), None
         if not self._engine.is_open:
-            # Who can, computes them elsewhere: they have not failed by themselves.
+            # Front ends with other replicas run these requests there: they did not fail by themselves.
             failure = results.failures.pop()
             cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))[-MOST_CHARACTERS:]}"
         reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
@@ -287,9 +287,9 @@ class EngineServer:
         return cause
 
     def _sort(self, results: EngineOutputs, reports: dict[FrontEnd, StepReport]) -> None:
-        """Add what has come to the reports of its front ends; requests that have ended are forgotten."""
+        """Add results to the reports of their front ends, and forget finished requests."""
         routes = self._routes
-        # Those of a request that has ended by now come before its end.
+        # Tokens of a request that is finished by now come before its end.
         for engine_id, index, token_id, is_end, logprobs in results.new_tokens:
             front_end, offset, _ = routes[engine_id]
             reports[front_end].new_tokens.append((engine_id + offset, index, token_id, is_end, logprobs))
@@ -311,7 +311,7 @@ class EngineServer:
                 reports[front_end].failures.append((str(failure), request_ids, cause))
 
     def _forget(self, engine_id: int) -> tuple[FrontEnd, int]:
-        """Forget a request that has ended; returns whose it was, and its id there."""
+        """Forget a finished request; return its owner, and its id there."""
         front_end, offset, num_outputs = self._routes[engine_id]
         for output_id in range(engine_id, engine_id + num_outputs):
             del self._routes[output_id]
@@ -319,7 +319,7 @@ class EngineServer:
         return front_end, engine_id + offset
 
     def _add_steps(self, reports: dict[FrontEnd, StepReport], tokens: NewTokens) -> None:
-        """Give the front ends that want them all tokens of a step."""
+        """Give all tokens of a step to the front ends that want them."""
         for front_end in self._front_ends:
             if front_end.wants_steps:
                 own = NewTokens(tokens.num_prefill_tokens)

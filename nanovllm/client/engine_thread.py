@@ -14,20 +14,20 @@ from nanovllm.outputs import StepError
 from nanovllm.text.grammar_compiler import GrammarError
 
 _POLL_SECONDS = 0.2
-"""How long an idle thread takes to notice that the engine was closed."""
+"""Time in which an idle thread notices that the engine was closed."""
 _CLOSE_SECONDS = 10.0
 
 _logger = logging.getLogger(__name__)
 
 
 class EngineThread:
-    """Steps an engine while it has requests. Others reach the engine by messages only, which join the next step.
+    """Steps an engine while it has requests. Other threads reach the engine only by messages, which join the next step.
 
     Args:
         client: has no other caller.
 
     Attributes:
-        error: what ended the thread; None while it runs, and after `close`.
+        error: the error that ended the thread; None while it runs, and after `close`.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -35,7 +35,7 @@ class EngineThread:
         self._client = client
         # Streams to begin, and requests to abort.
         self._messages: deque[RequestStream | RequestState] = deque()
-        # By the ids in the engine. A stream that nobody reads any more is to be aborted, not to be kept.
+        # By their ids in the engine. Weak, so that a stream without a reader is aborted instead of kept.
         self._streams: dict[int, weakref.ref[RequestStream]] = {}
         self._has_messages = threading.Event()
         self._is_closing = False
@@ -65,12 +65,12 @@ class EngineThread:
         self._notify()
 
     def abort(self, stream: RequestStream) -> None:
-        """Drop a request; its reader gets what it has so far. Nothing happens if it is done."""
+        """Drop a request; its reader gets the output so far. Does nothing if it is done."""
         self._messages.append(stream.state)
         self._notify()
 
     def close(self) -> None:
-        """End the thread; requests that are left fail. Waits up to ten seconds for the end of a step."""
+        """End the thread; remaining requests fail. Waits up to ten seconds for the end of a step."""
         with self._lock:
             self._is_closing = True
         self._notify()
@@ -79,7 +79,7 @@ class EngineThread:
             self._thread.join(_CLOSE_SECONDS)
 
     def _notify(self) -> None:
-        """Have the thread look at its messages."""
+        """Wake the thread to process its messages."""
         self._has_messages.set()
         self._client.engine.wake()
 
@@ -88,14 +88,14 @@ class EngineThread:
         try:
             for news in self._client.steps(self._has_work):
                 self._deliver(news)
-        # Whatever it is, nobody above this thread would see it: the readers get it, and `error` keeps it.
+        # No caller is above this thread to see the error: the readers get it, and `error` keeps it.
         except BaseException as caught:
             error = caught
             _logger.critical("the engine has ended", exc_info=caught)
         self._end(error)
 
     def _has_work(self) -> bool:
-        """Wait until there is something for the engine to do; returns False if the thread is to end."""
+        """Wait until there is work for the engine; return False if the thread must end."""
         while not self._is_closing:
             self._take_messages()
             if self._streams or not self._client.is_finished():
@@ -131,7 +131,7 @@ class EngineThread:
                 stream.notify()
         for failure in failures:
             if isinstance(failure.__cause__, GrammarError):
-                # Of that request alone, and no fault of the engine. What it says may quote the grammar.
+                # Concerns only that request, and is no fault of the engine. The message may quote the grammar.
                 _logger.warning("the grammar of a request cannot be used")
             else:
                 _logger.error("a step failed, and %d requests with it", len(failure.request_ids), exc_info=failure)
@@ -142,7 +142,7 @@ class EngineThread:
                 raise closed from failures[-1]
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail what is left."""
+        """Fail all remaining requests."""
         with self._lock:
             self.error = error
             self._is_closing = True

@@ -1,7 +1,7 @@
-"""Jobs: many prompts in one call, which are read, checked and encoded ahead of the engine.
+"""Jobs: many prompts in one call, read, checked and encoded ahead of the engine.
 
-A thread prepares a thousand prompts at a time. The engine gets as many of them as keep its batch full, so that what a
-job holds does not grow with its length, but for its outputs.
+A thread prepares a thousand prompts at a time. The engine gets only enough of them to keep its batch full, so that a
+job's memory, except for its outputs, does not grow with its length.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from nanovllm.utils.checks import check_bool, check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 CHUNK_SIZE = 1000
-"""Prompts that are prepared in one call: tokenizers then use every core, and their lists become arrays soon."""
+"""Prompts prepared in one call: tokenizers then use every core, and their lists become arrays soon."""
 
 Schedule = Literal["prefix", "arrival"]
-"""The order in which prompts of equal priority run: those that begin alike one after the other, so that they find each
-other's blocks before these are evicted; or as they are given."""
+"""Running order of prompts with equal priority: "prefix" runs prompts with a common prefix in succession, so that
+they find each other's blocks before eviction; "arrival" keeps the given order.
+"""
 
 
 @dataclass(frozen=True)
 class RefusedPrompt:
-    """A prompt that cannot be served: its place, what it was made of, and why; see `RequestState`."""
+    """A prompt that cannot be served: its index, its source, and the reason; see `RequestState`."""
 
     index: int
     source: Any
     error: ValueError
 
     def result(self) -> RequestOutput:
-        """Return an output that says so."""
+        """Return an output with the error."""
         return failed_output(-1, self.error, self.source if isinstance(self.source, str) else None)
 
 
@@ -53,7 +54,7 @@ PreparedPrompt = RequestState | RefusedPrompt
 
 
 class Job:
-    """The prompts of a call, and what is asked for them.
+    """The prompts of a call, and their parameters.
 
     Args:
         processor: checks and encodes them.
@@ -66,10 +67,10 @@ class Job:
         pooling: asks for hidden states.
 
     Attributes:
-        num_prompts: how many there are; None if it is not known.
+        num_prompts: number of prompts; None if unknown.
 
     Raises:
-        ValueError: what is given are no prompts, or there are not as many parameters or priorities as prompts.
+        ValueError: the prompts are invalid, or the number of parameters or priorities differs from theirs.
     """
 
     def __init__(
@@ -93,18 +94,18 @@ class Job:
         self.num_prompts = len(self._prompts) if isinstance(self._prompts, list) else None
         if self.num_prompts is None and (isinstance(params, (list, tuple)) or priority is not None):
             raise ValueError("sampling_params and priorities for each prompt need prompts in a list")
-        # Of what gives prompts one by one, those of each.
+        # If prompts come one by one, one value stands for each.
         num_given = 1 if self.num_prompts is None else self.num_prompts
         self._params, self._priorities = expand_params(params, num_given), check_priorities(priority, num_given)
-        # Where all of them are prepared in one call, or none is known before.
+        # If all of them are prepared in one call, or their number is unknown.
         self._sorts_requests = schedule == "prefix" and (self.num_prompts or 0) <= CHUNK_SIZE
         self._checker = processor.params_checker()
-        # Noise follows from the place: a request's first output has the number `first + index * num_outputs`.
+        # Noise follows from the index: a request's first output has the number `first + index * num_outputs`.
         self._num_outputs = max((p.n for p in self._params if isinstance(p, SamplingParams)), default=1)
         self._first_number = processor.seeds.reserve(self._num_outputs * (self.num_prompts or 0))
 
     def read(self) -> ReadAhead[tuple[int, Any], list[PreparedPrompt]]:
-        """Return the prompts in the order in which they run, of an iterator in that of each chunk."""
+        """Return the prompts in the order in which they run; prompts of an iterator are ordered within each chunk."""
         prompts = self._prompts
         if not isinstance(prompts, list):
             return ReadAhead(enumerate(prompts), self._prepare, CHUNK_SIZE)
@@ -112,11 +113,11 @@ class Job:
         return ReadAhead(list(items) if len(prompts) <= CHUNK_SIZE else items, self._prepare, CHUNK_SIZE)
 
     def _order(self, prompts: list[Any]) -> Sequence[int]:
-        """Return the places of prompts in the order in which they run."""
+        """Return the indices of prompts in the order in which they run."""
         order: Sequence[int] = range(len(prompts))
         if self._schedule == "prefix" and not self._sorts_requests:
             if self._template is not None:
-                # Their texts begin alike if they do.
+                # Texts of prompts with a common prefix have one too.
                 order = sorted(order, key=list(map(repr, prompts)).__getitem__)
             elif set(map(type, prompts)) == {str}:
                 order = sorted(order, key=prompts.__getitem__)
@@ -153,7 +154,7 @@ class Job:
 def prepared_prompt(
     request: Request | ValueError, processor: OutputProcessor, index: int, source: Any
 ) -> PreparedPrompt:
-    """Return what a job runs for a prompt, or why it does not."""
+    """Return a prompt as a job runs it, or the reason why it cannot be served."""
     if isinstance(request, ValueError):
         return RefusedPrompt(index, source, request)
     return RequestState(request, processor, index, source)
@@ -168,9 +169,9 @@ class JobRun:
     Args:
         client: drives the engine.
         prompts: prepared ahead.
-        deliver: gets what each step has finished, and prompts that cannot be served.
-        most_pending: requests that the engine has at a time.
-        returns_errors: whether prompts that cannot be served, and requests that fail while the engine goes on, have an
+        deliver: gets the requests finished by each step, and prompts that cannot be served.
+        most_pending: most requests that the engine has at a time.
+        returns_errors: whether prompts that cannot be served, and requests that fail while the engine continues, get an
             output with their error.
     """
 
@@ -188,22 +189,22 @@ class JobRun:
         self._deliver = deliver
         self._most_pending = most_pending
         self._returns_errors = returns_errors
-        # What the engine does not need yet.
+        # Requests that the engine does not need yet.
         self._ready: deque[RequestState] = deque()
 
     def run(self) -> None:
-        """Run all prompts; on any exception drop what is queued."""
+        """Run all prompts; on any exception drop queued requests."""
         with closing(self._client.run(self._fill)) as steps:
             for news in steps:
                 finished = [state for state in news.values() if state.is_done]
                 if finished:
-                    # An interrupted text would be taken for one that cannot be decoded.
+                    # An interrupted text would look like one that cannot be decoded.
                     with deferred_signals():
                         done: Done = [(state, self._result(state)) for state in finished]
                     self._deliver(done)
 
     def _fill(self, pending: News) -> None:
-        """Queue requests until there are enough; with none, waits for a chunk."""
+        """Queue requests until there are enough; without pending requests, wait for a chunk."""
         while (missing := self._most_pending - len(pending)) > 0:
             if not self._ready:
                 chunk = self._prompts.take(wait=not pending)
@@ -218,7 +219,7 @@ class JobRun:
         if refused and not self._returns_errors:
             first = min(refused, key=lambda item: item.index)
             concerns_all = all(item.error is first.error for item in refused) and len(refused) == len(chunk)
-            # One that is of all of them does not need a place.
+            # An error that concerns all prompts needs no index.
             is_general = concerns_all and (len(chunk) > 1 or first.index == 0)
             raise first.error if is_general else of_prompt(first.index, first.error)
         self._ready.extend(item for item in chunk if isinstance(item, RequestState))
@@ -235,7 +236,7 @@ class JobRun:
 
 
 def stream(client: EngineClient, states: list[RequestState]) -> Generator[RequestOutput, None, None]:
-    """Queue streamed requests and yield what is new after each step; aborts what is left when it is closed."""
+    """Queue streamed requests and yield new output after each step; aborts the rest when closed."""
     with closing(client.run_all(states)) as steps:
         for news in steps:
             for request_id in sorted(news):
@@ -244,12 +245,12 @@ def stream(client: EngineClient, states: list[RequestState]) -> Generator[Reques
 
 
 class Outputs:
-    """What `LLM.generate` and its like do with outputs.
+    """Handles outputs for `LLM.generate` and its like.
 
     Args:
         on_output: gets each as it finishes.
         keep: whether they are returned.
-        finish: completes each of them first, given its place.
+        finish: completes each of them first, given its index.
     """
 
     def __init__(
@@ -260,12 +261,12 @@ class Outputs:
     ) -> None:
         check_bool("keep", keep)
         if not keep and on_output is None:
-            raise ValueError("keep=False needs on_output: nobody would get the outputs")
+            raise ValueError("keep=False needs on_output: the outputs would be lost")
         self._on_output, self._keep, self._finish = on_output, keep, finish
         self._by_index: dict[int, RequestOutput] = {}
 
     def take(self, done: Done) -> None:
-        """Take what has finished."""
+        """Add finished requests."""
         for item, output in done:
             if self._finish is not None:
                 self._finish(item.index, output)
@@ -283,7 +284,7 @@ class Outputs:
 def run_job(
     client: EngineClient, job: Job, outputs: Outputs, *, most_pending: int, returns_errors: bool, use_tqdm: bool
 ) -> list[RequestOutput]:
-    """Run a job's prompts, and return what `outputs` keeps; see `JobRun`."""
+    """Run a job's prompts, and return the outputs that `outputs` keeps; see `JobRun`."""
     with (
         job.read() as prompts,
         Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm) as progress,
@@ -302,9 +303,9 @@ class Progress:
 
     Args:
         engine: computes the requests.
-        total: number of requests; None if it is not known.
-        unit: what a request is called.
-        disable: show nothing; None shows the bar on a terminal alone.
+        total: number of requests; None if unknown.
+        unit: name of a request.
+        disable: show nothing; None shows the bar only on a terminal.
     """
 
     def __init__(self, engine: Engine, total: int | None, unit: str, *, disable: bool | None) -> None:
@@ -319,7 +320,7 @@ class Progress:
         self._bar.close()
 
     def update(self, num_done: int) -> None:
-        """Show that so many more requests are done."""
+        """Show that `num_done` more requests are done."""
         if num_done and not self._bar.disable:
             stats, seconds = self._engine.stats(), time.perf_counter() - self._started
             names = "num_prompt_tokens", "num_output_tokens"
@@ -368,7 +369,7 @@ def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:
-    """Return by what requests that share blocks of the prefix cache are neighbours when sorted."""
+    """Return a sort key that groups requests sharing blocks of the prefix cache."""
     if isinstance(item, RefusedPrompt):
         return 0, "", b""
     request = item.request
@@ -376,7 +377,7 @@ def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:
 
 
 def _prefix_key(prompt: Any) -> tuple[str, str, bytes]:
-    """Return by what prompts that begin alike are neighbours when sorted; of one that is none, what is first."""
+    """Return a sort key that groups prompts by common prefix; invalid prompts sort first."""
     try:
         ids, text, salt = parse_prompt(prompt)
         packed = b"" if ids is None else struct.pack(f"{len(ids)}i", *ids)

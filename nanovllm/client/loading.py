@@ -1,4 +1,4 @@
-"""Loads a model: what front ends know of it, and the engine, in this process or in others."""
+"""Loads a model: its files for front ends, and the engine, in this process or in others."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder, and what was read from it.
+    """A model's folder, and the data read from it.
 
     Attributes:
         folder: in the Hub's layout.
         model_config: the model's shape.
-        tokenizer: transformers'; None if there is none.
+        tokenizer: of transformers; None without one.
         max_model_len: most tokens of one request: the setting, capped by the model's own limit.
         eos_token_ids: tokens that end an output.
         constraints: makes the constraints of outputs.
@@ -50,10 +50,10 @@ class ModelFiles:
 
 
 def read_model_files(config: Config) -> ModelFiles:
-    """Find a model's folder, fetch it if need be, and read what is no weight.
+    """Find a model's folder, download it if necessary, and read everything but the weights.
 
     Raises:
-        ValueError: the model cannot be had or is not supported.
+        ValueError: the model is unavailable or not supported.
     """
     folder = resolve_model(config.model, config.revision, config.load_format != "dummy", config.trust_remote_code)
     model_config = ModelConfig.from_folder(folder, config.trust_remote_code, config.model_impl)
@@ -75,7 +75,7 @@ def read_model_files(config: Config) -> ModelFiles:
 
 
 def _lacks_head(folder: str, model_config: ModelConfig) -> bool:
-    """Whether a folder is of a model for embeddings alone, which is published without its LM head."""
+    """Whether a folder's model is for embeddings only, and published without its LM head."""
     names = read_json(os.path.join(folder, "config.json")).get("architectures") or [""]
     is_trunk = str(names[0]).endswith("Model") and not str(names[0]).endswith("LMHeadModel")
     if model_config.has_tied_head or not (is_trunk or os.path.isfile(os.path.join(folder, "modules.json"))):
@@ -100,13 +100,13 @@ def _read_tokenizer(config: Config, folder: str) -> Any:
 
 @dataclass(frozen=True)
 class LocalEngine:
-    """An engine of this process with what it was made of.
+    """An engine in this process with its parts.
 
     Attributes:
-        engine: it.
-        runner: what runs its batches.
+        engine: the engine.
+        runner: runs its batches.
         files: of its model.
-        device: where the model runs; of several ranks, the first one's.
+        device: where the model runs; with several ranks, the first one's.
         dtype: of weights and KV cache.
     """
 
@@ -118,7 +118,7 @@ class LocalEngine:
 
 
 def make_local_engine(config: Config) -> LocalEngine:
-    """Load a model into this process and the ranks that it starts; see `LLM` for what it raises."""
+    """Load a model into this process and the ranks that it starts; see `LLM` for errors."""
     # Front ends of engines in other processes need no runner.
     from nanovllm.runner.model_runner import ModelRunner  # noqa: PLC0415
     from nanovllm.runner.parallel_runner import ParallelRunner, start_ranks  # noqa: PLC0415
@@ -144,15 +144,15 @@ def make_local_engine(config: Config) -> LocalEngine:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with what a front end knows of its model.
+    """An engine (local or remote) together with its model's files and metadata.
 
     Attributes:
-        engine: it, or replicas of it.
+        engine: the engine, or replicas of it.
         seeds: numbers their requests.
         files: of the model.
-        device: where the model runs; of several ranks and replicas, the first one's.
+        device: where the model runs; with several ranks and replicas, the first one's.
         dtype: of weights and KV cache.
-        device_name: what people call the device, or devices, such as "2 x NVIDIA H200".
+        device_name: display name of the device or devices, such as "2 x NVIDIA H200".
         local: the engine with its runner, if it is in this process.
     """
 
@@ -168,7 +168,7 @@ class LoadedModel:
         """Return the engine, if it is in this process.
 
         Raises:
-            ValueError: it is in others.
+            ValueError: it is in another process.
         """
         if self.local is None:
             raise ValueError("this needs an engine in this process (data_parallel_size=1), and it is in others")
@@ -176,7 +176,7 @@ class LoadedModel:
 
 
 def load_model(config: Config) -> LoadedModel:
-    """Load a model, with one engine into this process; replicas end with the engine that stands for them.
+    """Load a model; a single engine into this process. Replicas exit with the engine that represents them.
 
     Raises:
         ValueError: too few GPUs, or see `LLM`.
@@ -191,7 +191,7 @@ def load_model(config: Config) -> LoadedModel:
 
     processes = EngineProcesses(config)
     with processes.stopped_on_error():
-        # While they import.
+        # While the ranks import.
         files = read_model_files(config)
         processes.load(files.folder)
         connections = [process.connect() for process in processes.all]

@@ -1,8 +1,8 @@
-"""What a front end and an engine's process say to each other: plain data, pickled.
+"""Messages between a front end and an engine's process: plain data, pickled.
 
-A front end sends lists of orders, all that it has at a time. An engine sends at most one `StepReport` a step and front
-end: what a front end has not taken yet gathers, and comes with the next one. Whenever a call has changed its
-`EngineState`, it sends that to all front ends, before the call's result.
+A front end sends lists of orders, all pending ones at a time. An engine sends at most one `StepReport` per step and
+front end: reports that a front end has not read yet are merged into the next one. When a call has changed its
+`EngineState`, the engine sends that to all front ends, before the call's result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CallEngine:
 
 @dataclass(slots=True)
 class SendNewTokens:
-    """Send every token of each step, or no longer; see `NewTokens`."""
+    """Start or stop sending every token of each step; see `NewTokens`."""
 
     wanted: bool
 
@@ -53,13 +53,13 @@ Order = Enqueue | Abort | Stop | CallEngine | SendNewTokens
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The first message to a front end: what it must know of an engine.
+    """The first message to a front end: the engine's properties.
 
     Attributes:
-        limits: what requests must keep to.
-        max_num_running: sequences that run at once.
-        device, dtype: of the model, by torch's names; of several ranks, the first one's.
-        device_name: what people call the device, or devices.
+        limits: limits that requests must keep to.
+        max_num_running: most sequences that run at once.
+        device, dtype: of the model, by torch's names; with several ranks, the first one's.
+        device_name: display name of the device or devices.
     """
 
     limits: RequestLimits
@@ -71,14 +71,14 @@ class EngineInfo:
 
 @dataclass
 class StepReport:
-    """What steps have brought the requests of one front end.
+    """Results of steps for the requests of one front end.
 
     Attributes:
-        new_tokens: of requests that report them, as plain tuples, which pickle faster.
+        new_tokens: of requests that stream, as plain tuples, which pickle faster.
         finished: finished requests by id; their outputs have neither text nor prompt.
-        failures: messages of failures, ids of the requests that have failed, and the cause if it pickles.
-        dropped: ids of requests that were aborted, and have no output.
-        steps: the tokens of every step, if they are wanted.
+        failures: messages of failures, ids of the failed requests, and the cause if it pickles.
+        dropped: ids of requests that were aborted and have no output.
+        steps: the tokens of every step, if requested.
         stats: the engine's counters.
     """
 
@@ -97,7 +97,7 @@ class StepReport:
 
 @dataclass(slots=True)
 class CallResult:
-    """What a call returned, or what it raised, and the engine's counters then."""
+    """The result or error of a call, and the engine's counters then."""
 
     call_id: int
     stats: dict[str, int]
@@ -107,10 +107,10 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last message of an engine, which an error has closed.
+    """The last message of an engine that an error has closed.
 
     Attributes:
-        cause: why, with a traceback.
+        cause: the error, with a traceback.
     """
 
     cause: str
@@ -131,20 +131,20 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class StartFailure:
-    """Why an engine could not be started: the error if it can be sent, and its traceback."""
+    """The error that kept an engine from starting, if it can be sent, and its traceback."""
 
     error: BaseException | None
     traceback: str
 
 
 CONNECT, SHUTDOWN = "connect", "shutdown"
-"""What the starter says later: a front end's connection follows; or end."""
+"""Later messages of the parent: a front end's connection follows; or shut down."""
 
 
 def portable(error: BaseException | None) -> BaseException | None:
-    """Return an error if it can be sent, without its cause."""
+    """Return an error, without its cause, if it can be sent."""
     try:
         return pickle.loads(pickle.dumps(error))
-    # Whatever a class of exceptions does when it is pickled, the message says what it was.
+    # Any error that an exception class raises on pickling; the message still describes it.
     except Exception:
         return None

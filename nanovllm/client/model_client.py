@@ -50,10 +50,10 @@ class ModelClient(Unpicklable):
         loaded: the model.
 
     Attributes:
-        device: where the model runs; of several ranks, the first one's.
+        device: where the model runs; with several ranks, the first one's.
         dtype: of weights and KV cache.
-        device_name: what people call the device, or devices.
-        limits: what a request must keep to.
+        device_name: display name of the device or devices.
+        limits: limits that a request must keep to.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
@@ -71,19 +71,19 @@ class ModelClient(Unpicklable):
 
     @cached_property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, embeddings included."""
+        """Number of parameters of the whole model, embeddings included."""
         from nanovllm.models import count_parameters  # noqa: PLC0415
 
         return count_parameters(self.model_config)
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """The engine, if it is in this process; a ValueError if it is in others."""
+        """The engine, if it is in this process; otherwise raises a ValueError."""
         return self._loaded.require_local().engine
 
     @property
     def answer_format(self) -> AnswerFormat:
-        """How the model writes calls of tools and thoughts, as its chat template shows.
+        """The model's format of tool calls and thoughts, as its chat template shows.
 
         Example:
             >>> llm.answer_format.has_channels
@@ -94,7 +94,7 @@ class ModelClient(Unpicklable):
         return self._answer_format
 
     def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
-        """Return how answers are taken apart; None if there are no tools, and answers are text.
+        """Return how answers are parsed; None if there are no tools, and answers are text.
 
         Example:
             >>> llm.answer_options({"tools": None}) is None
@@ -102,15 +102,15 @@ class ModelClient(Unpicklable):
         """
         tools = template.get("tools")
         form = self.answer_format
-        # Chat templates may take more as tools than OpenAI's API does.
+        # Chat templates may accept more kinds of tools than OpenAI's API does.
         return AnswerOptions(form, tools, separates=form.has_channels) if tools else None
 
     @property
     def default_pooling(self) -> Pooling:
-        """The pooling that the model's folder asks for, if it is one of sentence-transformers; else "last".
+        """The pooling of a sentence-transformers folder; "last" for other folders.
 
         Raises:
-            ValueError: it asks for one, or for another module, that is not supported.
+            ValueError: the folder has a pooling, or another module, that is not supported.
 
         Example:
             >>> llm.default_pooling
@@ -130,9 +130,10 @@ class ModelClient(Unpicklable):
 
     @property
     def most_pending(self) -> int:
-        """Requests that a job has in the engine at a time: those that run, and as many that wait.
+        """Requests that a job has in the engine at a time: one running batch, and an equal number waiting.
 
-        Several engines get them from the front end's own queue, which is longer, so that stretches of it are long.
+        Several engines get them from the front end's own queue, which is longer, so that each engine's part of it is
+        long.
 
         Example:
             >>> llm.most_pending == 2 * llm.config.max_num_running
@@ -147,7 +148,7 @@ class ModelClient(Unpicklable):
         return self.limits.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the model's `generation_config.json` recommends.
+        """Return the sampling parameters that the model's `generation_config.json` recommends.
 
         Example:
             >>> params = llm.get_default_sampling_params()
@@ -181,7 +182,7 @@ class ModelClient(Unpicklable):
         return state.request_id
 
     def step(self) -> StepResult:
-        """Do one step of the engine; see `LLMEngine.step`."""
+        """Run one step of the engine; see `LLMEngine.step`."""
         return self.engine_client.step()
 
     def abort(self, request_ids: Iterable[int]) -> None:
@@ -198,29 +199,29 @@ class ModelClient(Unpicklable):
         return self.engine_client.is_finished()
 
     def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
-        """Write weights into the model that runs, in place, on every rank and replica.
+        """Write weights into the running model, in place, on every rank and replica.
 
-        Replicas get tensors through files of a temporary folder. What was computed with the old ones stays in the
-        prefix cache until `reset_prefix_cache`.
+        Replicas get tensors through files of a temporary folder. The prefix cache keeps results of the old weights
+        until `reset_prefix_cache`.
 
         Args:
             weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
                 with safetensors, which fsspec may open (`s3://`).
                 They may be on any device, and of any plain float dtype. A tied head is ignored.
-                A folder of a PEFT adapter (LoRA) is merged into the weights, in the place of the one before it; it is
-                taken out again by `unload_adapter`, and by other weights.
-            strict: refuse to leave a tensor of the model as it was.
+                A folder of a PEFT adapter (LoRA) is merged into the weights, replacing the previous one;
+                `unload_adapter` removes it, and so do other weights.
+            strict: refuse to leave a tensor of the model unchanged.
 
         Returns:
             The number of tensors written. A warning names one that has NaN.
 
         Raises:
-            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message says
-                how many were before. Of a folder nothing is written. Or see `strict`.
+            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message has the
+                number written before. Of a folder nothing is written. Or see `strict`.
             RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
-                tensor was written in part, and nothing is generated until all of it has come; or an adapter was not
-                merged, and if it cannot be taken out again, nothing is generated until `unload_adapter` has done it.
-                Or the pairs' iterator raised, which is the error's cause; the message says how many were before.
+                tensor was written in part, and nothing is generated until all of it is loaded; or an adapter was not
+                merged, and if it cannot be removed again, nothing is generated until `unload_adapter` has done so. Or
+                the pairs' iterator raised, which is the error's cause; the message has the number written before.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
@@ -231,14 +232,14 @@ class ModelClient(Unpicklable):
         return loaded.count
 
     def unload_adapter(self) -> bool:
-        """Take the adapter out that `load_weights` has merged; the weights are what they were, to the bit.
+        """Remove the adapter that `load_weights` has merged; the weights are restored bit for bit.
 
         Returns:
             Whether there was one.
 
         Raises:
-            RuntimeError: see `load_weights`; or a part of the adapter stays, and nothing is generated until a later
-                call has taken it out.
+            RuntimeError: see `load_weights`; or a part of the adapter remains, and nothing is generated until a later
+                call has removed it.
 
         Example:
             >>> llm.unload_adapter()
@@ -246,14 +247,15 @@ class ModelClient(Unpicklable):
         """
         engine = self.engine_client.engine
         engine.state.require_no_requests("unload_adapter", engine.request_ids)
-        # Of replicas some may have restored theirs in a call before, which failed in another.
+        # Some replicas may have restored theirs in an earlier call, which failed in another.
         return any(engine.call("unload_adapter"))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache.
 
         Returns:
-            Whether no request holds blocks of it; those of a paused engine keep theirs, which no other request finds.
+            Whether no request holds blocks from it; requests of a paused engine keep theirs, which no other request
+            finds.
 
         Example:
             >>> llm.reset_prefix_cache()
@@ -262,12 +264,12 @@ class ModelClient(Unpicklable):
         return all(self.engine_client.engine.call("reset_prefix_cache"))
 
     def pause(self, mode: PauseMode = "keep") -> None:
-        """Do no more steps until `resume`; requests are taken, and wait.
+        """Stop running steps until `resume`; new requests are accepted, and wait.
 
         Args:
-            mode: "keep" freezes requests with their keys and values, between two steps; "wait" first lets those end
-                that are there, for which a "keep" that comes meanwhile waits, too; "abort" ends them with what they
-                have, `finish_reason` "abort".
+            mode: "keep" freezes requests with their keys and values, between two steps; "wait" first lets current
+                requests finish, and a "keep" that comes meanwhile waits for them too; "abort" ends them with their
+                output so far, `finish_reason` "abort".
 
         Raises:
             ValueError: an unknown mode.
@@ -281,13 +283,13 @@ class ModelClient(Unpicklable):
         engine = self.engine_client.engine
         engine.call("pause", mode)
         if mode == "abort":
-            # Those too that no replica has yet.
+            # Includes requests that no replica has yet.
             engine.abort(engine.request_ids, keep_outputs=True)
         else:
             self._drain()
 
     def _drain(self) -> None:
-        """Let requests end; their results are kept for their callers."""
+        """Let requests finish; their results are kept for their callers."""
         engine = self.engine_client.engine
 
         def is_draining() -> bool:
@@ -301,7 +303,7 @@ class ModelClient(Unpicklable):
                 time.sleep(_POLL_SECONDS)
 
     def resume(self) -> None:
-        """Go on after a `pause`.
+        """Continue after a `pause`.
 
         Example:
             >>> llm.resume()
@@ -309,12 +311,12 @@ class ModelClient(Unpicklable):
         self.engine_client.engine.call("resume")
 
     def sleep(self, level: int = 1) -> None:
-        """Give back the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
+        """Release the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
 
         Requests of a paused engine are computed again afterwards.
 
         Args:
-            level: 1 keeps the weights in the host's memory; 2 drops them, and `load_weights` must bring all of them.
+            level: 1 keeps the weights in host memory; 2 drops them, and `load_weights` must load all of them.
 
         Raises:
             ValueError: another level.
@@ -331,7 +333,7 @@ class ModelClient(Unpicklable):
         engine.call("sleep", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory again, and with it the weights that `sleep(1)` has kept. What is awake stays as it is.
+        """Allocate memory again, and restore weights kept by `sleep(1)`. Parts that are awake stay unchanged.
 
         Args:
             tags: "weights", "kv_cache", or both; None for both.
@@ -362,7 +364,7 @@ class ModelClient(Unpicklable):
 
     @property
     def is_paused(self) -> bool:
-        """Whether a `pause` has not ended.
+        """Whether the engine is paused.
 
         Example:
             >>> llm.is_paused
@@ -392,9 +394,9 @@ class ModelClient(Unpicklable):
         return self.engine_client.engine.stats(now=True)
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
-        """Return the state of the cache's blocks, in at most so many cells; see `engine.block_usage`.
+        """Return the state of the cache's blocks, in at most `most_cells` cells; see `engine.block_usage`.
 
-        Those of several replicas follow each other.
+        Blocks of several replicas are concatenated.
         """
         share = max(1, most_cells // self.config.data_parallel_size)
         return joined_usage(self.engine_client.engine.call("block_usage", share))
@@ -408,7 +410,7 @@ class ModelClient(Unpicklable):
         return self.engine_client.engine.stats_history()
 
     def step_histograms(self) -> StepHistograms:
-        """Return how large steps were, and how long outputs waited for their next tokens."""
+        """Return histograms of step sizes, and of the times between tokens of an output."""
         return merged_histograms(self.engine_client.engine.call("histograms"))
 
     def exit(self) -> None:
@@ -433,7 +435,7 @@ def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeight
             loaded: list[LoadedWeights] = engine.call("load_weights", given, strict)
         except LoadFailedError:
             if not engine.is_in_process:
-                # Replicas that have merged an adapter would go on with it beside those that have taken it out.
+                # Replicas that have merged an adapter would otherwise differ from ones that have removed it.
                 engine.call("unload_adapter")
             raise
     nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
@@ -441,6 +443,6 @@ def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeight
 
 
 def warn_of_nans(names: list[str]) -> None:
-    """Warn the caller of the function that calls this of tensors that have NaN."""
+    """Warn the caller of the calling function of tensors that have NaN."""
     if names:
         warnings.warn(f"{len(names)} tensors that were loaded have NaN, such as {names[0]!r}", stacklevel=3)

@@ -1,9 +1,9 @@
-"""Which replica computes which request: plain data, without processes.
+"""Assigns requests to replicas: plain data, without processes.
 
-Requests that come together are cut into one stretch a replica, in the order in which they were given, so that those
-which begin alike, and are neighbours, share a replica's prefix cache. A replica is sent what it can run and a few more;
-one whose stretch is used up takes the far half of the longest. A request that comes alone goes to the replica that had
-its first block, unless that one has over twice the least load.
+Requests that arrive together are cut into one stretch per replica, in the given order, so that neighbours with a common
+prefix share a replica's prefix cache. A replica is sent what it can run and a few more; one whose stretch is used up
+gets the far half of the longest. A request that comes alone goes to the replica that had its first block, unless that
+one has over twice the least load.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from xxhash import xxh3_64_intdigest
 from nanovllm.engine.request import Request
 
 _MOST_BLOCKS = 2**16
-"""First blocks that are remembered, least recently used first."""
+"""Number of first blocks to remember; the least recently used is forgotten first."""
 _AHEAD_SHARE, _LEAST_AHEAD = 8, 4
-"""Requests that a replica has beyond those that it can run, for the time until the next ones come: a part of these."""
+"""Requests that a replica has beyond its capacity, to bridge the time until the next ones come: capacity divided by
+the first, at least the second.
+"""
 
 
 @dataclass(eq=False)
 class Share:
-    """What one replica has to do.
+    """The work of one replica.
 
     Attributes:
-        capacity: sequences that it can run at once.
-        stretch: ids of requests that it is to get, first ones first.
-        sent: ids of those that it has.
+        capacity: most sequences that it runs at once.
+        stretch: ids of requests that it will get, in order.
+        sent: ids of requests that it has.
         num_sent: their sequences.
     """
 
@@ -41,12 +43,12 @@ class Share:
 
     @property
     def room(self) -> int:
-        """Sequences that it can be sent."""
+        """Number of sequences that it can be sent."""
         return self.capacity + max(_LEAST_AHEAD, self.capacity // _AHEAD_SHARE) - self.num_sent
 
     @property
     def load(self) -> int:
-        """Requests that it has and will get."""
+        """Number of requests that it has and will get."""
         return len(self.sent) + len(self.stretch)
 
 
@@ -54,30 +56,30 @@ class Placement:
     """Distributes requests among replicas.
 
     Args:
-        capacities: sequences that each replica can run at once.
+        capacities: most sequences that each replica runs at once.
         block_size: tokens of a cache block.
 
     Attributes:
-        shares: of the replicas that are alive, by their index.
-        requests: those that are unfinished, by id.
+        shares: of the live replicas, by their index.
+        requests: unfinished requests, by id.
     """
 
     def __init__(self, capacities: Sequence[int], block_size: int) -> None:
         self.shares = {index: Share(capacity) for index, capacity in enumerate(capacities)}
         self.requests: dict[int, Request] = {}
         self._block_size = block_size
-        # Which replica has computed a first block.
+        # The replica that computed each first block.
         self._owners: OrderedDict[int, int] = OrderedDict()
 
     def route(self, request_id: int, request: Request) -> int:
-        """Return which replica gets a request that comes alone, at once."""
+        """Return the replica for a request that comes alone, to be sent at once."""
         self.requests[request_id] = request
         index = self._replica_of(request)
         self._send(index, request_id)
         return index
 
     def spread(self, requests: dict[int, Request]) -> None:
-        """Take requests, by id, that come together; `take` gives them to the replicas.
+        """Add requests, by id, that arrive together; `take` assigns them to the replicas.
 
         Lower priorities are at the front of every replica's stretch.
         """
@@ -86,31 +88,31 @@ class Placement:
         for _, group in groupby(requests, lambda request_id: requests[request_id].priority):
             ids = list(group)
             for i, share in enumerate(shares):
-                # What follows later is at the end of the order, and so is the last stretch.
+                # Later requests are at the end of the order, and so is the last stretch.
                 part = ids[i * len(ids) // len(shares) : (i + 1) * len(ids) // len(shares)]
                 (share if are_new else shares[-1]).stretch.extend(part)
 
     def take(self) -> Iterator[tuple[int, int]]:
-        """Yield the requests that are sent next, by id, each with its replica."""
+        """Yield the requests to send next, by id, each with its replica."""
         for index, share in self.shares.items():
             yield from self._take(index, share)
-        # Of what is left, whose replicas have enough.
+        # Requests left over, whose replicas have enough.
         for index, share in self.shares.items():
             while share.room > 0 and self._steal(share):
                 yield from self._take(index, share)
 
     def holder(self, request_id: int) -> int | None:
-        """Return which replica has a request; None if none has."""
+        """Return the replica that has a request; None if it was not sent."""
         return next((index for index, share in self.shares.items() if request_id in share.sent), None)
 
     def send_now(self, request_id: int) -> int:
-        """Return which replica gets a request that none has, at once."""
+        """Return the replica for a request that was not sent yet, to be sent at once."""
         index = min(self.shares, key=lambda index: self.shares[index].load)
         self._send(index, request_id)
         return index
 
     def end(self, request_id: int) -> Request:
-        """Forget a request that has ended, and return it."""
+        """Forget a finished request, and return it."""
         request = self.requests.pop(request_id)
         holder = self.holder(request_id)
         if holder is not None:
@@ -120,7 +122,7 @@ class Placement:
         return request
 
     def lose(self, index: int) -> list[int]:
-        """Give what a replica that has died was to do to another one, from whose stretch all can take.
+        """Give the work of a dead replica to another one, from whose stretch all can take.
 
         Returns:
             The ids of the requests that it had been sent, which run again.
@@ -146,7 +148,7 @@ class Placement:
         share.num_sent += self.requests[request_id].params.n
 
     def _steal(self, thief: Share) -> bool:
-        """Move the far half of the longest stretch; returns whether there was anything."""
+        """Move the far half of the longest stretch; return whether there was anything to move."""
         longest = max(self.shares.values(), key=lambda share: len(share.stretch))
         count = (len(longest.stretch) + 1) // 2
         thief.stretch.extendleft([longest.stretch.pop() for _ in range(count)])

@@ -1,4 +1,4 @@
-"""Reads a source in a thread of its own, and prepares what it gives in chunks, ahead of who takes them."""
+"""Prefetches an iterable in chunks, and prepares them, on a background thread."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _NUM_CHUNKS = 2
 _FIRST_SIZE = 128
 """Most items of the first chunk, for which the device waits."""
 _PATIENCE_SECONDS = 0.05
-"""How long who takes chunks waits for a full one, of a source that is slow or waits itself for what was taken."""
+"""Longest wait for a full chunk, since a source may be slow or may itself wait for earlier results."""
 
 
 class ReadAhead(Generic[T, U]):
     """Chunks of a source, prepared in a thread, at most two ahead; close it, or use it in a `with` block.
 
     Args:
-        source: gives items; of a list of at most one chunk no thread is started.
-        prepare: makes of a chunk's items what is taken.
+        source: yields items; a list of at most one chunk needs no thread.
+        prepare: turns a chunk's items into the value that `take` returns.
         size: most items of a chunk; the first has fewer.
     """
 
     def __init__(self, source: Iterable[T], prepare: Callable[[list[T]], U], size: int) -> None:
         self._prepare = prepare
         self._closed = self._ended = False
-        # All there is, if no thread is started.
+        # The whole source, if no thread is started.
         self._small = source if isinstance(source, list) and len(source) <= size else None
         if self._small is None:
             self._start(source, size)
@@ -40,24 +40,24 @@ class ReadAhead(Generic[T, U]):
         self._source = source
         self._size = min(size, _FIRST_SIZE)
         self._later_size = size
-        # Read, and not prepared yet; and since when there is any.
+        # Items read but not prepared yet, and the time of the oldest.
         self._items: list[T] = []
         self._since = 0.0
         self._lock = Lock()
-        # Chunks; at last None, or what reading has raised.
+        # Chunks; at the end None, or the error of the source.
         self._chunks: SimpleQueue[U | BaseException | None] = SimpleQueue()
         self._room = Semaphore(_NUM_CHUNKS)
         self._preparing = Lock()
         Thread(target=self._read, name="read-ahead", daemon=True).start()
 
     def take(self, wait: bool) -> U | None:
-        """Return the next chunk; None if there is none, or none yet.
+        """Return the next chunk; None at the end, or if it is not ready.
 
         Args:
             wait: wait for it; then None means the end.
 
         Raises:
-            BaseException: what reading the source has raised.
+            BaseException: the error of the source.
         """
         if self._small is not None:
             items, self._small = self._small, []
@@ -80,12 +80,12 @@ class ReadAhead(Generic[T, U]):
         return None
 
     def close(self) -> None:
-        """End the thread, at the latest with the next item of its source; from now on nothing is prepared."""
+        """End the thread, at the latest with the next item of its source; nothing is prepared from now on."""
         self._closed = self._ended = True
         if self._small is not None:
             return
         self._room.release()
-        # The interpreter may end next, and must not end a thread in a tokenizer's native code.
+        # The interpreter may exit next, and must not kill a thread in a tokenizer's native code.
         with self._preparing:
             pass
 
@@ -98,7 +98,7 @@ class ReadAhead(Generic[T, U]):
         self.close()
 
     def _take_items(self) -> list[T]:
-        """Return what has been read and waits for the rest of its chunk, if it has for some time."""
+        """Return the items of an incomplete chunk, if they have waited for some time."""
         with self._lock:
             if not self._items or time.monotonic() - self._since < _PATIENCE_SECONDS:
                 return []

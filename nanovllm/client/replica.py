@@ -16,14 +16,14 @@ from nanovllm.engine.engine_state import EngineState
 
 
 class Inbox:
-    """What has come from all replicas and nobody has looked at yet."""
+    """Unprocessed messages of all replicas."""
 
     def __init__(self) -> None:
         self.messages: deque[tuple[Replica, StepReport | None]] = deque()
         self.has_news = threading.Event()
 
     def put(self, replica: Replica, report: StepReport | None) -> None:
-        """Add a report; None: the replica has ended."""
+        """Add a report; None: the replica has exited."""
         self.messages.append((replica, report))
         self.has_news.set()
 
@@ -31,21 +31,21 @@ class Inbox:
 class Replica:
     """An engine in another process.
 
-    A thread reads what comes. Orders go out together, with `flush`.
+    A thread reads its messages. Orders go out together, with `flush`.
 
     Args:
-        index: which of the replicas it is.
+        index: index of the replica.
         connection: to the engine.
-        inbox: gets what comes.
-        exit_text: says how the process has ended, once the connection has.
+        inbox: gets the messages.
+        exit_text: returns how the process exited, once the connection is closed.
 
     Attributes:
-        info: what the engine has said of itself.
-        stats: the engine's counters, as they were when something came last.
-        state: what holds its steps up.
+        info: the engine's description of itself.
+        stats: the engine's counters, as of its last message.
+        state: the engine's pause and sleep state.
 
     Raises:
-        RuntimeError: the engine has ended.
+        RuntimeError: the engine has exited.
     """
 
     def __init__(self, index: int, connection: Connection, inbox: Inbox, exit_text: Callable[[], str]) -> None:
@@ -69,11 +69,11 @@ class Replica:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether no more messages come."""
         return self._has_ended
 
     def exit_text(self) -> str:
-        """Return how the engine has ended."""
+        """Return how the engine exited."""
         return self._exit_text() if self._cause is None else f"{self._cause}"
 
     def add(self, order: Order) -> None:
@@ -81,7 +81,7 @@ class Replica:
         self._orders.append(order)
 
     def flush(self) -> None:
-        """Send what has gathered; from any thread. If the engine has ended, `has_ended` says so soon."""
+        """Send pending orders; from any thread. If the engine has exited, `has_ended` becomes true soon."""
         with self._lock:
             if self._orders:
                 orders, self._orders = self._orders, []

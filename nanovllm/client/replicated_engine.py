@@ -1,8 +1,8 @@
-"""Engines in other processes behind the protocol `Engine`: one, or several with the same model.
+"""Engines in other processes behind the interface `Engine`: one, or several with the same model.
 
-Whoever drives it sends the orders that have gathered, and takes in what has come; the engines step by themselves. If
-one dies, its requests run again on the others: a request carries its seed, so that its tokens are the same (in float32;
-in other dtypes as far as another batch does not change them).
+The driving call sends pending orders, and processes messages; the engines step by themselves. If one dies, its requests
+run again on the others: a request carries its seed, so that its tokens are the same (in float32; in other dtypes unless
+a different batch changes them).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
+from typing_extensions import override
+
 from nanovllm.client.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop
 from nanovllm.client.placement import Placement
 from nanovllm.client.replica import Inbox, Replica
@@ -30,29 +32,29 @@ from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
 
 _WAIT_SECONDS = 0.2
-"""How long a step waits for news; signals, and whoever has been woken, are heard at once."""
+"""Longest wait of a step for news; signals and `wake` end it at once."""
 _MOMENTARY = ("num_running", "num_waiting", "num_used_blocks", "num_free_blocks")
-"""Counters of what is now, which a replica that has died has none of."""
+"""Counters of the present state, which a dead replica does not add to."""
 _MOMENTARY_ON_HOST = ("num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second")
-"""Further ones of `swap_space`."""
+"""Further such counters of `swap_space`."""
 
 
 class ReplicatedEngine(Engine):
     """Engines in other processes.
 
     Args:
-        config: the settings, those of each replica but for its device.
+        config: the settings of each replica, except for its device.
         connections: to the engines, from `EngineProcess.connect`.
-        exit_texts: of each, says how its process has ended, once its connection has.
-        close: ends the processes, if this is their owner.
+        exit_texts: for each, returns how its process exited, once its connection is closed.
+        close: ends the processes, if this engine owns them.
 
     Attributes:
-        limits: what requests must keep to.
-        info: what the first engine says of itself.
-        num_replicas: how many there were at the start.
+        limits: limits that requests must keep to.
+        info: the first engine's description of itself.
+        num_replicas: number of replicas at the start.
 
     Raises:
-        RuntimeError: an engine has ended.
+        RuntimeError: an engine has exited.
     """
 
     is_in_process = False
@@ -76,20 +78,20 @@ class ReplicatedEngine(Engine):
         # Their caches may differ a little.
         self.limits: RequestLimits = min((info.limits for info in infos), key=lambda limits: limits.max_stored_tokens)
         self._placement = Placement([info.max_num_running for info in infos], config.kvcache_block_size)
-        # Of those that have died.
+        # Counters of dead replicas.
         self._past_stats: Counter[str] = Counter()
         self._close_processes = close
         self._closed_by: str | None = None
         self._is_closed = False
         self._request_ids = count()
-        # Of the request, by the ids of its further outputs.
+        # Id of the request, by the ids of its further outputs.
         self._first_ids: dict[int, int] = {}
         self._results = EngineOutputs()
         self._wants_steps = False
-        # Tokens of each output that have been reported, and those that come again, of replicas that may die.
+        # Reported tokens of each output, and tokens that come again after a replica's death.
         self._num_reported: Counter[tuple[int, int]] = Counter()
         self._num_repeated: dict[tuple[int, int], int] = {}
-        # Outputs that have met a stop string, at their last token that has been reported.
+        # Outputs that met a stop string, at their last reported token.
         self._stopped: set[tuple[int, int]] = set()
         self._history = StatsHistory()
         # Requests come from any thread.
@@ -97,17 +99,17 @@ class ReplicatedEngine(Engine):
         self.call("is_finished")
 
     @property
+    @override
     def is_open(self) -> bool:
-        """Whether the engine takes requests and steps."""
         if self._is_closing or not self._placement.shares:
             return False
-        # What the last one has brought before its end is still to be taken in.
+        # Messages of the last engine before its exit must still be processed.
         return bool(self._inbox.messages) or any(not replica.has_ended for replica in self._replicas)
 
     @property
     def state(self) -> EngineState:
-        """What holds up the steps of an engine, of one that is held if any is; see `Engine`."""
-        # One that has died at rest is missed by the next step, which it must not hold up.
+        """The state of an engine, of a paused or sleeping one if any; see `Engine`."""
+        # A replica that died at rest is noticed by the next step, which it must not hold up.
         alive = [self._replicas[index] for index in list(self._placement.shares)]
         states = [replica.state for replica in alive if not replica.has_ended] or [EngineState()]
         return next((state for state in states if state.holds_steps), states[0])
@@ -119,8 +121,8 @@ class ReplicatedEngine(Engine):
             return set(self._placement.requests)
 
     @property
+    @override
     def has_results(self) -> bool:
-        """Whether `take_results` has anything."""
         return not self._results.is_empty
 
     def enqueue(self, request: Request) -> int:
@@ -133,8 +135,8 @@ class ReplicatedEngine(Engine):
         self.wake()
         return request_id
 
+    @override
     def enqueue_all(self, requests: Sequence[Request]) -> list[int]:
-        """Queue requests that come together; see `Engine`."""
         self.require_open()
         with self._lock:
             request_ids = self._new_ids(requests)
@@ -142,8 +144,8 @@ class ReplicatedEngine(Engine):
         self.wake()
         return request_ids
 
+    @override
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
-        """Drop requests, or finish them with what they have; see `Engine`."""
         with deferred_signals(), self._lock:
             for request_id in {self._first_ids.get(i, i) for i in check_request_ids(request_ids)}:
                 if request_id in self._placement.requests:
@@ -151,12 +153,12 @@ class ReplicatedEngine(Engine):
         self._flush()
         self.wake()
 
+    @override
     def wake(self) -> None:
-        """Let a step that waits end."""
         self._inbox.has_news.set()
 
     def run_step(self, wants_tokens: bool = False) -> NewTokens:
-        """Send what is to be done, wait for news, and take them in; see `Engine`."""
+        """Send pending orders, wait for news, and process it; see `Engine`."""
         with self._alone():
             return self._step(wants_tokens)
 
@@ -178,19 +180,19 @@ class ReplicatedEngine(Engine):
                     self._take_in(replica, report, tokens)
                 else:
                     self._lose(replica)
-        # A replica that has ended something gets more before anybody looks at that.
+        # A replica that has finished requests gets more before the results are processed.
         self._send_orders()
         self._history.sample_if_due(self.stats)
         return tokens
 
+    @override
     def take_results(self) -> EngineOutputs:
-        """Return, once, what steps have brought."""
         with self._lock:
             results, self._results = self._results, EngineOutputs()
         return results
 
+    @override
     def stop(self, outputs: list[tuple[int, int]]) -> None:
-        """End outputs at their stop strings; see `Engine`."""
         with self._lock:
             for request_id, index in outputs:
                 holder = self._placement.holder(request_id)
@@ -200,29 +202,29 @@ class ReplicatedEngine(Engine):
 
     def is_finished(self) -> bool:
         """Whether no request is left, and every result has been taken."""
-        # Whoever drives the engine is to see a death, also while there is nothing to do.
+        # The driving call must notice a death, even without work.
         alive = self._placement.shares
         has_died = any(replica.has_ended and replica.index in alive for replica in self._replicas)
         return not (self._placement.requests or self._results or has_died)
 
+    @override
     def require_open(self) -> None:
-        """Raise a RuntimeError if the engine is closed."""
         if not self.is_open:
             cause = self._closed_by
             raise RuntimeError("the engine is closed" if cause is None else f"the engine is closed: {cause}")
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine, and return the results of those that are alive; see `Engine`."""
+        """Call a method of every engine, and return the results of the live ones; see `Engine`."""
         self.require_open()
         calls = [replica.call(method, args) for replica in self._replicas if not replica.has_ended]
-        # Of one that raises, too, the others are done with what they were given.
+        # If one raises, the others have still finished their calls.
         wait(calls)
         return [call.result() for call in calls]
 
     def stats(self, *, now: bool = False) -> dict[str, int]:
         """Return the sums of the engines' counters; see `Engine`."""
         if now and self.is_open:
-            # One that has just died has its last ones.
+            # A replica that has just died keeps its last counters.
             with suppress(RuntimeError):
                 self.call("is_finished")
         total = Counter(dict.fromkeys(_MOMENTARY, 0) | self._past_stats)
@@ -230,8 +232,8 @@ class ReplicatedEngine(Engine):
             total.update(self._replicas[index].stats)
         return dict(total)
 
+    @override
     def stats_history(self) -> list[StatsSample]:
-        """Return the counters over time, oldest first; the last sample is of now."""
         return self._history.samples(self.stats(now=True))
 
     def __del__(self) -> None:
@@ -254,7 +256,7 @@ class ReplicatedEngine(Engine):
         return request_ids
 
     def _send_orders(self) -> None:
-        """Give replicas what they have room for, and send it."""
+        """Give replicas the requests that they have room for, and send them."""
         with deferred_signals(), self._lock:
             placement = self._placement
             for request_id, index in placement.take():
@@ -269,7 +271,7 @@ class ReplicatedEngine(Engine):
         holder = self._placement.holder(request_id)
         if keep_outputs:
             if holder is None:
-                # An engine says what the output of nothing is.
+                # Only an engine can make the output of a request that has not started.
                 holder = self._placement.send_now(request_id)
                 self._replicas[holder].add(Enqueue(request_id, self._placement.requests[request_id]))
         else:
@@ -279,7 +281,7 @@ class ReplicatedEngine(Engine):
             self._replicas[holder].add(Abort([request_id], keep_outputs))
 
     def _end(self, request_id: int) -> Request:
-        """Forget a request that has ended."""
+        """Forget a finished request."""
         request = self._placement.end(request_id)
         for index in range(request.params.n):
             self._first_ids.pop(request_id + index, None)
@@ -289,12 +291,12 @@ class ReplicatedEngine(Engine):
         return request
 
     def _take_in(self, replica: Replica, report: StepReport, tokens: NewTokens) -> None:
-        """Keep what an engine has brought, of requests that it still has."""
+        """Keep an engine's results for requests that it still has."""
         results, holder = self._results, self._placement.holder
         results.new_tokens += self._new(report.new_tokens) if self.num_replicas > 1 else report.new_tokens
         for request_id, output in report.finished:
             if holder(request_id) == replica.index:
-                # The field takes an array as well.
+                # The field accepts an array as well.
                 token_ids: Any = self._end(request_id).token_ids
                 output.prompt_token_ids = token_ids
                 results.finished.append((request_id, output))
@@ -309,7 +311,7 @@ class ReplicatedEngine(Engine):
             tokens.sampled += step.sampled
 
     def _new(self, tokens: list[TokenFields]) -> Iterator[TokenFields]:
-        """Yield the tokens that have not been reported by an engine that has died."""
+        """Yield the tokens that a dead engine has not already reported."""
         for token in tokens:
             key = token[:2]
             if self._num_repeated.get(key, 0) > 0:
@@ -321,7 +323,7 @@ class ReplicatedEngine(Engine):
                 yield token
 
     def _lose(self, replica: Replica) -> None:
-        """Let the others do what an engine that has died has not; if there is none, everything fails."""
+        """Give a dead engine's unfinished work to the others; if there are no others, everything fails."""
         if replica.index not in self._placement.shares:
             return
         again = self._placement.lose(replica.index)

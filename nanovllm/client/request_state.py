@@ -1,4 +1,4 @@
-"""A request of which a front end makes the outputs."""
+"""Client-side state of one request: detokenised text and streamed deltas."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputSta
 
 
 class RequestState:
-    """A request in an engine, of whose token ids outputs are made, whole or as they come.
+    """A request in an engine, whose token ids become outputs, at the end or streamed.
 
-    An engine in another process goes on for a few tokens after a stop string; they are left out.
+    An engine in another process continues for a few tokens after a stop string; they are left out.
 
     Args:
         request: from `InputProcessor`.
         processor: makes texts.
-        index, source: the prompt's place in its call, and what it was made of.
+        index, source: the prompt's index in its call, and its source.
 
     Attributes:
         request_id: in the engine; -1 until it is queued.
-        outputs: what has come of each output if the engine reports its tokens.
+        outputs: the state of each output if the engine streams its tokens.
         output: the engine's, once the request has finished.
         error: why it has failed.
-        awaits_step: whether its output is returned by `step`.
+        awaits_step: whether `step` returns its output.
     """
 
     __slots__ = (
@@ -41,7 +41,7 @@ class RequestState:
         self.error: RuntimeError | None = None
         self.awaits_step = False
         self._processor = processor
-        # What only some ask for is not made for all: each list is work for the garbage collector.
+        # Optional state is not made for all requests: each list is work for the garbage collector.
         self.outputs: Sequence[OutputState] = ()
         self._cumulative: list[float] | None = None
         if request.reports_tokens:
@@ -51,14 +51,14 @@ class RequestState:
 
     @property
     def is_done(self) -> bool:
-        """Whether the engine has ended with it."""
+        """Whether the engine is done with it."""
         return self.output is not None or self.error is not None
 
     def result(self) -> RequestOutput:
         """Return the whole output of a request that is done and not streamed, with its texts; called once.
 
         Raises:
-            StepError: the step that it was in has failed, or its text cannot be decoded.
+            StepError: its step has failed, or its text cannot be decoded.
             RuntimeError: it was aborted, or the engine is closed.
         """
         output = self._require_output()
@@ -76,7 +76,7 @@ class RequestState:
         return StepError(f"the text of request {self.request_id} cannot be decoded: {cause}", [self.request_id], cause)
 
     def news(self) -> RequestOutput | None:
-        """Return what is new in a streamed request's outputs, at last all that is left; None if nothing is.
+        """Return the new part of a streamed request's outputs, at last all that is left; None without news.
 
         Raises:
             RuntimeError: see `result`.
@@ -93,7 +93,7 @@ class RequestState:
         return self.output
 
     def take(self, final: RequestOutput | None = None) -> RequestOutput | None:
-        """Return what is new in a streamed request's outputs; None if nothing is.
+        """Return the new part of a streamed request's outputs; None without news.
 
         final: the engine's output, once the request has finished.
         """
@@ -103,7 +103,7 @@ class RequestState:
             if final is not None or new.text or new.token_ids:
                 outputs.append(self._completion(i, new))
         if final is None:
-            # The field takes an array as well.
+            # The field accepts an array as well.
             tokens: Any = self.request.token_ids
             return RequestOutput(self.request_id, self.request.prompt, tokens, outputs, False) if outputs else None
         for state, output, whole in zip(self.outputs, outputs, final.outputs, strict=True):
@@ -114,7 +114,7 @@ class RequestState:
         return final
 
     def finish(self, output: RequestOutput) -> None:
-        """Give the engine's output of the finished request its texts."""
+        """Add texts to the engine's output of the finished request."""
         params = self.request.params
         for i, item in enumerate(output.outputs):
             if self.outputs:
@@ -145,7 +145,7 @@ class RequestState:
 
 
 def _end(state: OutputState, output: CompletionOutput) -> None:
-    """End the engine's output where its text ended, if that was at a stop string."""
+    """Cut the engine's output where its text ended, if that was at a stop string."""
     stop, num_tokens = state.stop_string, state.num_tokens
     if stop is None:
         return

@@ -1,6 +1,6 @@
 """Requests that an engine computes in one thread, and that tasks of an event loop in another thread read.
 
-While the event loop is busy, tokens of several steps gather, and its tasks take them together.
+While the event loop is busy, tokens of several steps gather, and its tasks read them together.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from nanovllm.outputs import RequestOutput
 _WAKES_AT_ONCE = 16
 """Streams that one turn of the event loop wakes, so that no turn takes long."""
 _REST = 0.5
-"""How long the event loop leaves streams alone after a round, as a part of the round's time.
+"""Pause after a round of wake-ups, as a fraction of the round's time.
 
-256 streams on an H200: without a rest the engine's thread waits for the interpreter, and is 6% slower.
+256 streams on an H200: without the pause the engine's thread waits for the interpreter, and is 6% slower.
 """
 
 
 class Mailbox:
     """The streams of one event loop that have news, and whose tasks it wakes in rounds.
 
-    After each round it leaves them alone for a while, in which the engine's thread has the interpreter to itself.
+    After each round it pauses, so that the engine's thread has the interpreter to itself.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -36,7 +36,7 @@ class Mailbox:
         self._streams: dict[RequestStream, None] = {}
         self._round: list[RequestStream] = []
         self._round_began = 0.0
-        # From the first stream that is added until a round finds none.
+        # From the first stream that is added until a round finds no stream.
         self._is_busy = False
 
     def add(self, stream: RequestStream) -> None:
@@ -46,7 +46,7 @@ class Mailbox:
             if self._is_busy:
                 return
             self._is_busy = True
-        # A loop that was closed, perhaps just now, has no tasks that could read.
+        # A closed loop, even one closed just now, has no tasks that could read.
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self._begin_round)
 
@@ -62,7 +62,7 @@ class Mailbox:
     def _wake_some(self) -> None:
         for _ in range(min(_WAKES_AT_ONCE, len(self._round))):
             self._round.pop().wake()
-        # By the time that this is called the tasks have run.
+        # The tasks have run by the time this is called.
         self.loop.call_soon(self._wake_some if self._round else self._end_round)
 
     def _end_round(self) -> None:
@@ -70,16 +70,15 @@ class Mailbox:
 
 
 class RequestStream:
-    """One request, and what is new in it, as it comes: an asynchronous iterator, whose last output is `finished`.
+    """One request, and its new output as it comes: an asynchronous iterator, whose last output is `finished`.
 
-    One task at a time reads it, to its end or until `aclose`. Once nobody refers to it any more, the request is
-    aborted.
+    One task at a time reads it, to its end or until `aclose`. Once it is garbage-collected, the request is aborted.
 
     Args:
         state: of the request, which an `EngineThread` computes.
-        request_id: what its outputs are called.
-        mailbox: of the event loop whose task reads.
-        leave: called, perhaps more than once, when nobody reads any more.
+        request_id: id of its outputs.
+        mailbox: of the reading task's event loop.
+        leave: called, perhaps more than once, when the stream has no reader any more.
     """
 
     def __init__(
@@ -94,11 +93,11 @@ class RequestStream:
         self._has_news = False
 
     def notify(self) -> None:
-        """Have the reading task look for news; may be called from any thread."""
+        """Make the reading task look for news; may be called from any thread."""
         self._mailbox.add(self)
 
     def wake(self) -> None:
-        """Let the reading task go on; called in its event loop."""
+        """Let the reading task continue; called in its event loop."""
         self._has_news = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -137,12 +136,12 @@ class RequestStream:
         return output
 
     async def aclose(self) -> None:
-        """Abort the request, unless it has ended."""
+        """Abort the request, unless it is finished."""
         self._has_left = True
         self._leave(self)
 
     def __del__(self) -> None:
-        # It was dropped without being closed. The thread had it until it was queued.
+        # It was dropped without being closed. The thread holds it until it is queued.
         if not self._has_left and self.state.request_id >= 0:
             self._leave(self)
 

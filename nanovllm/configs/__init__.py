@@ -1,1 +1,1 @@
-"""Configs of models, read from their folders; no torch, which front ends do without."""
+"""Model configs, read from their folders; without torch, which front ends do not need."""

@@ -26,13 +26,13 @@ class Architecture:
     Attributes:
         name: in config.json's `architectures`.
         qkv_bias: whether queries, keys and values have biases.
-        qk_norm: what of queries and of keys is normalised: each head, or all heads of a token at once; None: nothing.
-        norms: where attention and MLP have their norm: before them, or after, of what is added to the residual stream.
+        qk_norm: span of the norm of queries and keys: each head, or all heads of a token at once; None: no norm.
+        norms: where attention and MLP are normalised: their input ("before"), or their output ("after").
         has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
-        windows: layers that `sliding_window` holds for, where the config has it: all, none, or as
-            `layer_types` says, or without it from `max_window_layers` on.
+        windows: layers that `sliding_window` applies to, if the config has it: all, none, or as `layer_types` says, or
+            without it from `max_window_layers` on.
         ropes: layers that rotate: all, or the layers in `no_rope_layers`.
-        scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or those without a window.
+        scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or only those without a window.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
 
@@ -50,7 +50,7 @@ class Architecture:
 _ROWS = (
     Architecture("Qwen3ForCausalLM", qk_norm="heads"),
     Architecture("Qwen2ForCausalLM", qkv_bias=True),
-    # Llama 2 and 3.x, SmolLM2, and many more that took its shape over.
+    # Llama 2 and 3.x, SmolLM2, and many others with the same shape.
     Architecture("LlamaForCausalLM", windows="none"),
     Architecture("MistralForCausalLM", windows="all"),
     Architecture("MinistralForCausalLM"),
@@ -65,11 +65,11 @@ _ROWS = (
 )
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
-"""Whatever transformers has the code of; see `models/transformers.py`."""
+"""Any architecture that transformers implements; see `models/transformers.py`."""
 _LEAST_TRANSFORMERS = (4, 56)
-"""Of models that its code runs."""
+"""Oldest transformers version whose code can run models."""
 _MAX_POSITION = 2**20
-"""Of configs that have no limit."""
+"""Default for configs without a limit."""
 _MAX_HEAD_DIM = 512
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
@@ -80,11 +80,11 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """How one layer differs from others.
+    """Differences of one layer from others.
 
     Attributes:
         window: tokens that a query sees, its own included; None for all.
-        rope: how queries and keys are rotated; None: not at all.
+        rope: the rotation of queries and keys; None for no rotation.
         has_experts: whether the MLP is a mixture of experts.
     """
 
@@ -98,12 +98,12 @@ class ModelConfig:
     """The hyperparameters of a decoder.
 
     Attributes:
-        experts: None of a model without layers that have them.
-        quantization: None if all is stored in the dtype of the activations.
+        experts: None for a model without experts.
+        quantization: None if all weights are stored in the dtype of the activations.
         max_position: in tokens.
-        has_head: whether logits can be computed; a model without an LM head makes embeddings alone.
-        hf: transformers' config of a model that its code runs, whose sizes here are what the engine needs;
-            None of a native model.
+        has_head: whether logits can be computed; a model without an LM head only makes embeddings.
+        hf: transformers' config of a model that its code runs, for which the sizes here are only what the engine needs;
+            None for a native model.
     """
 
     architecture: Architecture
@@ -127,7 +127,7 @@ class ModelConfig:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are."""
+        """Number of layers."""
         return len(self.layers)
 
     @classmethod
@@ -137,14 +137,14 @@ class ModelConfig:
         Args:
             path: the model's folder.
             trust_remote_code: whether transformers may run the code that the config names.
-            model_impl: whose code is to run the model; see `Config`.
+            model_impl: implementation that runs the model; see `Config`.
 
         Raises:
             ValueError: the config is missing, unreadable, or has a value that is not supported.
         """
         if not os.path.isfile(file := os.path.join(path, "config.json")):
             raise ValueError(no_model(path))
-        # transformers refuses what is no object without its name.
+        # transformers rejects a value that is not an object without naming it.
         if not isinstance(stored := read_json(file).get("quantization_config"), dict | None):
             raise ValueError(f"quantization_config={stored!r:.400} in {file!r} must be an object")
         # Imported here because it takes seconds, and ranks other than 0 do not need it.
@@ -157,7 +157,7 @@ class ModelConfig:
                 refuse_remote_code(path, "config.json", "AutoConfig")
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
         eos_token_ids = _generation_eos(path)
-        # What is not supported is refused here, since "auto" leaves to transformers what is not native.
+        # Reject unsupported values here, since "auto" leaves non-native models to transformers.
         QuantizationConfig.from_hf(hf)
         if model_impl == "native" or (model_impl == "auto" and _is_native(hf)):
             return cls.from_hf(hf, eos_token_ids)
@@ -193,7 +193,7 @@ class ModelConfig:
         """Return the config of the same model whose ranks hold whole experts.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the model has no experts.
         """
         if self.experts is None:
             raise ValueError("enable_expert_parallel=True: the model has no mixtures of experts that run natively")
@@ -207,17 +207,17 @@ class ModelConfig:
         return bool(getattr(self.hf.get_text_config(), "tie_word_embeddings", False))
 
     def without_head(self) -> ModelConfig:
-        """Return the config of the same model without an LM head, in whose place its embedding is."""
+        """Return the config of the same model without an LM head, whose place the embedding takes."""
         hf = copy.deepcopy(self.hf)
         if hf is not None:
             hf.tie_word_embeddings = hf.get_text_config().tie_word_embeddings = True
         return replace(self, has_head=False, tie_word_embeddings=True, hf=hf)
 
     def with_quantization(self, quantization: Quantization) -> ModelConfig:
-        """Return the config of the same model whose linear layers and experts are stored so.
+        """Return the config of the same model with its linear layers and experts stored in `quantization`.
 
         Raises:
-            ValueError: they are stored otherwise already, or cannot be.
+            ValueError: they are already stored in another format, or cannot be converted.
         """
         if self.hf is not None:
             raise ValueError(f"quantization={quantization!r} is not supported for models that transformers' code runs")
@@ -228,9 +228,9 @@ class ModelConfig:
 
     @classmethod
     def for_transformers(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
-        """Take from a transformers config what the engine needs of a model that transformers' code runs.
+        """Extract what the engine needs from the config of a model that transformers' code runs.
 
-        What its layers are is seen at loading. `eos_token_ids` are added to the config's own.
+        The layers' types are found at loading. `eos_token_ids` are added to the config's own.
         """
         _check_version()
         if (quantization := getattr(hf, "quantization_config", None)) is not None:
@@ -261,7 +261,7 @@ class ModelConfig:
 
 
 def transformers_class(hf: Any) -> str | None:
-    """Return the name of the class that transformers itself has for a config's architecture, if it has one."""
+    """Return the name of transformers' own class for a config's architecture, if it has one."""
     from transformers.models.auto import modeling_auto  # noqa: PLC0415
 
     name = (getattr(hf, "architectures", None) or [""])[0]
@@ -274,7 +274,7 @@ def transformers_class(hf: Any) -> str | None:
 
 
 def _check_version() -> None:
-    """Refuse a transformers whose masks cannot be replaced."""
+    """Reject a transformers version whose masks cannot be replaced."""
     from transformers import __version__  # noqa: PLC0415
 
     if tuple(map(int, __version__.split(".")[:2])) < _LEAST_TRANSFORMERS:
@@ -283,7 +283,7 @@ def _check_version() -> None:
 
 
 def _text_values(hf: Any) -> dict[str, Any]:
-    """Return the values of a config, of its text half if it has several, by the names that most configs have."""
+    """Return the values of a config (its text part, if it has several) by the names that most configs use."""
     text = hf.get_text_config()
     values, names = text.to_dict(), text.attribute_map
     values |= {usual: values[name] for usual, name in names.items() if name in values}
@@ -301,10 +301,10 @@ def _has_dtype(hf: Any) -> bool:
 
 
 def _is_native(hf: Any) -> bool:
-    """Whether a row of the table takes a config.
+    """Whether an architecture in the table matches a config.
 
     Raises:
-        ValueError: one does, but a value is wrong for either code.
+        ValueError: one does, but a value is wrong for either implementation.
     """
     try:
         ModelConfig.from_hf(hf)
@@ -382,7 +382,7 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
 
 
 def _generation_eos(path: str) -> list[int]:
-    """Return the EOS ids of `generation_config.json`, because chat models have more than their tokenizer's one."""
+    """Return the EOS ids of `generation_config.json`, because chat models have more than the tokenizer's one."""
     file = os.path.join(path, "generation_config.json")
     if not os.path.isfile(file):
         return []
@@ -391,7 +391,7 @@ def _generation_eos(path: str) -> list[int]:
 
 def _as_ids(value: Any) -> list[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
-    # -1 stands for none.
+    # -1 means no token.
     return [token for token in (check_int("eos_token_id", token, -1) for token in values) if token >= 0]
 
 
@@ -400,7 +400,7 @@ class ExpertsConfig:
     """A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538).
 
     Attributes:
-        num_experts: in each layer that has them.
+        num_experts: in each layer that has experts.
         top_k: experts that compute a token.
         intermediate_size: of one expert.
         renormalize: whether the probabilities of a token's experts are divided by their sum.
@@ -422,20 +422,20 @@ class ExpertsConfig:
         """
         num_experts = check_int("num_experts", getattr(hf, "num_local_experts", getattr(hf, "num_experts", None)), 0)
         if num_experts == 0:
-            # To transformers' code, of some families, that is a model without mixtures.
+            # transformers' code of some families treats that as a model without mixtures.
             raise UnsupportedError("num_experts=0 is not supported")
         size = getattr(hf, "moe_intermediate_size", hf.intermediate_size)
         return cls(
             num_experts=num_experts,
             top_k=check_int("num_experts_per_tok", hf.num_experts_per_tok, 1, num_experts),
             intermediate_size=check_int("moe_intermediate_size", size, 1),
-            # Where the config does not say so, the softmax is over the experts that are taken.
+            # By default the softmax is over the selected experts.
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
         )
 
 
 def is_sparse(hf: Any, layer: int) -> bool:
-    """Return whether a layer has experts, of a model that has any."""
+    """Return whether a layer has experts, in a model with some."""
     step = check_int("decoder_sparse_step", getattr(hf, "decoder_sparse_step", 1), 1)
     return layer not in (getattr(hf, "mlp_only_layers", None) or []) and (layer + 1) % step == 0
 
@@ -443,17 +443,17 @@ def is_sparse(hf: Any, layer: int) -> bool:
 _MODULES = "modules.json"
 _POOLINGS: dict[str, Pooling] = {
     "lasttoken": "last", "mean": "mean", "mean_tokens": "mean",
-    # A sum over the root of its length: normalised, as embeddings are here, it is the mean.
+    # The sum divided by the root of its length: after normalisation, as here, it equals the mean.
     "mean_sqrt_len_tokens": "mean",
 }  # fmt: skip
 _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def folder_pooling(folder: str) -> Pooling:
-    """Return the pooling of a folder's own modules; "last" where it has none.
+    """Return the pooling of a folder's own modules; "last" without any.
 
     Raises:
-        ValueError: it has a module, or a pooling, that is not supported.
+        ValueError: it has an unsupported module or pooling.
     """
     pooling: Pooling = "last"
     path = os.path.join(folder, _MODULES)
@@ -470,7 +470,7 @@ def _module_pooling(path: str) -> Pooling:
     config = read_json(path)
     prefix = "pooling_mode_"
     modes = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]
-    # Newer versions name it.
+    # Newer versions give it by name.
     named = config.get("pooling_mode", [])
     modes += [named] if isinstance(named, str) else named
     if len(modes) != 1 or modes[0] not in _POOLINGS:

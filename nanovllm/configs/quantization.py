@@ -1,7 +1,7 @@
 """Reads config.json's `quantization_config`: how a checkpoint stores the matrices of linear layers and experts.
 
-The formats are `fp8` of transformers and vLLM, and `float-quantized` of compressed-tensors: e4m3 values with scales
-that multiply. What is not supported is refused by name, before any weight is read.
+The formats are `fp8` of transformers and vLLM, and `float-quantized` of compressed-tensors: e4m3 values with multiplied
+scales. Unsupported values are rejected by name, before any weight is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 BLOCK = 128
-"""Outputs and inputs of a block that has one scale."""
+"""Outputs and inputs of a block with one scale."""
 Granularity = Literal["tensor", "channel", "block"]
 KVGranularity = Literal["tensor", "head"]
 _FP8_KEYS = {
@@ -24,22 +24,22 @@ _COMPRESSED_KEYS = {
     "global_compression_ratio", "version",
 }  # fmt: skip
 _OTHER_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-"""Modules that Mixtral's checkpoints call otherwise, as `DecoderForCausalLM` reads them: name here -> name there."""
+"""Modules with other names in Mixtral's checkpoints, as `DecoderForCausalLM` reads them: name here -> name there."""
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """Linear layers and experts have e4m3 values and float32 scales; embedding, norms and routers stay.
+    """Linear layers and experts have e4m3 values and float32 scales; embedding, norms and routers keep their dtype.
 
     Attributes:
-        granularity: what has one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
+        granularity: extent of one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
             `BLOCK` inputs ("block").
-        is_stored: whether the checkpoint is quantised; otherwise it is while it is loaded, by channels.
-        has_input_scale: whether there is a scale of the inputs as well, which weight-only products do not need.
-        ignored: modules that are stored as they are: names or parts of them between dots, or "re:" and a pattern.
-        kv_scales: what of a layer's keys, and of its values, has a scale for a cache in e4m3: all heads ("tensor"), or
+        is_stored: whether the checkpoint is quantised; otherwise it is quantised during loading, by channels.
+        has_input_scale: whether inputs have a scale as well, which weight-only products do not need.
+        ignored: modules that are stored unquantised: names or parts of them between dots, or "re:" and a pattern.
+        kv_scales: extent of a scale of a layer's keys, and of its values, for a cache in e4m3: all heads ("tensor"), or
             each ("head"); None if the checkpoint has no such scales.
-        has_head: whether the LM head is one of the layers, as few checkpoints have it: their tensors tell.
+        has_head: whether the LM head is one of the layers, which is rare; known from the checkpoint's tensors.
     """
 
     granularity: Granularity
@@ -70,18 +70,18 @@ class QuantizationConfig:
         )
 
     def unstored(self) -> QuantizationConfig:
-        """Return the config of a checkpoint whose same layers are to be quantised while it is loaded."""
+        """Return the config of a checkpoint whose same layers are to be quantised during loading."""
         return QuantizationConfig("channel", ignored=self.ignored)
 
     def ignores(self, name: str, parts: Iterable[str | None]) -> bool:
-        """Return whether a layer is stored as it is.
+        """Return whether a layer is stored unquantised.
 
         Args:
             name: of the layer, such as "model.layers.0.self_attn.qkv_proj".
-            parts: of its weight, such as "q", which is `q_proj` in the checkpoint; None is the only one.
+            parts: of its weight, such as "q", which is `q_proj` in the checkpoint; None if there is only one.
 
         Raises:
-            ValueError: it holds for some of the parts.
+            ValueError: this differs between the parts.
         """
         parent = name.rpartition(".")[0]
         names = [name if part is None else f"{parent}.{part}_proj" for part in parts]
@@ -93,7 +93,7 @@ class QuantizationConfig:
         return False
 
     def _is_named(self, name: str) -> bool:
-        """Return whether an entry has the name that a layer has here, or in Mixtral's checkpoints."""
+        """Return whether an entry names a layer as here, or as in Mixtral's checkpoints."""
         other = ".".join(_OTHER_NAMES.get(module, module) for module in name.split("."))
         return any(_has_name(entry, one) for entry in self.ignored for one in (name, other))
 
@@ -105,7 +105,7 @@ def _has_name(entry: str, name: str) -> bool:
 
 
 def _refuse(values: Mapping[str, Any], what: str) -> None:
-    """Refuse each value that is set."""
+    """Reject each value that is set."""
     for name, value in values.items():
         if value:
             raise ValueError(f"quantization_config: {what}{name}={value!r} is not supported")
@@ -151,7 +151,7 @@ def _module_names(values: Mapping[str, Any], key: str) -> tuple[str, ...]:
 def _read_kv_cache_scheme(scheme: Any) -> KVGranularity | None:
     if scheme is None:
         return None
-    # What AutoFP8 writes.
+    # Written by AutoFP8.
     if scheme == "static":
         return "tensor"
     strategy = scheme.get("strategy") if isinstance(scheme, Mapping) else None

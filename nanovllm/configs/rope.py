@@ -1,4 +1,4 @@
-"""Reads from a config how a model's rotary embedding is stretched."""
+"""Reads the scaling of a model's rotary embedding from its config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding: its base, and how longer contexts stretch it."""
+    """The rotary embedding: its base, and its scaling for longer contexts."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
@@ -56,7 +56,7 @@ def read_rope(hf: Any, layer_type: str | None = None) -> RopeConfig:
 
     Args:
         hf: the config.
-        layer_type: by transformers' names, of a model that scales its full-attention layers alone; else None.
+        layer_type: by transformers' names, for a model that scales only its full-attention layers; else None.
 
     Raises:
         UnsupportedError: a type or a parameter that is not supported.
@@ -67,7 +67,7 @@ def read_rope(hf: Any, layer_type: str | None = None) -> RopeConfig:
     if isinstance(own, dict):
         values = dict(own)
     elif layer_type == "sliding_attention":
-        # As transformers 4.x has it: one scaling, which is not for these.
+        # In transformers 4.x there is a single scaling, which does not apply to these layers.
         values = {"rope_theta": values.get("rope_theta")}
     if any(isinstance(value, dict) for value in values.values()):
         raise UnsupportedError(f"rope_parameters={values!r} that differ between layers are not supported")
@@ -94,7 +94,7 @@ def read_rope(hf: Any, layer_type: str | None = None) -> RopeConfig:
 
 
 def yarn_length(hf: Any, max_position: int) -> int:
-    """Return the positions of a model that YaRN may have lengthened beyond `max_position`."""
+    """Return the number of positions of a model, which YaRN may extend beyond `max_position`."""
     values = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
     values = values.get("full_attention") or values
     if "yarn" not in (values.get("rope_type"), values.get("type")):

@@ -1,17 +1,16 @@
-"""Manages the blocks of the cache on the host: what each holds, which sequences use it, which can be evicted.
+"""Manages the cache's blocks on the host: their contents, their users, and their eviction.
 
-Promises: a block is free, or in `ref_count` block tables; only blocks of the prefix
-cache are in more than one table, and no sequence writes to those; a freed block keeps its content, and can be found
-again, until it is needed for something else; the least recently used goes first, the tail of a prefix before its head,
-but for preempted sequences (see `free`). All of it is O(1) a block. Outputs of one request also share the last block of
-its prompt, until they write to it.
+Promises: a block is free, or in `ref_count` block tables; only blocks of the prefix cache are in more than one table,
+and no sequence writes to those; a freed block keeps its content, and can be found again, until it is reused; the least
+recently used goes first, the tail of a prefix before its head, except for preempted sequences (see `free`). Every
+operation is O(1) per block. Outputs of one request also share the last block of its prompt, until they write to it.
 
-Layers are in groups, each with its own blocks and block tables (`BlockTable`) out of one pool. A policy for each group
+Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy per group
 (`cache_policy`) decides which blocks a sequence holds there: for all its tokens, for a sliding window, or for one
-state. A prefix must be usable in all groups. A state that others may start from is a cached block, like any
-other: a sequence that goes on from it has a copy.
+state. A prefix must be usable in all groups. A state that other sequences may start from is a cached block like any
+other: a sequence that continues from it copies it.
 
-Knows nothing of the device: block ids are all that it deals in.
+Knows nothing of the device and deals in block ids only.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, NewBlo
 
 @dataclass(frozen=True)
 class _Fit:
-    """What a waiting sequence would be given now.
+    """Blocks that a waiting sequence would be given now.
 
     Attributes:
-        found: cached blocks that it would share, of each group that grows; empty if there are none.
-        needed: blocks that it would hold, of each group, by their index in its table.
+        found: cached blocks that it would share, for each group that grows; empty if there are none.
+        needed: blocks that it would hold in each group, by their index in its table.
         num_matched: leading blocks that are not computed.
         num_computed: leading tokens that are not computed.
         num_missing: blocks that it needs beyond the free ones; at most 0 if it fits.
@@ -53,15 +52,15 @@ class BlockManager:
     """Pages, reference counts, the prefix cache and its eviction.
 
     Args:
-        num_blocks, block_size: blocks, and tokens of one.
+        num_blocks, block_size: number of blocks, and tokens per block.
         enable_prefix_caching: whether blocks can be found again.
-        kinds: of each group of layers, states last.
+        kinds: kind of each group of layers, states last.
         max_chunk: most tokens of a sequence in one step.
-        host: keeps evicted blocks, of a single group that keeps all tokens; None if nothing does.
-        num_clean_blocks: free blocks, the next to be evicted, that `host` is to have before they are.
+        host: keeps evicted blocks, for a cache of one group that keeps all tokens; None to drop them.
+        num_clean_blocks: free blocks, next to be evicted, that `host` should already have a copy of.
 
     Attributes:
-        policies: of each group.
+        policies: policy of each group.
         has_states: whether sequences have states, from which computed tokens cannot be taken back.
         loads: what the step being planned must load.
     """
@@ -81,9 +80,9 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        # Free blocks, next to be reused first. An OrderedDict is a queue that also removes from the middle in O(1).
+        # Free blocks, next to be reused first. An OrderedDict is a queue with O(1) removal from the middle.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        # Blocks freed or registered so far: each brings a waiting sequence at most one block nearer to fitting.
+        # Blocks freed or registered so far; each brings a waiting sequence at most one block closer to fitting.
         self._num_gained = 0
         self.host = host
         self._num_clean_blocks = num_clean_blocks
@@ -91,13 +90,13 @@ class BlockManager:
         # Copies of states that the step being planned makes, and the states that it will have computed.
         self._copies: list[BlockTransfer] = []
         self._coming_states: set[BlockKey] = set()
-        # Blocks registered by the steps whose results are not back yet, oldest step first.
+        # Blocks registered by steps without a result yet, oldest step first.
         self._unconfirmed: deque[list[int]] = deque()
         self.policies = [make_policy(kind, num_blocks, block_size, max_chunk) for kind in kinds]
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
         self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
         self.has_states = bool(self._states)
-        # Groups that have a block for every block of tokens; the first one's blocks tell whose states are kept.
+        # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
         self._num_growing = len(kinds) - len(self._states)
         assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
         self._has_gaps = any(policy.has_gaps for policy in self.policies)
@@ -114,18 +113,18 @@ class BlockManager:
         return self.num_blocks - len(self._free)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens fill, the last one maybe in part."""
+        """Number of blocks for `num_tokens` tokens; the last may be partly filled."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, seq: Sequence) -> bool:
-        """Give a waiting sequence blocks for all its tokens, cached ones for its prefix.
+        """Give a waiting sequence blocks for all its tokens, with cached blocks for its prefix.
 
-        With a window, only the blocks that its first step needs; see `extend_windows`.
+        With a window, gives only the blocks that its first step needs; see `extend_windows`.
 
-        Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the last
-        token's output is what the next is sampled from. Returns False, and changes nothing, if too few are free.
+        Sets `num_computed_tokens` to the tokens that need not be computed: at most all but one, since the next token is
+        sampled from the last token's output. Returns False, and changes nothing, if too few blocks are free.
         """
-        # Another output of the request may have the prompt.
+        # Another output of the request may already hold the prompt.
         source = seq.fork_source
         if source is not None and self._can_fork(source, seq):
             self._fork(source, seq)
@@ -134,7 +133,7 @@ class BlockManager:
             return False
         fit = self._fit(seq)
         if fit.num_missing > 0:
-            # With gaps, one block more may make a whole prefix usable.
+            # With gaps, a single block may make a whole prefix usable.
             seq.fits_from = self._num_gained + (1 if self._has_gaps else fit.num_missing)
             return False
         self._make_tables(seq, fit)
@@ -166,7 +165,7 @@ class BlockManager:
     def _needed(self, num_computed: int, num_tokens: int) -> list[range]:
         """Return the blocks that a sequence needs in each group; where it has a window, for its next chunk.
 
-        With a window it may have all that would be free for it if it were alone.
+        With a window, it may use all blocks that would be free if it were alone.
         """
         num_filled = self.num_blocks_for(num_tokens)
         share = 0
@@ -175,20 +174,20 @@ class BlockManager:
         return [policy.needed(num_computed, num_filled, share) for policy in self.policies]
 
     def _min_blocks(self, num_filled: int) -> int:
-        """Return the blocks without which a sequence that fills `num_filled` in a group cannot go on."""
+        """Return the fewest blocks with which a sequence that fills `num_filled` blocks in a group can continue."""
         return sum(policy.min_blocks(num_filled) for policy in self.policies)
 
     def max_tokens(self, max_model_len: int) -> int:
-        """Return the most tokens, up to `max_model_len`, of a sequence that can be computed if it is alone."""
+        """Return the most tokens, up to `max_model_len`, that a sequence running alone can have."""
         lengths = range(self.num_blocks_for(max_model_len) + 1)
         return max(0, bisect_right(lengths, self.num_blocks, key=self._min_blocks) - 1) * self.block_size
 
     def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
-        """Return the blocks of the longest prefix that is usable in all groups, of each that grows.
+        """Return the blocks, for each group that grows, of the longest prefix that is usable in all groups.
 
-        None stands for a block that is missing.
+        None stands for a missing block.
         """
-        # A waiting sequence finds what was cached since the last reset.
+        # A waiting sequence may use what was cached since the last reset.
         seq.num_resets = self._cache.num_resets
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
         matched: list[list[Block | None]] = []
@@ -207,7 +206,7 @@ class BlockManager:
         return [blocks[:length] for blocks in matched]
 
     def _has_states(self, block: Block) -> bool:
-        """Whether the states at the end of a block of the first group are cached."""
+        """Whether the states at the end of a block (in the first group) are cached."""
         keys = self._state_keys(block.identity)
         return all(key in self._cache.blocks and key not in self._coming_states for key in keys)
 
@@ -218,7 +217,7 @@ class BlockManager:
                 yield _state_key(parent, group, i)
 
     def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
-        """Give a sequence the blocks found for each group, if any are, and free ones for the rest that it needs."""
+        """Give a sequence the blocks found for each group, and free ones for the rest that it needs."""
         for block in chain.from_iterable(fit.found):
             self._free.pop(block.block_id, None)
             block.ref_count += 1
@@ -239,7 +238,7 @@ class BlockManager:
             block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
         own = chain.from_iterable(seq.block_tables[self._num_growing :])
-        # One of its blocks may have held the state until now.
+        # One of these blocks may have held the state until now.
         self._copies += [
             BlockTransfer("copy", source.block_id, block_id)
             for source, block_id in zip(sources, own, strict=False)
@@ -247,13 +246,13 @@ class BlockManager:
         ]
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
-        """Whether a sequence can share the blocks that `source` has of their prompt.
+        """Whether a sequence can share the blocks in which `source` holds their prompt.
 
-        It always can where none was released. Else `source` must hold all blocks that the sequence will attend to, and
-        have registered none past the prompt, where the sequence will register its own.
+        Always true if `source` has released no blocks. Otherwise it must hold all blocks that the sequence will attend
+        to, and have registered none past the prompt, where the sequence will register its own.
         """
         if self._states:
-            # It computes the last token of the prompt again, and the state of `source` is further on.
+            # The last token of the prompt is computed again, but the state of `source` is already past it.
             return False
         num_released = [table.num_released for table in source.block_tables]
         firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
@@ -262,7 +261,7 @@ class BlockManager:
         return not any(num_released) or (is_held and source.num_registered_blocks <= num_full)
 
     def _fork(self, source: Sequence, seq: Sequence) -> None:
-        """Share all blocks of a prompt; the last one, if it is not full, is copied before it is written to."""
+        """Share all blocks of a prompt; the last one, if not full, is copied before it is written to."""
         num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
         seq.num_resets = source.num_resets
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
@@ -275,10 +274,10 @@ class BlockManager:
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
     def lacking_groups(self, seq: Sequence) -> list[int]:
-        """Return the groups in which the next token to compute has no block that the sequence may write to.
+        """Return the groups in which the next token to compute has no writable block.
 
-        It may not write to a block that another output of the request has, or has had: that output may have filled and
-        registered it.
+        A block that another output of the request shares, or has shared, is not writable: that output may have filled
+        and registered it.
         """
         first, last = self._next_blocks(seq)
         lacking = []
@@ -288,7 +287,7 @@ class BlockManager:
         return lacking
 
     def _next_blocks(self, seq: Sequence) -> tuple[int, int]:
-        """Return the indices of the blocks in which the next token to compute may lie: drafts in flight may fail."""
+        """Return the lowest and highest block index for the next token to compute, since drafts in flight may fail."""
         first = (seq.num_computed_tokens - seq.num_unsure) // self.block_size
         return first, seq.num_computed_tokens // self.block_size
 
@@ -296,7 +295,7 @@ class BlockManager:
         return self.blocks[block_id].ref_count > 1 or self.blocks[block_id].key is not None
 
     def give_blocks(self, seq: Sequence, groups: list[int]) -> tuple[list[NewBlock], list[BlockTransfer]]:
-        """Give a sequence a free block in each of `groups`, and return the blocks and the copies to make."""
+        """Give a sequence a free block in each of `groups`; return the blocks and the copies to make."""
         first, last = self._next_blocks(seq)
         new, copies = list[NewBlock](), list[BlockTransfer]()
         for group in groups:
@@ -307,7 +306,7 @@ class BlockManager:
         return new, copies
 
     def _copy_block(self, seq: Sequence, group: int, index: int, new: list[NewBlock]) -> BlockTransfer:
-        """Give a sequence a block of its own in place of a shared one, and return the copy to make."""
+        """Replace a sequence's shared block with one of its own, and return the copy to make."""
         table = seq.block_tables[group]
         source, copy = table[index], self._take_free_block()
         self._release(seq, source)
@@ -316,7 +315,7 @@ class BlockManager:
         return BlockTransfer("copy", source, copy)
 
     def own_states(self, seq: Sequence) -> list[NewBlock]:
-        """Let a sequence write to its states: cached ones are copied into free blocks, or else forgotten."""
+        """Make a sequence's states writable: cached ones are copied into free blocks, or else forgotten."""
         new: list[NewBlock] = []
         for group, policy in self._states.items():
             table = seq.block_tables[group]
@@ -333,7 +332,7 @@ class BlockManager:
         return NewBlock(seq.slot, len(table) - 1, table[-1], group)
 
     def capacity(self, seq: Sequence) -> int:
-        """Return the tokens that a sequence's blocks have room for in every group."""
+        """Return the number of tokens that fit into a sequence's blocks in every group."""
         return min(map(len, seq.block_tables[: self._num_growing])) * self.block_size
 
     def extend(self, seq: Sequence, num_tokens: int) -> list[NewBlock]:
@@ -356,7 +355,7 @@ class BlockManager:
         return new
 
     def release_outside_window(self, seq: Sequence) -> None:
-        """Take blocks from a sequence that it will not attend to any more, though the step in flight may."""
+        """Release blocks that a sequence no longer attends to, though the step in flight may."""
         for group in self._windowed:
             first = self.policies[group].num_released(seq.num_computed_tokens - seq.num_unsure)
             table = seq.block_tables[group]
@@ -365,10 +364,10 @@ class BlockManager:
             table.num_released = max(table.num_released, first)
 
     def free(self, seq: Sequence, is_preempted: bool = False) -> None:
-        """Take all blocks from a sequence. Their content stays until it is evicted, the tail of the prefix first.
+        """Release all blocks of a sequence. Their content stays until evicted, the tail of the prefix first.
 
-        A preempted sequence soon needs them all again. Those that the host has are evicted before the others, which a
-        step can then save.
+        A preempted sequence soon needs them all again: blocks that have a copy on the host are evicted first, and a
+        step can save the others meanwhile.
         """
         held = [table.held[::-1] for table in seq.block_tables]
         if is_preempted and (host := self.host) is not None:
@@ -387,14 +386,14 @@ class BlockManager:
             if self._precedes_reset(seq):
                 self._cache.remove(block)
             self._free[block_id] = None
-            # What can never be found again is reused before anything that can.
+            # Blocks that can never be found again are reused first.
             self._free.move_to_end(block_id, last=block.key is not None)
             self._num_gained += 1
             if self.host is not None and block.key is not None:
                 self.host.touch(block.key)
 
     def _precedes_reset(self, seq: Sequence) -> bool:
-        """Whether a sequence's blocks cannot be found, since it was given its first ones before a `reset`."""
+        """Whether a sequence got its first blocks before the last `reset`, so that they cannot be found."""
         return seq.num_resets != self._cache.num_resets
 
     def _take_free_block(self) -> int:
@@ -407,9 +406,9 @@ class BlockManager:
         return block_id
 
     def take_copies(self) -> list[BlockTransfer]:
-        """Return, at the end of a step's plan, the copies of states that it makes, before it computes any."""
+        """Return, at the end of planning a step, the copies of states that it makes before it computes any."""
         if self._coming_states:
-            # A waiting sequence may use them from the next step on.
+            # Waiting sequences may use them from the next step on.
             self._coming_states.clear()
             self._num_gained += 1
         copies, self._copies = self._copies, []
@@ -418,7 +417,7 @@ class BlockManager:
     def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be.
 
-        At a block's end its states may be cached as well. A sequence needs another block then, and `own_states`.
+        The states at a block's end may be cached as well. The sequence then needs another block, and `own_states`.
         """
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
@@ -427,7 +426,7 @@ class BlockManager:
             tokens, extra = self._cache.block_tokens(seq.token_ids, i), b"" if i else seq.request.cache_extra
             for table in seq.block_tables[: self._num_growing]:
                 key = table.registered_identity, tokens, extra
-                # Of two sequences that compute the same block, the first one's is the one that others find.
+                # If two sequences compute the same block, others find the first one's.
                 block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
                 table.registered_identity = block.identity
         seq.num_registered_blocks = num_full
@@ -435,7 +434,7 @@ class BlockManager:
             self._register_states(seq, num_full)
 
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
-        """Let the states of a sequence that has computed just `num_blocks` blocks be found, if they are to be kept."""
+        """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are checkpoints."""
         parent = seq.block_tables[0].registered_identity
         for group, policy in self._states.items():
             if policy.is_checkpoint(num_blocks, seq.num_prompt_tokens):
@@ -446,14 +445,14 @@ class BlockManager:
                         self._coming_states.add(key)
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk up to `end` ends so that the states to be kept are those at the ends of chunks."""
+        """Return where a chunk up to `end` must end so that checkpoints fall on ends of chunks."""
         if self._states and self.enable_prefix_caching:
             for policy in self._states.values():
                 end = policy.chunk_end(seq.num_computed_tokens, end, seq.num_prompt_tokens)
         return end
 
     def _register(self, block: Block, key: BlockKey) -> Block:
-        # A fork may share a block whose parent was evicted since it was registered.
+        # A fork may share a block whose parent was evicted after it was registered.
         self._cache.remove(block)
         self._cache.add(block, key, None if self.host is None else self.host.identity(key))
         self._unconfirmed[-1].append(block.block_id)
@@ -475,13 +474,15 @@ class BlockManager:
             self.host.cancel_step()
 
     def confirm_step(self) -> None:
-        """Confirm the blocks of the oldest step without a result: it has succeeded, and they hold what they should."""
+        """Confirm the blocks of the oldest step without a result: it has succeeded, and their content is valid."""
         self._unconfirmed.popleft()
         if self.host is not None:
             self.host.confirm_step()
 
     def rollback(self) -> None:
-        """Take every block registered by a step without a result out of the prefix cache; none is in use any more."""
+        """Remove every block registered by a step without a result from the prefix cache; no sequence uses them any
+        more.
+        """
         for block_id in (block_id for step in self._unconfirmed for block_id in step):
             self._cache.remove(self.blocks[block_id])
             self._free.move_to_end(block_id, last=False)
@@ -493,9 +494,9 @@ class BlockManager:
             self.host.rollback()
 
     def reset(self) -> bool:
-        """Forget the prefix cache; return whether no sequence holds blocks of it.
+        """Forget the prefix cache; return whether no sequence holds blocks from it.
 
-        Running sequences keep them; no other will find them, nor what they compute from now on.
+        Running sequences keep their blocks, but no other sequence finds them, nor what they compute from now on.
         """
         if self.host is not None:
             self.host.clear()
@@ -503,14 +504,14 @@ class BlockManager:
         return not self._cache.blocks
 
     def _fetch(self, host: HostCache, seq: Sequence) -> None:
-        """Load the blocks that follow a sequence's registered ones from the host's memory, if that is faster."""
+        """Load the blocks that follow a sequence's registered ones from host memory, if that is faster."""
         first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
         slots = host.fetch(seq, first, end) if first < end else ()
         if slots:
             self._load(seq, slots)
 
     def must_wait_to_load(self, seq: Sequence) -> bool:
-        """Return whether a waiting sequence would load blocks in a step that loads enough already."""
+        """Return whether a waiting sequence would load blocks in a step that already loads enough."""
         if self.host is None or not self.host.loads_enough():
             return False
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
@@ -518,10 +519,11 @@ class BlockManager:
         return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)
 
     def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
-        """Load blocks that follow a sequence's registered ones; they stand or fall with the step being planned.
+        """Load blocks that follow a sequence's registered ones; they are confirmed or rolled back with the planned
+        step.
 
-        `register` counts the full blocks that are computed. Only then is the last token taken back, which is computed
-        whatever is cached, since the next one is sampled from its output.
+        `register` counts full computed blocks. Only afterwards is the last token taken back, which is always computed,
+        since the next one is sampled from its output.
         """
         num_loaded = seq.num_registered_blocks + len(slots)
         self.loads.add(slots, seq.block_tables[0][seq.num_registered_blocks : num_loaded])
@@ -530,18 +532,19 @@ class BlockManager:
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
 
     def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
-        """Return what the step being planned saves in the host's memory; see `HostCache.plan_saves`."""
+        """Return what the step being planned saves to host memory; see `HostCache.plan_saves`."""
         if self.host is None:
             return []
         unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
         return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
-        """Yield the blocks that steps will overwrite first: free ones, then the blocks of the next to be preempted.
+        """Yield the blocks that steps will overwrite first: free ones, then blocks of the next sequences to be
+        preempted.
 
-        Where few are free, blocks of a sequence that ends are taken in the same step, so that those of all are among
-        them. A sequence's are saved first ones first, so that with the last one all are; none of those that nobody
-        finds any more.
+        If few blocks are free, a finishing sequence's blocks may be reused in the same step, so blocks of all sequences
+        are included. A sequence's blocks are saved in order, so if its last one has a copy, all have. Blocks that can
+        no longer be found are skipped.
         """
         for block_id in islice(self._free, self._num_clean_blocks):
             yield self.blocks[block_id]
@@ -554,7 +557,7 @@ class BlockManager:
                 yield from registered
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert every promise of this class, given all sequences that may hold blocks. For tests; O(blocks)."""
+        """Assert every promise of this class, given all sequences that may hold blocks; for tests, O(blocks)."""
         sequences = list(sequences)
         owners: defaultdict[int, list[Sequence]] = defaultdict(list)
         for seq in sequences:
@@ -592,5 +595,5 @@ class BlockManager:
 
 
 def _state_key(parent: int, group: int, index: int) -> BlockKey:
-    """Return the key of a block of the state at the end of the block with identity `parent`."""
+    """Return the key of one block of the state at the end of the block with identity `parent`."""
     return parent, b"", b"state %d %d" % (group, index)

@@ -1,4 +1,4 @@
-"""The cache's blocks as they are now, for those who want to see them."""
+"""Snapshot of the cache's blocks for display."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nanovllm.engine.block_manager import BlockManager
 
 @dataclass(frozen=True)
 class BlockUsage:
-    """The blocks of a KV cache, in cells of neighbouring ones.
+    """The blocks of a KV cache, in cells of adjacent blocks.
 
     Attributes:
         block_size: tokens in a block.
         num_blocks: blocks in the cache.
         blocks_per_cell: blocks in each cell but the last, which may have fewer.
-        used: how many of each cell's blocks are in use.
-        cached: how many hold a part of a prefix that can be found again, in use or not.
-        users: the most sequences that use one of them.
-        hits: how often one of them was found in the prefix cache, since the engine began.
+        used: blocks in use, per cell.
+        cached: blocks that hold part of a findable prefix, in use or not, per cell.
+        users: the most sequences that share a block, per cell.
+        hits: prefix-cache hits since the engine began, per cell.
     """
 
     block_size: int
@@ -36,7 +36,7 @@ class BlockUsage:
 def block_usage(manager: BlockManager, most_cells: int) -> BlockUsage:
     """Return the state of a cache in at most `most_cells` cells.
 
-    Any thread may call it: it only reads, so that blocks of one answer may be of two moments.
+    Any thread may call it: it only reads, so one answer may mix two moments.
     """
     blocks, size = manager.blocks, -(-manager.num_blocks // most_cells)
     starts = np.arange(0, manager.num_blocks, size)
@@ -56,7 +56,7 @@ def block_usage(manager: BlockManager, most_cells: int) -> BlockUsage:
 
 
 def joined_usage(usages: Sequence[BlockUsage]) -> BlockUsage:
-    """Return the blocks of several engines' caches of about one size, one after the other."""
+    """Return the blocks of several engines' caches of about one size, concatenated."""
     first = usages[0]
     cells = {
         name: [n for usage in usages for n in getattr(usage, name)] for name in ("used", "cached", "users", "hits")

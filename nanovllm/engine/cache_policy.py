@@ -1,7 +1,7 @@
-"""Cache policies: how a sequence holds blocks of one group of layers, a class for each kind of cache.
+"""Cache policies: how a sequence holds blocks of one group of layers, one class per kind of cache.
 
 Every policy answers four questions: which blocks a sequence needs for its next tokens, which it can release, how long a
-prefix is that it can start from, and which blocks must be copied before it writes.
+prefix it can start from, and which blocks must be copied before it writes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class CachePolicy(ABC):
 
     Attributes:
         grows: whether a sequence has a block for every `block_size` of its tokens.
-        has_gaps: whether a prefix can be usable though blocks of it are missing.
+        has_gaps: whether a prefix can be usable with blocks missing.
         most_held: most blocks that a sequence holds.
     """
 
@@ -30,7 +30,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def min_blocks(self, num_filled: int) -> int:
-        """Return the blocks without which a sequence that fills `num_filled` cannot go on."""
+        """Return the fewest blocks with which a sequence that fills `num_filled` blocks can continue."""
 
     @abstractmethod
     def needed(self, num_computed: int, num_filled: int, share: int) -> range:
@@ -43,7 +43,7 @@ class CachePolicy(ABC):
         """
 
     def num_released(self, num_computed: int) -> int:
-        """Return the leading blocks that a sequence does not need any more."""
+        """Return the number of leading blocks that a sequence no longer needs."""
         return 0
 
     @abstractmethod
@@ -53,7 +53,7 @@ class CachePolicy(ABC):
         """Return the length of the longest prefix, of at most `length` blocks, that a sequence can start from.
 
         Args:
-            blocks: the cached ones, None for one that is missing; of a group that grows.
+            blocks: the cached blocks of a group that grows, None for a missing one.
             length: an upper bound.
             num_tokens: tokens of the sequence.
             has_state: whether the state at the end of a block is cached.
@@ -88,18 +88,18 @@ class FullPolicy(CachePolicy):
 
 
 class WindowPolicy(CachePolicy):
-    """A sequence holds the blocks of a sliding window, and of what it computes next.
+    """A sequence holds the blocks of a sliding window, and of its next chunk.
 
     Args:
-        window: tokens that a query sees at most, its own included.
-        num_blocks, block_size: blocks of the cache, and tokens of one.
+        window: most tokens that a query sees, its own included.
+        num_blocks, block_size: number of blocks in the cache, and tokens per block.
         max_chunk: most tokens of a sequence in one step.
     """
 
     def __init__(self, window: int, num_blocks: int, block_size: int, max_chunk: int) -> None:
         # At least 2, so that the block before the next token is always held.
         self._window, self._block_size = max(2, window), block_size
-        # Blocks to go on by a token, and by a whole chunk.
+        # Blocks needed to advance by one token, and by a whole chunk.
         self._fewest = self._num_spanned(self._window)
         self._most = self._num_spanned(self._window - 1 + max_chunk)
         self.most_held = min(num_blocks, self._most)
@@ -126,19 +126,19 @@ class WindowPolicy(CachePolicy):
         return _first_missing(blocks, first, length)
 
     def _num_spanned(self, num_tokens: int) -> int:
-        """Return the most blocks in which this number of consecutive tokens lies."""
+        """Return the most blocks that `num_tokens` consecutive tokens can span."""
         return (num_tokens + self._block_size - 2) // self._block_size + 1
 
 
 class StatePolicy(CachePolicy):
     """A sequence holds one state, of the tokens computed so far, in blocks of its own that steps overwrite.
 
-    The state at a block's end can be kept as a checkpoint: its blocks are then cached, and a sequence that goes on from
-    it copies them.
+    The state at a block's end can be kept as a checkpoint: its blocks are then cached, and a sequence that continues
+    from it copies them.
 
     Args:
-        kind: the blocks of a state, and how often one is kept.
-        block_size: tokens of a block.
+        kind: blocks per state, and how often one is kept.
+        block_size: tokens per block.
     """
 
     grows = False
@@ -159,7 +159,7 @@ class StatePolicy(CachePolicy):
     def usable_prefix(
         self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
     ) -> int:
-        # A token must be left to compute, from the state before it.
+        # One token must be left to compute, from the state before it.
         length = min(length, (num_tokens - 1) // self._block_size)
         while length and not ((block := blocks[length - 1]) is not None and has_state(block)):
             length -= 1
@@ -170,9 +170,9 @@ class StatePolicy(CachePolicy):
         return [index for index, block_id in enumerate(table) if is_shared(block_id)]
 
     def is_checkpoint(self, num_blocks: int, num_prompt_tokens: int) -> bool:
-        """Whether the state after `num_blocks` blocks is kept: regularly, and at a prompt's last block end.
+        """Whether the state after `num_blocks` blocks is kept: at regular intervals, and at a prompt's last block end.
 
-        The latter is the last that leaves a token of the prompt to compute.
+        The last block end is the last one that leaves a token of the prompt to compute.
         """
         return num_blocks % self._checkpoint == 0 or num_blocks == (num_prompt_tokens - 1) // self._block_size
 

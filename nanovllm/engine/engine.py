@@ -1,6 +1,6 @@
-"""An engine as its front ends know it: requests in, results out, both plain data that pickles.
+"""The engine's interface to its front ends: requests in, results out, both plain data that pickles.
 
-One call at a time drives it, step by step. What other threads ask for waits for the gap between two steps.
+One call at a time drives it, step by step. Calls from other threads wait for the gap between two steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EngineRunningError(RuntimeError):
 
 @dataclass(eq=False)
 class _Driver:
-    """A call that drives an engine, or asks to."""
+    """A call that drives an engine, or is about to."""
 
     thread: int = field(default_factory=get_ident)
 
@@ -42,12 +42,12 @@ class _Driver:
 class Engine(Unpicklable, ABC):
     """An engine in this process (`LLMEngine`), or engines in others (`ReplicatedEngine`).
 
-    Any thread may queue and abort requests, and call what only reads. An engine that is still there when the
-    interpreter ends exits before it: a daemon thread that is ended within a step ends the process by C++'s `terminate`.
+    Any thread may queue and abort requests, and call methods that only read. An engine still open at interpreter exit
+    is closed first: a daemon thread killed within a step would end the process through C++'s `terminate`.
 
     Attributes:
-        is_in_process: whether it is in this process, and takes what does not pickle.
-        limits: what requests must keep to.
+        is_in_process: whether it runs in this process, and accepts values that do not pickle.
+        limits: limits that requests must keep to.
     """
 
     is_in_process: ClassVar[bool]
@@ -56,20 +56,20 @@ class Engine(Unpicklable, ABC):
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._is_closing = False
-        # Of these the first drives the engine. A list, since appending cannot be interrupted half-way.
+        # The first of these drives the engine. A list, since appending cannot be interrupted half-way.
         self._drivers: list[_Driver] = []
-        # A step holds `_mutex`, and so does what is done between two, which holds `_turn` as well, so that it comes
-        # before the next step. A signal handler that runs in the midst gets both, and finds the engine busy.
+        # A step holds `_mutex`. Work between two steps holds `_turn` as well, so that it comes before the next step. A
+        # signal handler that interrupts either gets both locks, and finds the engine busy.
         self._turn, self._mutex = RLock(), RLock()
         self._is_busy = False
         _engines.add(self)
 
     @contextmanager
     def driving(self) -> Iterator[None]:
-        """Let this call alone step the engine inside the `with` block.
+        """Let only this call step the engine inside the `with` block.
 
         Raises:
-            EngineRunningError: another one does.
+            EngineRunningError: another call drives it.
         """
         driver = _Driver()
         try:
@@ -83,11 +83,11 @@ class Engine(Unpicklable, ABC):
 
     @property
     def is_driven(self) -> bool:
-        """Whether a call drives the engine, or does something between two steps."""
+        """Whether a call drives the engine, or works between two steps."""
         return bool(self._drivers) or self._is_busy
 
     def steps(self, has_work: Callable[[], bool]) -> Iterator[NewTokens]:
-        """Drive the engine: do a step while there is work, and yield its tokens; see `run_step`.
+        """Drive the engine: run steps while there is work, and yield the tokens of each; see `run_step`.
 
         Raises:
             EngineRunningError: another call drives it.
@@ -98,10 +98,10 @@ class Engine(Unpicklable, ABC):
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other threads from the engine inside the `with` block; closes it at the end if that was asked for.
+        """Exclude other threads from the engine inside the `with` block; close it at the end if that was requested.
 
         Raises:
-            EngineRunningError: this thread keeps the others out already: a signal handler has interrupted it.
+            EngineRunningError: this thread already holds the engine: a signal handler has interrupted it.
         """
         with self._mutex:
             self._enter()
@@ -145,7 +145,7 @@ class Engine(Unpicklable, ABC):
     @property
     @abstractmethod
     def state(self) -> EngineState:
-        """What holds steps up, as it was after the last call that has changed it."""
+        """The cause that holds steps up, as of the last call that changed it."""
 
     @property
     @abstractmethod
@@ -155,12 +155,12 @@ class Engine(Unpicklable, ABC):
     @property
     @abstractmethod
     def has_results(self) -> bool:
-        """Whether `take_results` has anything."""
+        """Whether `take_results` would return anything."""
 
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """Whether the engine takes requests and steps."""
+        """Whether the engine accepts requests and runs steps."""
 
     @abstractmethod
     def require_open(self) -> object:
@@ -168,38 +168,37 @@ class Engine(Unpicklable, ABC):
 
     @abstractmethod
     def is_finished(self) -> bool:
-        """Whether no request is left, no step is under way, and every result has been taken."""
+        """Whether no request is left, no step is under way, and all results are taken."""
 
     @abstractmethod
     def enqueue(self, request: Request) -> int:
-        """Queue a request that `limits` has passed, and return its id."""
+        """Queue a request that `limits` has checked, and return its id."""
 
     @abstractmethod
     def enqueue_all(self, requests: Sequence[Request]) -> list[int]:
-        """Queue requests that come together, in the order in which they should run; return their ids."""
+        """Queue requests that arrive together, in the order in which they should run; return their ids."""
 
     @abstractmethod
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
-        """Drop requests, wherever they stand; from any thread.
+        """Drop requests, whatever their progress; from any thread.
 
         Args:
-            request_ids: the id of any output stands for the whole request; ids of finished ones are ignored.
-            keep_outputs: finish them with what they have instead; outputs that have not ended have `finish_reason`
-                "abort".
+            request_ids: the id of any output stands for the whole request; ids of finished requests are ignored.
+            keep_outputs: finish them with their tokens so far instead; unfinished outputs get `finish_reason` "abort".
 
         Raises:
-            ValueError: what is given is no id.
+            ValueError: a value is not an id.
         """
 
     @abstractmethod
     def stop(self, outputs: list[tuple[int, int]]) -> None:
-        """End outputs, by request and index, whose text has come to a stop string; ignores those that have ended."""
+        """End outputs, by request and index, whose text reached a stop string; finished ones are ignored."""
 
     @abstractmethod
     def run_step(self, wants_tokens: bool = False) -> NewTokens:
-        """Do a step, or wait for one, for the call that drives the engine; its results are kept.
+        """Run a step, or wait for one, for the call that drives the engine; its results are kept.
 
-        Signals are handled when it ends. Returns the step's tokens if they are wanted.
+        Signals are handled when it ends. Returns the step's tokens if `wants_tokens`.
 
         Raises:
             RuntimeError: the engine is closed.
@@ -207,17 +206,17 @@ class Engine(Unpicklable, ABC):
 
     @abstractmethod
     def take_results(self) -> EngineOutputs:
-        """Return, once, what steps have brought."""
+        """Return the results of steps, each once."""
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `LLMEngine` with values that pickle, on every engine that is alive, between two steps.
+        """Call a method of `LLMEngine` with values that pickle, on every live engine, between two steps.
 
         Returns:
             The results, one for each engine, in order.
 
         Raises:
-            RuntimeError: the engine is closed, or one ends before it has answered; all others have by then.
+            RuntimeError: the engine is closed, or one exits before it answers; all others have answered by then.
             Exception: what the method raises.
         """
 
@@ -225,7 +224,7 @@ class Engine(Unpicklable, ABC):
     def stats(self, *, now: bool = False) -> dict[str, int]:
         """Return the counters since the engine began, and the blocks in use, of all engines together.
 
-        now: ask engines in other processes, which may wait for a step; else as they were when something came last.
+        now: ask engines in other processes, which may wait for a step; otherwise use their latest report.
         """
 
     @abstractmethod
@@ -234,7 +233,7 @@ class Engine(Unpicklable, ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """Let a step that waits for another process end."""
+        """End a step that waits for another process."""
 
     @abstractmethod
     def _close(self) -> None:
@@ -244,6 +243,6 @@ class Engine(Unpicklable, ABC):
 @atexit.register
 def _exit_engines() -> None:
     with ExitStack() as stack:
-        # All of them, also after one that fails.
+        # Close all engines, even if one fails.
         for engine in list(_engines):
             stack.callback(engine.exit)

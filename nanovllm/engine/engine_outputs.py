@@ -1,4 +1,4 @@
-"""Keeps what steps have brought until a caller has it, so that no exception and no signal loses any."""
+"""Keeps the results of steps until a caller has them, so that no exception or signal loses any."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nanovllm.outputs import RequestOutput, StepError, StepResult
 
 
 class StreamedToken(NamedTuple):
-    """A token of a request that reports them as they come.
+    """A token of a request that streams its tokens.
 
     Attributes:
-        request_id, output_index: of the request, and of the output in it.
+        request_id, output_index: the request, and the index of the output in it.
         token_id: the token.
         is_end: whether it is EOS or a stop token.
         logprobs: its record of log-probabilities, see `nanovllm.outputs`; empty unless asked for.
@@ -28,16 +28,16 @@ class StreamedToken(NamedTuple):
 
 
 TokenFields = tuple[int, int, int, bool, bytes]
-"""The fields of a `StreamedToken`, which is one."""
+"""A `StreamedToken` as a plain tuple."""
 
 
 @dataclass
 class NewTokens:
-    """The tokens of one step, or of two if the one before it had failed to be launched.
+    """The tokens of one step, or of two after a failed launch.
 
     Attributes:
         num_prefill_tokens: prompt tokens that were computed.
-        sampled: sequence ids, a token of each, and ids whose token was dropped.
+        sampled: sequence ids, one per token, and the ids whose token was dropped.
     """
 
     num_prefill_tokens: int = 0
@@ -46,40 +46,40 @@ class NewTokens:
 
 @dataclass
 class EngineOutputs:
-    """Plain data that pickles, causes of failures apart.
+    """Plain data that pickles, except for causes of failures.
 
     Attributes:
-        new_tokens: of requests that report them, in order.
+        new_tokens: tokens of requests that stream, in order.
         finished: finished requests by id; their outputs have no text.
         failures: steps that failed, and requests that failed alone.
-        dropped: ids of requests that were aborted, and have no output.
+        dropped: ids of requests that were aborted and have no output.
     """
 
     new_tokens: list[TokenFields] = field(default_factory=list)
     finished: list[tuple[int, RequestOutput]] = field(default_factory=list)
     failures: list[StepError] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    # Of calls of `step` that have not returned them: they have raised.
+    # Tokens of `step` calls that raised instead of returning them.
     _unreported: list[NewTokens] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        """Whether a caller of `step` has something to be told."""
+        """True if there are finished requests or failures to report."""
         return bool(self.finished or self.failures)
 
     @property
     def is_empty(self) -> bool:
-        """Whether a front end has nothing to take in."""
+        """Whether a front end has nothing to process."""
         return not (self.new_tokens or self.finished or self.failures or self.dropped)
 
     def fail(self, error: StepError) -> None:
-        """Keep a step's failure, unless one before it has taken all of its requests along."""
+        """Keep a step's failure, unless an earlier failure already covers all its requests."""
         if error.request_ids or not self.failures:
             self.failures.append(error)
 
     def take_step(self, tokens: NewTokens | None) -> StepResult:
-        """Return, once, everything that has finished, or raise the oldest failure, once.
+        """Return everything that has finished, or raise the oldest failure; each once.
 
-        tokens: of the step that was done; those of steps whose call has raised come with them.
+        tokens: of the step just run; tokens of steps whose call raised are added.
         """
         if tokens is not None:
             self._unreported.append(tokens)
@@ -94,7 +94,7 @@ class EngineOutputs:
 
 
 def _new_token_ids(steps: list[NewTokens]) -> dict[int, list[int]]:
-    """Return the tokens that steps have added to each sequence."""
+    """Return the tokens that steps added to each sequence."""
     new: dict[int, list[int]] = {}
     for step in steps:
         for seq_ids, token_ids, dropped in step.sampled:

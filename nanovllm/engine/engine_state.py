@@ -1,4 +1,4 @@
-"""Why an engine does no steps: it is paused, or asleep, or has lost its weights while it was."""
+"""Pause, sleep and missing-weight state of an engine."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SLEEP_TAGS: tuple[str, ...] = get_args(SleepTag)
 
 @dataclass
 class EngineState:
-    """What holds an engine's steps up. It changes between two of them; see `LLMEngine.between_steps`.
+    """The causes that hold an engine's steps up. Changes between two steps; see `LLMEngine.between_steps`.
 
     Attributes:
         pause_mode: how the engine was paused; None if it is not.
-        asleep: those of `SLEEP_TAGS` that have no memory.
-        missing: weights that a sleep has dropped, or that a change that failed has left undone.
+        asleep: the `SLEEP_TAGS` that have no memory.
+        missing: weights that a sleep dropped, or that a failed change left incomplete.
     """
 
     pause_mode: PauseMode | None = None
@@ -34,7 +34,7 @@ class EngineState:
 
     @property
     def cannot_run(self) -> str | None:
-        """What a step lacks; None if it lacks nothing."""
+        """The reason why a step cannot run; None if it can."""
         if self.asleep:
             tags = sorted(self.asleep)
             return f"the engine is asleep, without its {' and '.join(tags)}: call wake_up({tags})"
@@ -49,6 +49,6 @@ class EngineState:
         return None
 
     def require_no_requests(self, name: str, pending: Sized) -> None:
-        """Raise a RuntimeError if there are requests, which what is called `name` would change in their middle."""
+        """Raise a RuntimeError if there are requests, which the call `name` would change half-way."""
         if self.pause_mode is None and len(pending):
             raise RuntimeError(f"{name}: {len(pending)} requests are pending: let them end, or pause() first")

@@ -1,10 +1,10 @@
-"""Blocks of the prefix cache in the host's memory: their slots, and the decisions to save and load.
+"""Blocks of the prefix cache in host memory: their slots, and the decisions to save and load.
 
 A copy has its block's key and identity, so that one chain finds blocks wherever they are. It may outlive the block on
-the device, or be dropped before it. The order of transfers makes it right: a step's loads come before its saves, and a
-later step's after both.
+the device, or be dropped before it. Correctness follows from the order of transfers: a step's loads come before its
+saves, and a later step's after both.
 
-It deals in slots and keys alone, and knows nothing of the device.
+Deals in slots and keys only, and knows nothing of the device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
 _SAVES_SHARE = 0.9
-"""Fraction of a step that its saves may occupy: its results queue behind them on the link, and the next step waits for
-the results."""
+"""Fraction of a step that its saves may occupy: its results queue after them on the link, and the next step waits
+for the results.
+"""
 
 
 @dataclass(frozen=True)
@@ -63,17 +64,17 @@ class BlockLoads:
 class HostCache:
     """Copies of blocks, least recently used first.
 
-    A prefix is loaded if it is so long that loading it, and beginning a small step later, is faster than computing it.
-    A step saves what the link copies while it runs, by the rates measured at the start.
+    A prefix is loaded if it is long enough that loading it, and starting one small step later, is faster than computing
+    it. A step saves as much as the link copies while it runs, by the rates measured at the start.
 
     Args:
-        memory: has the slots.
-        block_size: tokens of a block.
+        memory: provides the slots.
+        block_size: tokens per block.
 
     Attributes:
         min_loaded_blocks: shorter prefixes are computed again.
         num_saved, num_loaded: blocks so far.
-        num_lost: blocks that were evicted before they were saved.
+        num_lost: blocks evicted before they were saved.
     """
 
     def __init__(self, memory: HostMemory, block_size: int) -> None:
@@ -82,7 +83,7 @@ class HostCache:
         self._copies: OrderedDict[BlockKey, HostBlock] = OrderedDict()
         self._num_used_slots = 0
         self._free_slots: list[int] = []
-        # Keys saved by the steps whose results are not back yet, oldest step first.
+        # Keys saved by steps without a result yet, oldest step first.
         self._unconfirmed: deque[list[BlockKey]] = deque()
         self._copy_seconds = memory.block_bytes / memory.bytes_per_second
         gain_seconds = block_size / memory.tokens_per_second - self._copy_seconds
@@ -96,7 +97,7 @@ class HostCache:
         return block.key is not None and block.key not in self._copies
 
     def counters(self) -> dict[str, int]:
-        """Return counts so far, the blocks held now, and the rates that were measured."""
+        """Return counts so far, the blocks held now, and the measured rates."""
         return {
             "num_saved_blocks": self.num_saved,
             "num_loaded_blocks": self.num_loaded,
@@ -107,7 +108,7 @@ class HostCache:
         }
 
     def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
-        """Return the slots of a sequence's blocks from `first` on, up to `end`, if loading them is faster."""
+        """Return the slots of a sequence's blocks from `first` up to `end`, if loading them is faster."""
         copies = self._copies_of(seq, seq.block_tables[0].registered_identity, first, end)
         if len(copies) < self.min_loaded_blocks:
             return ()
@@ -123,7 +124,7 @@ class HostCache:
         return self._num_loading * self._copy_seconds > self._memory.step_seconds
 
     def would_load(self, seq: Sequence, parent: int, first: int, end: int) -> bool:
-        """Return whether `fetch` would load something; `parent` is the identity of the block before `first`."""
+        """Return whether `fetch` would load anything; `parent` is the identity of the block before `first`."""
         return len(self._copies_of(seq, parent, first, end)) >= self.min_loaded_blocks
 
     def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> dict[BlockKey, HostBlock]:
@@ -139,7 +140,7 @@ class HostCache:
         return copies
 
     def identity(self, key: BlockKey) -> int | None:
-        """Return the identity by which others follow a block that has a copy."""
+        """Return the identity by which later blocks refer to a block that has a copy."""
         copy = self._copies.get(key)
         return None if copy is None else copy.identity
 
@@ -151,12 +152,12 @@ class HostCache:
     def plan_saves(
         self, blocks: Iterable[Block], unconfirmed: Container[int], num_prompt_tokens: int
     ) -> list[BlockTransfer]:
-        """Give slots to blocks without a copy, so that no eviction has to wait, and return how they get there.
+        """Give slots to blocks without a copy, so that no eviction has to wait, and return the transfers.
 
         Args:
-            blocks: the next to be overwritten, first ones first.
+            blocks: the next to be overwritten, in that order.
             unconfirmed: ids of blocks whose content is not computed yet.
-            num_prompt_tokens: of the step that saves them.
+            num_prompt_tokens: prompt tokens of the step that saves them.
         """
         saves: list[BlockTransfer] = []
         most = self._most_saves(num_prompt_tokens)
@@ -192,7 +193,7 @@ class HostCache:
         return oldest.slot
 
     def clear(self) -> None:
-        """Drop all copies, including those in flight, and ask again which slots have memory."""
+        """Drop all copies, including any in flight, and ask again which slots have memory."""
         self._copies.clear()
         self._free_slots.clear()
         self._num_used_slots = 0
@@ -200,7 +201,7 @@ class HostCache:
             saved.clear()
 
     def begin_step(self) -> None:
-        """Begin a step: what is saved from now on is confirmed, or rolled back, with its result."""
+        """Begin a step: saves from now on are confirmed, or rolled back, with its result."""
         self._unconfirmed.append([])
         self._num_loading = 0
 
@@ -216,7 +217,7 @@ class HostCache:
     def rollback(self) -> None:
         """Drop the saves of steps without a result."""
         for key in (key for step in self._unconfirmed for key in step):
-            # It may have been dropped since, and its slot given to another.
+            # It may be dropped already, and its slot reused.
             copy = self._copies.pop(key, None)
             if copy is not None:
                 self._free_slots.append(copy.slot)

@@ -1,12 +1,12 @@
 """The engine: token ids in, token ids out, one step at a time. It knows neither tokenizers nor devices.
 
-It is an `Engine`, and can be driven alone, with requests of token ids (`add_request`, `step`).
+It is an `Engine`, and can be driven directly with requests of token ids (`add_request`, `step`).
 
-A step plans the next batch while the device runs the one before (`pipeline_depth` 1, on CUDA) or runs what it planned
-(depth 0, on the CPU). What needs token values, such as EOS, waits for the step's result; see `Scheduler`.
+A step plans the next batch while the device runs the previous one (`pipeline_depth` 1, on CUDA) or runs what it planned
+(depth 0, on the CPU). Decisions that need token values, such as EOS, wait for the step's result; see `Scheduler`.
 
-Requests and aborts may come from any thread: they go into an inbox, which the next step empties. What a step brings is
-kept until a caller has it. Weights, pauses and sleep change the engine between two steps; `LLM` says what each does.
+Requests and aborts may come from any thread, through an inbox that the next step empties. Results are kept until a
+caller collects them. Weights, pauses and sleep change the engine between two steps; see `LLM`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from threading import get_ident
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
@@ -53,18 +54,18 @@ from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, WeightsRunner
 
 _REST_SECONDS = 0.002
-"""Time of a step of a paused engine, which does nothing."""
+"""Duration of an idle step of a paused engine."""
 
 
 class LLMEngine(Engine):
     """Requests, their scheduling, and the runner that computes them.
 
     Args:
-        config, runner: the engine's settings, and what runs its batches.
-        vocab_size, max_model_len: token ids of prompts are below it; most tokens of one request.
+        config, runner: the engine's settings, and the runner of its batches.
+        vocab_size, max_model_len: bound on token ids of prompts; most tokens of one request.
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
-        weights: changes the model's weights, and its memory; None if nothing does.
+        weights: changes the model's weights and memory; None if they cannot change.
 
     Attributes:
         step_histograms: sizes of steps, and times between tokens.
@@ -95,7 +96,7 @@ class LLMEngine(Engine):
             config.kvcache_block_size,
             config.enable_prefix_caching,
             kinds=runner.cache_kinds,
-            # The drafts of two steps may be in flight.
+            # Drafts of two steps may be in flight.
             max_chunk=config.max_num_batched_tokens + 2 * runner.num_drafts,
             host=None if memory is None else HostCache(memory, config.kvcache_block_size),
             num_clean_blocks=-(-2 * config.max_num_batched_tokens // config.kvcache_block_size),
@@ -111,7 +112,7 @@ class LLMEngine(Engine):
         self.limits = RequestLimits(
             vocab_size,
             max_model_len,
-            # Of tokens in all groups of layers, before any is released.
+            # Tokens that fit in all groups of layers, before any is released.
             num_kv_slots=runner.num_kvcache_blocks // len(runner.cache_kinds) * config.kvcache_block_size,
             max_stored_tokens=self.block_manager.max_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),
@@ -119,11 +120,11 @@ class LLMEngine(Engine):
         self.seeds = RequestSeeds(config.seed)
         self._request_ids = count()
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
-        # Unfinished ones, by the id of each of their sequences.
+        # Unfinished requests, by the id of each of their sequences.
         self._groups: dict[int, SequenceGroup] = {}
         self._inbox: deque[Sequence | Abort] = deque()
         self._make_constraint = make_constraint
-        # The tokens of the steps that the last `run_step` took in.
+        # Tokens of the steps that the last `run_step` collected.
         self._step_tokens = NewTokens()
         self._results = EngineOutputs()
         self._history = StatsHistory()
@@ -142,8 +143,8 @@ class LLMEngine(Engine):
         priority, seed = check_int("priority", priority), self.seeds.of(self.seeds.reserve(params.n))
         return self.enqueue(Request(token_ids, params, priority=priority, seed=seed))
 
+    @override
     def enqueue(self, request: Request) -> int:
-        """Queue a request that `limits` has passed, and return its id; its constraints are made in this thread."""
         self.require_open()
         params, num_outputs = request.params, request.params.n
         constraints: list[TokenConstraint | None] = [None] * num_outputs
@@ -168,28 +169,28 @@ class LLMEngine(Engine):
         return request_ids
 
     def step(self) -> StepResult:
-        """Plan and launch one step, and take in the results of the one before.
+        """Plan and launch one step, and collect the results of the previous one.
 
         Raises:
-            StepError: the step failed, or a request in it; the requests that it names are gone, the others stay. What
-                the step has brought them is in the next result.
+            StepError: the step failed, or a request in it; the requests that it names are dropped, the others stay.
+                Their tokens from the step are in the next result.
             RuntimeError: the engine is closed, or is driven by another thread, or by a caller of this one.
         """
         with self.driving():
-            # Results of earlier steps are still returned after a later one has lost the device.
+            # Results of earlier steps are still returned after a later step has lost the device.
             tokens = self.run_step() if self._runner is not None or not self._results else None
             return self._results.take_step(tokens)
 
     def run_step(self, wants_tokens: bool = False) -> NewTokens:
-        """Do a step for the call that drives the engine, and return its tokens; its results are kept.
+        """Run a step for the call that drives the engine, and return its tokens; its results are kept.
 
         Signals are deferred until the step ends, so that the scheduler's state stays consistent.
         """
         with deferred_signals():
-            # What waits for the gap between two steps comes first.
+            # Calls that wait for the gap between two steps come first.
             with self._turn:
                 pass
-            # `_alone`, without a generator's cost.
+            # Like `_alone`, without a generator's cost.
             with self._mutex:
                 self._enter()
                 try:
@@ -210,7 +211,7 @@ class LLMEngine(Engine):
                 step = runner.forward(batch)
                 self._in_flight.append((batch, runner.sample(step, self._make_masks(batch))))
         except BaseException as error:
-            # The steps before the one that failed are good.
+            # Steps before the failed one are valid.
             self._collect(0)
             self._fail(error)
             return tokens
@@ -229,7 +230,7 @@ class LLMEngine(Engine):
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Sequence):
-                # An abort may have come between the request's ids and its sequences.
+                # An abort may have come between adding the request and its sequences.
                 if message.seq_id in self._groups:
                     self.scheduler.add(message)
                 continue
@@ -246,7 +247,7 @@ class LLMEngine(Engine):
         """Return the masks of a batch whose forward pass is running, if it has any; see `Runner.sample`."""
         if not batch.masked:
             return None
-        # They follow from the tokens of the step before.
+        # Masks depend on the tokens of the previous step.
         if not self._collect(0):
             raise RuntimeError("the step before has failed, and the requests of this one with it")
         words = np.empty((len(batch.masked), -(-self.limits.vocab_size // 32)), dtype=np.int32)
@@ -254,7 +255,7 @@ class LLMEngine(Engine):
         for row, index in enumerate(batch.masked):
             seq = self.scheduler.find(batch.sampled_seq_ids[index])
             if seq is None or seq.constraint is None:
-                # It has just finished, and may sample anything.
+                # It has just finished; any token will do.
                 words[row] = -1
             else:
                 constrained.append((seq.constraint, row))
@@ -262,7 +263,7 @@ class LLMEngine(Engine):
         return words
 
     def _collect(self, depth: int) -> bool:
-        """Collect results until at most `depth` steps are under way; return whether no step failed."""
+        """Collect results until at most `depth` steps are under way; return whether all succeeded."""
         while len(self._in_flight) > depth:
             batch, handle = self._in_flight.popleft()
             try:
@@ -287,7 +288,7 @@ class LLMEngine(Engine):
         return True
 
     def _collect_last(self) -> None:
-        """Collect the step under way if its tokens are not waited for: they are past an EOS or a stop string."""
+        """Collect the step under way if its tokens are not needed: they are past an EOS or a stop string."""
         if self.scheduler.is_finished():
             self._collect(0)
 
@@ -298,7 +299,7 @@ class LLMEngine(Engine):
             self._results.finished.append((group.request_id, request_output(group)))
 
     def _abort(self, group: SequenceGroup) -> None:
-        """Drop the rest of a request."""
+        """Drop a request's remaining sequences."""
         self._forget(group)
         self.scheduler.abort(seq.seq_id for seq in group)
 
@@ -307,9 +308,9 @@ class LLMEngine(Engine):
             del self._groups[seq.seq_id]
 
     def _fail(self, error: BaseException) -> None:
-        """Drop every request in flight, with what they put into the cache; close the engine if the device is lost.
+        """Drop every request in flight and its blocks from the cache; close the engine if the device is lost.
 
-        An error that is no `Exception`, such as `SystemExit`, is raised again.
+        Errors that do not derive from `Exception`, such as `SystemExit`, are raised again.
         """
         self._in_flight.clear()
         # A request with several outputs fails with any of them.
@@ -329,13 +330,13 @@ class LLMEngine(Engine):
             raise error
 
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
-        """Drop requests, wherever they stand; see `Engine`.
+        """Drop requests, whatever their progress; see `Engine`.
 
-        Blocks are free at once; while another thread does a step, with the next one.
+        Blocks are freed at once, or with the next step if another thread is in one.
         """
         self._inbox.append(Abort(check_request_ids(request_ids), keep_outputs))
         with deferred_signals():
-            # Of two that come together the one that is first does both.
+            # If two calls race, the first does both.
             while self._inbox and not self._is_busy and self._mutex.acquire(blocking=False):
                 try:
                     if not self._is_busy:
@@ -344,8 +345,8 @@ class LLMEngine(Engine):
                 finally:
                     self._mutex.release()
 
+    @override
     def stop(self, outputs: list[tuple[int, int]]) -> None:
-        """End outputs, by request and index, whose text has come to a stop string; see `Engine`."""
         with deferred_signals(), self._in_turn():
             self._empty_inbox()
             for request_id, index in outputs:
@@ -356,49 +357,49 @@ class LLMEngine(Engine):
             self._collect_last()
 
     @property
+    @override
     def has_results(self) -> bool:
-        """Whether `take_results` has anything."""
         return not self._results.is_empty
 
     def take_results(self) -> EngineOutputs:
-        """Return, once, what steps have brought, for a caller who owns every request."""
+        """Return the results of steps, each once, for a caller that owns every request."""
         with self._in_turn():
             results, self._results = self._results, EngineOutputs()
         return results
 
+    @override
     def is_finished(self) -> bool:
-        """Whether no request is left, no step is under way, and every result has been returned."""
         return self.scheduler.is_finished() and not (self._in_flight or self._inbox or self._results)
 
     @property
+    @override
     def request_ids(self) -> set[int]:
-        """Ids of unfinished requests."""
         # Another thread may add one meanwhile.
         return {group.request_id for group in list(self._groups.values())}
 
     def is_drained(self) -> bool:
-        """Whether a pause that waits has nothing to wait for."""
+        """Whether a waiting pause has nothing left to wait for."""
         return self.scheduler.is_drained() and not self._in_flight
 
     def stats(self, *, now: bool = False) -> dict[str, int]:
-        """Return counters since the engine began, and the blocks in use now, whether `now` is asked for or not."""
+        """Return counters since the engine began and the blocks in use now, regardless of `now`."""
         return self.scheduler.counters()
 
     def histograms(self) -> StepHistograms:
-        """Return what steps have shown."""
+        """Return the histograms of steps so far."""
         return self.step_histograms
 
     def block_usage(self, most_cells: int) -> BlockUsage:
         """Return the state of the cache's blocks; see `block_usage`."""
         return block_usage(self.scheduler.block_manager, most_cells)
 
+    @override
     def stats_history(self) -> list[StatsSample]:
-        """Return the counters over time, oldest first; the last sample is of now."""
         return self._history.samples(self.stats())
 
     @property
+    @override
     def is_open(self) -> bool:
-        """Whether the engine takes requests and steps."""
         return self._runner is not None and not self._is_closing
 
     def require_open(self) -> Runner:
@@ -408,13 +409,13 @@ class LLMEngine(Engine):
         return self._runner
 
     @property
+    @override
     def state(self) -> EngineState:
-        """What holds steps up."""
         return self._state
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Hold the engine between two steps inside the `with` block; waits for the end of a step of another thread.
+        """Hold the engine between two steps inside the `with` block; waits for a step of another thread to end.
 
         Raises:
             RuntimeError: the engine is closed, or this thread is within a call that drives it.
@@ -430,24 +431,24 @@ class LLMEngine(Engine):
                 self._holds_steps = self.state.holds_steps
                 self._empty_inbox()
 
+    @override
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine, which are this one; see `Engine`."""
         return [getattr(self, method)(*args)]
 
     def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
-        """Write weights, of a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
+        """Write weights, from a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
         with self.between_steps(), self._changing_weights("load_weights"):
             loaded: LoadedWeights = self._weights.loader.load(weights, strict)
         return loaded
 
     def unload_adapter(self) -> bool:
-        """Take out the adapter that `load_weights` has merged, and return whether there was one."""
+        """Remove the adapter that `load_weights` has merged, and return whether there was one."""
         with self.between_steps(), self._changing_weights("unload_adapter"):
             return bool(self._weights.loader.unload_adapter().count)
 
     @contextmanager
     def _changing_weights(self, name: str) -> Iterator[None]:
-        """Note which weights are missing after the `with` block, also if it fails; name: of the call."""
+        """Record which weights are missing after the `with` block, even if it fails; name: of the call."""
         self._require_weights(name)
         was_missing = self.state.missing
         try:
@@ -461,12 +462,12 @@ class LLMEngine(Engine):
             self._weights.wake_up([])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prefix cache, and return whether no request holds blocks of it."""
+        """Forget the prefix cache, and return whether no request holds blocks from it."""
         with self.between_steps():
             return self.block_manager.reset()
 
     def pause(self, mode: PauseMode) -> None:
-        """Do no more steps, but those of requests that a "wait" waits for, which a later "keep" does not freeze."""
+        """Stop running steps, except for requests that mode "wait" waits for; a later "keep" does not freeze these."""
         with self.between_steps():
             if mode == "keep" and self.is_draining():
                 return
@@ -482,13 +483,13 @@ class LLMEngine(Engine):
         return state.pause_mode == "wait" and state.cannot_run is None and not self.is_drained()
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         with self.between_steps():
             self.scheduler.waiting.release_new()
             self.state.pause_mode = None
 
     def sleep(self, level: int) -> None:
-        """Give back the memory of weights, cache and CUDA graphs."""
+        """Release the memory of weights, cache and CUDA graphs."""
         with self.between_steps():
             self._require_rest("sleep")
             self.scheduler.preempt_all()
@@ -497,7 +498,7 @@ class LLMEngine(Engine):
             self.state.missing = self._weights.sleep(level == 1)
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take memory again for some of `SLEEP_TAGS`."""
+        """Allocate memory again for some of `SLEEP_TAGS`."""
         with self.between_steps():
             if woken := sorted(self.state.asleep.intersection(tags)):
                 self._weights.wake_up(woken)
@@ -520,7 +521,7 @@ class LLMEngine(Engine):
             raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
 
     def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
-        """Put something in the runner's place, between two steps."""
+        """Replace the runner by a wrapper around it, between two steps."""
         if self._runner is not None:
             self._runner = wrap(self._runner)
 

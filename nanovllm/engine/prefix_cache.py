@@ -1,12 +1,12 @@
-"""Finds blocks of the KV cache by what they hold.
+"""Finds blocks of the KV cache by their content.
 
-A block's key is the *identity* of the block before it, its own tokens as bytes, and what else its content depends on
-(`extra`: of a first block the request's salt). Identities are serial numbers that are never used again, so equal keys
-are equal prefixes (vLLM hashes both instead). The first block's parent is a *root*, another one for each group of
+A block's key is the *identity* of its parent block, its own tokens as bytes, and whatever else its content depends on
+(`extra`: the request's salt, for a first block). Identities are serial numbers that are never reused, so equal keys are
+equal prefixes (vLLM hashes both instead). The first block's parent is a *root*, a different one for each group of
 layers, and after each reset.
 
-The state of a recurrent layer at a block's end is found by a key as well: the block's identity, no tokens, and `extra`
-with the number of its group and of its block.
+The state of a recurrent layer at a block's end also has a key: the block's identity, no tokens, and `extra` with the
+numbers of its group and its block.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Iterable
 from itertools import count
 
 BlockKey = tuple[int, bytes, bytes]
-"""Parent's identity, tokens, extra. A dict compares the keys after their hashes."""
+"""Parent's identity, tokens, extra. A dict compares keys after their hashes."""
 ROOT_IDENTITY = 0
-"""The identity of the block before a first one; see `PrefixCache.root`."""
+"""Parent identity of first blocks; see `PrefixCache.root`."""
 
 
 class Block:
-    """One page of the cache. While it is in the prefix cache, `key` and `identity` tell its content.
+    """One page of the cache. While it is in the prefix cache, `key` and `identity` describe its content.
 
-    `num_hits` counts how often it was found there, whatever it held.
+    `num_hits` counts its prefix-cache hits, whatever its content was.
     """
 
     __slots__ = ("block_id", "identity", "key", "num_hits", "ref_count")
@@ -42,7 +42,7 @@ class BlockTable(list[int]):
     """Block ids of a sequence in one group of layers, by their index in the sequence.
 
     Attributes:
-        num_released: leading entries that mean nothing, since the sequence has released the blocks.
+        num_released: leading entries that are void, since the sequence has released the blocks.
         registered_identity: the identity of the block at the end of `Sequence.num_registered_blocks`.
     """
 
@@ -60,16 +60,16 @@ class BlockTable(list[int]):
 
 
 class EvictedPrefixes:
-    """Keys and identities of evicted blocks while a cached block follows; O(1) for each block.
+    """Keys and identities of evicted blocks that cached blocks still follow; O(1) per block.
 
-    A cached block is found by the identity of the block before it. Where layers have sliding windows, the head of a
-    prefix is freed, and evicted, before its tail, which is all that a sequence with this prefix needs.
+    A cached block is found by the identity of its parent. Where layers have sliding windows, the head of a prefix is
+    freed, and evicted, before its tail, although the tail is all that a sequence with this prefix needs.
     """
 
     def __init__(self) -> None:
         self._identities: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
-        # By identity: cached and evicted blocks that follow it directly.
+        # Number of cached and evicted blocks that directly follow each identity.
         self._num_children: Counter[int] = Counter()
 
     def find(self, key: BlockKey) -> int | None:
@@ -77,7 +77,7 @@ class EvictedPrefixes:
         return self._identities.get(key)
 
     def on_registered(self, key: BlockKey) -> int | None:
-        """Note that a block is cached; returns the identity by which others follow it already."""
+        """Record that a block is cached; return its existing identity if children still refer to it."""
         identity = self._identities.pop(key, None)
         if identity is None:
             self._num_children[key[0]] += 1
@@ -86,7 +86,7 @@ class EvictedPrefixes:
         return identity
 
     def on_evicted(self, key: BlockKey, identity: int) -> None:
-        """Note that a block is evicted; forgets it, and what came before it, if nothing that is cached follows."""
+        """Record that a block is evicted; forget it and its ancestors if no cached block follows."""
         self._identities[key], self._keys[identity] = identity, key
         last = identity
         while not self._num_children[last] and last in self._keys:
@@ -98,7 +98,7 @@ class EvictedPrefixes:
                 del self._num_children[last]
 
     def check_integrity(self, cached: dict[BlockKey, int]) -> None:
-        """Assert that exactly what is needed is here, given the identities of cached blocks; for tests."""
+        """Assert that exactly the needed entries exist, given the identities of cached blocks; for tests."""
         keys = [*cached, *self._identities]
         assert self._num_children == Counter(parent for parent, _, _ in keys), "children are miscounted"
         assert self._keys == {identity: key for key, identity in self._identities.items()}
@@ -110,13 +110,13 @@ class PrefixCache:
     """Finds blocks by their keys, in use or not.
 
     Args:
-        block_size: tokens of a block.
+        block_size: tokens per block.
         num_groups: groups of layers.
-        has_gaps: whether a prefix can be usable though blocks of it are missing.
+        has_gaps: whether a prefix can be usable with blocks missing.
 
     Attributes:
         blocks: by key.
-        num_resets: how often everything was forgotten.
+        num_resets: number of resets so far.
     """
 
     def __init__(self, block_size: int, num_groups: int, has_gaps: bool) -> None:
@@ -127,7 +127,7 @@ class PrefixCache:
         self._evicted = EvictedPrefixes() if has_gaps else None
 
     def root(self, num_resets: int, group: int) -> int:
-        """Return the identity that first blocks have as their parent."""
+        """Return the parent identity of first blocks."""
         return ROOT_IDENTITY - (num_resets * self._num_groups + group)
 
     def block_tokens(self, token_ids: array[int], index: int) -> bytes:
@@ -135,7 +135,7 @@ class PrefixCache:
         return token_ids[index * self._block_size : (index + 1) * self._block_size].tobytes()
 
     def match(self, root: int, token_ids: array[int], extra: bytes, most: int) -> list[Block | None]:
-        """Return a prefix's leading blocks, `most` at most; None for one that was evicted while others follow it."""
+        """Return at most `most` leading blocks of a prefix; None for an evicted block that others follow."""
         matched: list[Block | None] = []
         identity = root
         for i in range(most):
@@ -151,7 +151,7 @@ class PrefixCache:
         return matched
 
     def add(self, block: Block, key: BlockKey, identity: int | None) -> None:
-        """Let a block be found by a key; `identity` is that by which others follow it elsewhere, if they do."""
+        """Make a block findable by a key; `identity` is its existing one, if blocks elsewhere refer to it."""
         block.key = key
         if self._evicted is not None:
             identity = self._evicted.on_registered(key)
@@ -159,7 +159,7 @@ class PrefixCache:
         self.blocks[key] = block
 
     def remove(self, block: Block) -> None:
-        """Remove a block, if it is here."""
+        """Remove a block, if present."""
         if block.key is not None:
             del self.blocks[block.key]
             if self._evicted is not None:
@@ -167,7 +167,7 @@ class PrefixCache:
             block.key = None
 
     def reset(self) -> None:
-        """Forget all blocks; those in use keep their keys, but are not found any more."""
+        """Forget all blocks; blocks in use keep their keys, but are no longer found."""
         self.num_resets += 1
         self._evicted = None if self._evicted is None else EvictedPrefixes()
         for key, block in list(self.blocks.items()):
@@ -178,7 +178,7 @@ class PrefixCache:
                 self._evicted.on_registered(key)
 
     def check_integrity(self, blocks: Iterable[Block]) -> dict[BlockKey, int]:
-        """Assert that exactly the blocks that have keys can be found; returns their identities. For tests."""
+        """Assert that exactly the blocks with keys can be found; return their identities. For tests."""
         identities = {block.key: block.identity for block in blocks if block.key is not None}
         assert {key: block.identity for key, block in self.blocks.items()} == identities
         for key, block in self.blocks.items():

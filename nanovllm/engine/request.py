@@ -1,7 +1,7 @@
-"""Requests as plain data, which every engine takes, in this process or in another; their seeds and limits.
+"""Requests as plain data, accepted by every engine, in this process or another; their seeds and limits.
 
-What lives while a request runs is made where it is needed: constraints by the engine (`MakeConstraint`), text by the
-front end.
+State that lives while a request runs is made where it is needed: constraints by the engine (`MakeConstraint`), text by
+the front end.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Grammar:
 
     Attributes:
         text: in the form that is compiled.
-        is_choice: whether it lists texts, which compile sooner than a pattern of that length.
-        num_bytes: memory that it takes compiled; 0 if that was not measured.
-        compiled: of this process; it does not go along to another one.
+        is_choice: whether it lists texts, which compile faster than a pattern of that length.
+        num_bytes: memory that it takes compiled; 0 if not measured.
+        compiled: for this process only; not pickled.
     """
 
     text: str
@@ -42,7 +42,7 @@ class Grammar:
         return Grammar, (self.text, self.is_choice, self.num_bytes)
 
 
-# Not frozen: that triples the time to make one.
+# Not frozen, which would triple the time to make one.
 @dataclass(slots=True, eq=False)
 class Request:
     """A request that an engine can serve; see `InputProcessor` and `RequestLimits`.
@@ -50,13 +50,13 @@ class Request:
     Attributes:
         token_ids: the prompt.
         params: in range.
-        prompt: its text, if it came as one.
+        prompt: its text, if given as text.
         priority: lower ones run first.
-        cache_salt: blocks of the prefix cache are shared only with requests that have the same one, or none as well.
+        cache_salt: blocks of the prefix cache are shared only among requests with equal salt (or without one).
         pooling: "last" or "mean" asks for the hidden states of the prompt.
         bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that are never generated.
-        grammar: what the outputs match.
-        is_streamed: whether its tokens are wanted as they come.
+        grammar: pattern that the outputs match.
+        is_streamed: whether its tokens are reported as they are generated.
         seed: of its noise unless `params` has one; from `RequestSeeds`.
     """
 
@@ -74,12 +74,12 @@ class Request:
 
     @property
     def reports_tokens(self) -> bool:
-        """Whether the engine reports its tokens as they come: a client reads them, or looks for stop strings."""
+        """Whether the engine reports each token as generated: a client reads them, or looks for stop strings."""
         return self.is_streamed or self.params.stop is not None
 
     @property
     def cache_extra(self) -> bytes:
-        """What the cache's blocks depend on beside tokens; see `PrefixCache`."""
+        """Content of the cache keys besides tokens; see `PrefixCache`."""
         return b"" if self.cache_salt is None else b"salt " + self.cache_salt.encode()
 
     @property
@@ -116,14 +116,14 @@ class TokenConstraint(Protocol):
     """Restricts the next token of an output."""
 
     def accept(self, token_id: int) -> None:
-        """Follow a token of the output, its last one included; an error fails the request alone."""
+        """Advance by a token of the output, including its last; an error fails only this request."""
 
     def fill(self, constraints: list[tuple[Any, int]], words: np.ndarray) -> None:
         """Write the masks of constraints of this kind.
 
         Args:
             constraints: each with its row of words.
-            words: [_, ceil(vocab_size / 32)] int32; a bit for each token. The rows' content is undefined before.
+            words: [_, ceil(vocab_size / 32)] int32; a bit for each token. Rows start undefined.
         """
 
 
@@ -137,11 +137,11 @@ def fill_rows(constraints: Iterable[tuple[TokenConstraint, int]], words: np.ndar
 
 
 MakeConstraint = Callable[[Request], "TokenConstraint | None"]
-"""Makes the constraint of one output, at its start, of a request that `is_constrained`; from any thread."""
+"""Makes an output's constraint at its start, for a request that `is_constrained`; callable from any thread."""
 
 
 def no_constraint(request: Request) -> None:
-    """Refuse a request that needs constraints: the `MakeConstraint` of an engine that has none.
+    """Refuse a request that needs constraints: the `MakeConstraint` of an engine without support for them.
 
     Raises:
         ValueError: always.
@@ -150,10 +150,10 @@ def no_constraint(request: Request) -> None:
 
 
 class RequestSeeds:
-    """Numbers the outputs that users ask for; the noise of an output follows from the engine's seed and its number.
+    """Numbers the outputs that users ask for; an output's noise follows from the engine's seed and its number.
 
-    A request carries its seed, so that its tokens do not depend on when it runs, nor on which engine. Any thread may
-    take numbers.
+    A request carries its seed, so that its tokens depend neither on when it runs nor on which engine. Any thread may
+    reserve numbers.
 
     Args:
         seed: the engine's; None draws one.
@@ -166,7 +166,7 @@ class RequestSeeds:
         self._lock = Lock()
 
     def reserve(self, num_outputs: int) -> int:
-        """Return the first of `num_outputs` consecutive numbers, which no other call gets."""
+        """Return the first of `num_outputs` consecutive numbers, reserved for this call."""
         with self._lock:
             first, self._num_taken = self._num_taken, self._num_taken + num_outputs
         return first
@@ -185,9 +185,9 @@ class RequestLimits:
     """The limits that a request must keep to.
 
     Attributes:
-        vocab_size: token ids of prompts are below it.
+        vocab_size: bound on token ids of prompts.
         max_model_len: most tokens of one request, prompt and output together.
-        num_kv_slots: tokens that the KV cache holds at least: more where sliding windows release their blocks.
+        num_kv_slots: tokens that the KV cache holds at least; more where sliding windows release their blocks.
         max_stored_tokens: most tokens of one request whose keys and values are stored, not always all at once.
         max_logprobs: most log-probabilities at a position.
     """
@@ -222,14 +222,14 @@ class RequestLimits:
         return checked
 
     def num_logprobs(self, given: int | None) -> int | None:
-        """Return how many log-probabilities a request asks for at a position; -1 stands for the whole vocabulary."""
+        """Return how many log-probabilities a request asks for per position; -1 stands for the whole vocabulary."""
         return self.vocab_size if given == -1 else given
 
     def check_without_text(self, params: Any) -> SamplingParams:
-        """Do the same for a request of an engine that has no tokenizer.
+        """Like `check_params`, for an engine without a tokenizer.
 
         Raises:
-            ValueError: see `check_params`, or a parameter that needs text.
+            ValueError: see `check_params`; or a parameter needs text.
         """
         checked = self.check_params(params)
         for name in ("stop", "bad_words", "structured_outputs"):
@@ -245,7 +245,7 @@ class RequestLimits:
             params: from `check_params`.
 
         Raises:
-            ValueError: it cannot; says what is out of bounds.
+            ValueError: it cannot; the message says what is out of bounds.
         """
         try:
             token_ids = check_token_ids(prompt, self.vocab_size)
@@ -264,7 +264,7 @@ class RequestLimits:
             raise ValueError(
                 f"prompt_logprobs_start={params.prompt_logprobs_start} is over the prompt's {num_prompt_tokens} tokens"
             )
-        # The last token is returned and never computed, so its keys and values are not stored.
+        # The last token is returned but never computed, so its keys and values are not stored.
         num_stored = max(num_prompt_tokens, num_prompt_tokens + self.max_tokens(num_prompt_tokens, params) - 1)
         if num_stored > self.max_stored_tokens:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Makes the output of a request from its finished sequences."""
+"""Builds the output of a request from its finished sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanovllm.runner.messages import TokenLogprobs
 def request_output(group: SequenceGroup) -> RequestOutput:
     """Return the output, without text, of a request whose sequences are finished."""
     first = group[0]
-    # The field takes an array as well.
+    # The field accepts an array as well.
     tokens: Any = first.request.token_ids
     return RequestOutput(
         request_id=first.seq_id,
@@ -35,7 +35,7 @@ def _hidden_states(seq: Sequence) -> Any:
 
 
 def _metrics(seqs: list[Sequence]) -> RequestMetrics:
-    """Return the times of a request, which ends with the last of its outputs."""
+    """Return the times of a request, which ends with its last output."""
     first = seqs[0].metrics
     if len(seqs) == 1:
         return first
@@ -53,9 +53,9 @@ def _completion_output(seq: Sequence) -> CompletionOutput:
 
 
 def _prompt_logprobs(seq: Sequence) -> Logprobs[dict[int, Logprob] | None] | None:
-    """Return the log-probabilities of a prompt's tokens, None for a token without.
+    """Return the log-probabilities of a prompt's tokens, None for a token without any.
 
-    None if they were not asked for, or if the request was aborted before its prompt was computed.
+    Returns None if they were not asked for, or if the request was aborted before its prompt was computed.
     """
     if seq.params.prompt_logprobs is None or seq.wants_prompt_outputs:
         return None

@@ -1,14 +1,14 @@
 """Decides which sequences run in the next step, and how many tokens of each.
 
-A row of a step is a sequence and the tokens that it computes: computed tokens catch up with those that exist. A
-sequence that has caught up computes its newest token, one that is behind (it is new, or was preempted) a chunk of what
-it lacks. Sequences that have caught up come first, and the others have the rest of one token budget, so that a long
+A row of a step is a sequence and the tokens that it computes: computed tokens catch up with existing ones. A sequence
+that has caught up computes its newest token; one that is behind (new or preempted) computes a chunk of its missing
+tokens. Sequences that have caught up come first, and the others share the rest of the token budget, so that a long
 prompt stalls no other row (chunked prefill, Sarathi-Serve, Agrawal et al. 2024). When the cache is full, the newest
 sequence loses its blocks and is computed again later (preemption by recomputation, vLLM, Kwon et al. 2023). Planning
-needs counts alone, never the values of tokens in flight, so a step can be planned while the one before it still runs.
+needs counts only, never the values of tokens in flight, so a step can be planned while the previous one runs.
 
 Running and waiting sequences are ordered by `Sequence.sort_key`: by priority, then by arrival. The last running one is
-the one to preempt. The first is preempted only for a waiting one of higher priority, so that one always makes progress.
+preempted first. The first is preempted only for a waiting one of higher priority, so that one always makes progress.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
 @dataclass
 class StepChanges:
-    """What the tokens of a step have changed.
+    """Changes made by the tokens of a step.
 
     Attributes:
         seq_ids, token_ids: the step's tokens, each with the id of its sequence.
-        dropped: ids of sequences that had finished before their tokens came, which do not count.
+        dropped: ids of sequences that finished before their tokens came, which do not count.
         finished: sequences that are complete.
-        failed: sequences whose constraint has raised, and what; they are gone.
-        new_tokens: of requests that report them.
+        failed: sequences whose constraint raised, and the error; they are dropped.
+        new_tokens: tokens of requests that stream.
     """
 
     seq_ids: list[int]
@@ -50,9 +50,9 @@ class StepChanges:
 
 @dataclass
 class SchedulerStats:
-    """Counts since the scheduler began. Prompt and cached tokens count once a request, when it is first admitted.
+    """Counts since the scheduler began. Prompt and cached tokens count once per request, at first admission.
 
-    Of clipped keys and values see `StepOutput`.
+    For clipped keys and values see `StepOutput`.
     """
 
     num_steps: int = 0
@@ -68,9 +68,9 @@ class Scheduler:
 
     Args:
         block_manager: gives sequences their blocks.
-        max_num_running: sequences that may run at once, and so the number of slots.
-        max_num_batched_tokens: tokens of one step.
-        max_model_len: tokens of one sequence.
+        max_num_running: most sequences that run at once, which is the number of slots.
+        max_num_batched_tokens: most tokens of one step.
+        max_model_len: most tokens of one sequence.
         eos_token_ids: tokens that end an output, unless its request ignores them.
         num_drafts: see `Runner`.
     """
@@ -92,7 +92,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self.waiting = WaitingQueue()
-        # Sorted; there are no more than slots.
+        # Sorted; at most one per slot.
         self.running: list[Sequence] = []
         # The running sequences that have caught up.
         num_drafts = 0 if block_manager.has_states else num_drafts
@@ -102,10 +102,10 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         # Tokens that the step being planned has room for.
         self._budget = 0
-        # Running sequences that are behind: those that load blocks, then one that has had a chunk. No other is
+        # Running sequences that are behind: first the ones that load blocks, then one that had a chunk. No other is
         # admitted before it has caught up.
         self._behind: list[Sequence] = []
-        # Unfinished sequences that are sampled by more than a temperature.
+        # Unfinished sequences whose sampling needs more than a temperature.
         self._num_extra = 0
 
     def add(self, seq: Sequence) -> None:
@@ -120,8 +120,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan one step; None if nothing can run now.
 
-        Preemption is settled (by priorities, and by the rows that have caught up) before any block of the step is
-        registered (by chunks).
+        Preemption (by priorities, and by the rows that have caught up) comes before any block of the step is registered
+        (by chunks).
         """
         if not self.waiting and not self.running:
             return None
@@ -170,7 +170,7 @@ class Scheduler:
             budget -= seq.num_tokens
 
     def _num_begun_tokens(self, priority: int) -> int:
-        """Return the tokens that running sequences of at least this priority are behind."""
+        """Return how many tokens the running sequences of at least this priority are behind."""
         begun = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.priority <= priority]
         return sum([seq.num_tokens - seq.num_computed_tokens for seq in begun])
 
@@ -183,7 +183,7 @@ class Scheduler:
         return list(islice(self.waiting.in_order(), len(self.running)))
 
     def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Plan a row for every sequence that has caught up; return those that end with it."""
+        """Plan a row for every sequence that has caught up; return the ones that end with it."""
         for seq in self.steady.without_room():
             self._make_room(seq, batch)
         batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(self._budget)
@@ -191,9 +191,9 @@ class Scheduler:
         return ending
 
     def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> None:
-        """Give a running sequence the blocks for its next token, if need be from the newest one, or none of them.
+        """Give a running sequence blocks for its next token, preempting the newest if needed; all groups or no group.
 
-        Drafts get blocks that are free.
+        Drafts only get blocks that are free.
         """
         num_new = self.steady.most_new(seq) if seq.status is SequenceStatus.RUNNING else 0
         if not num_new:
@@ -202,7 +202,7 @@ class Scheduler:
         manager.release_outside_window(seq)
         while groups := manager.lacking_groups(seq):
             if manager.num_free_blocks < len(groups):
-                # Those already in the batch come before this one, so the last is never one of them.
+                # Sequences already in the batch come before this one, so the last is never among them.
                 self._preempt(last := self.running[-1])
                 if last is seq:
                     return
@@ -216,11 +216,11 @@ class Scheduler:
         self.steady.note_room(seq, manager.capacity(seq))
 
     def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Plan chunks of running and waiting sequences that are behind; return those that catch up.
+        """Plan chunks of running and waiting sequences that are behind; return the ones that catch up.
 
-        A sequence some of whose blocks this step loads from the host's memory gets its first chunk one step later, so
-        that other rows do not wait for the copies. If there are no others, the step itself waits for its loads, on the
-        device, and computes these sequences.
+        A sequence whose blocks this step loads from host memory gets its first chunk one step later, so that other rows
+        do not wait for the copies. If there are no others, the step itself waits for its loads, on the device, and
+        computes these sequences.
         """
         before = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.is_behind]
         loading: list[Sequence] = []
@@ -238,7 +238,7 @@ class Scheduler:
     ) -> list[Sequence]:
         """Plan chunks of running sequences, then of waiting ones, while there is budget; see `_schedule_behind`.
 
-        The next step, in which others have their next tokens, waits for what this one loads. Once that is more than the
+        The next step, in which others get their next tokens, waits for the loads of this one. Once they exceed what the
         link copies in a small step, a sequence that would load more is admitted in the next one.
 
         Args:
@@ -260,9 +260,9 @@ class Scheduler:
         return caught_up
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
-        """Move the head of the queue to the running, if budget, slots, blocks and what is to be loaded allow."""
+        """Move the head of the queue to the running sequences, if budget, slots, blocks and pending loads allow."""
         seq, manager = self.waiting.first() if self._free_slots and self._budget else None, self.block_manager
-        # A preempted sequence waits for its token in flight, which it will need as input.
+        # A preempted sequence waits for its token in flight, which is its next input.
         if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq):
             return None
         if not manager.allocate(seq):
@@ -309,20 +309,20 @@ class Scheduler:
         if seq.num_tokens >= most_tokens:
             self._end_by_count(seq)
         else:
-            # Nothing more is given in this step. Another output of the request may yet share them.
+            # No more blocks are given in this step. Another output of the request may yet share them.
             if not seq.siblings:
                 self.block_manager.release_outside_window(seq)
             self.steady.add(seq, most_tokens, first_step)
             self.steady.note_room(seq, self.block_manager.capacity(seq))
 
     def _most_tokens(self, seq: Sequence) -> int:
-        """Return the tokens, prompt and output, with which a sequence ends."""
+        """Return the number of tokens, prompt and output, at which a sequence ends."""
         if seq.max_tokens is None:
             return self.max_model_len
         return min(self.max_model_len, seq.num_prompt_tokens + seq.max_tokens)
 
     def _end_by_count(self, seq: Sequence) -> None:
-        """Free what a sequence holds; its last token is sampled in this step."""
+        """Free the blocks and slot of a sequence whose last token is sampled in this step."""
         self.block_manager.register(seq)
         self._free(seq)
         seq.status = SequenceStatus.ENDING
@@ -334,7 +334,7 @@ class Scheduler:
         self.stats.num_preemptions += 1
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
-        """Add a step's tokens to their sequences, and finish those that end."""
+        """Add a step's tokens to their sequences, and finish sequences that end."""
         changes = StepChanges(batch.sampled_seq_ids, output.token_ids)
         self._note_first_tokens(batch)
         if output.offsets is None:
@@ -353,7 +353,7 @@ class Scheduler:
     def _take_ragged(
         self, batch: ScheduledBatch, output: StepOutput, offsets: np.ndarray, changes: StepChanges
     ) -> None:
-        """Take in the tokens of a step with drafts, row by row; put into `changes` the tokens that count."""
+        """Process the tokens of a step with drafts, row by row; add the tokens that count to `changes`."""
         lens = np.diff(offsets).tolist()
         seq_ids = [seq_id for seq_id, n in zip(batch.sampled_seq_ids, lens, strict=True) for _ in range(n)]
         _take_logprobs(seq_ids, batch, output, self._sequences)
@@ -369,7 +369,7 @@ class Scheduler:
         changes.dropped.clear()
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
-        """Add the tokens of one row, planned to compute `num_new`, to its sequence; return how many of them count."""
+        """Add the tokens of a row planned to compute `num_new` to its sequence; return how many of them count."""
         seq = self._sequences.get(seq_id)
         # An EOS is seen one step late: the token sampled after it is dropped.
         if seq is None:
@@ -383,9 +383,9 @@ class Scheduler:
         for count, token_id in enumerate(token_ids, 1):
             seq.append(token_id)
             try:
-                # Most sequences are not watched, and need not pay for a call.
+                # Most sequences are not watched, and should not pay for a call.
                 ends = self._watch(seq, token_id, changes) if seq.is_watched else token_id in seq.end_token_ids
-            # The error fails this sequence alone. A panic of a native library derives from BaseException.
+            # The error fails only this sequence. A panic of a native library derives from BaseException.
             except BaseException as error:
                 self._finish(seq, "abort")
                 changes.failed.append((seq, error))
@@ -405,7 +405,7 @@ class Scheduler:
         return len(seq.token_ids) >= self._most_tokens(seq)
 
     def _watch(self, seq: Sequence, token_id: int, changes: StepChanges) -> bool:
-        """Pass a token to the sequence's constraint, and report it; returns whether the output ends with it."""
+        """Pass a token to the sequence's constraint, and report it; return whether the output ends with it."""
         is_end = token_id in seq.end_token_ids
         if is_end and token_id in (seq.params.stop_token_ids or ()):
             seq.stop_reason = token_id
@@ -419,7 +419,7 @@ class Scheduler:
         return is_end
 
     def _note_first_tokens(self, batch: ScheduledBatch) -> None:
-        """Note the time of the first tokens of outputs, which follow chunks."""
+        """Record the time of the first tokens of outputs, which follow chunks."""
         now = time.monotonic()
         for seq_id in batch.sampled_seq_ids[len(batch.rows) :]:
             seq = self._sequences.get(seq_id)
@@ -431,7 +431,7 @@ class Scheduler:
         self._finish(seq, "stop")
 
     def abort(self, seq_ids: Iterable[int]) -> None:
-        """Drop sequences where they stand. Their blocks are free at once: later writes come after those in flight."""
+        """Drop sequences at once. Their blocks are free: later writes come after any in flight."""
         for seq_id in seq_ids:
             seq = self._sequences.get(seq_id)
             if seq is not None:
@@ -442,9 +442,9 @@ class Scheduler:
         return self._sequences.get(seq_id)
 
     def fail_in_flight(self) -> list[Sequence]:
-        """Drop every sequence in a step without a result, and all that such steps put into the prefix cache."""
+        """Drop every sequence in a step without a result, and all blocks that such steps registered."""
         waiting = SequenceStatus.WAITING
-        # What waits has blocks if it could not be admitted because some of them could not be read.
+        # A waiting sequence has blocks if it could not be admitted because some could not be read.
         failed = [seq for seq in self.sequences if seq.status is not waiting or seq.num_in_flight or seq.block_tables]
         self.abort([seq.seq_id for seq in failed])
         self.block_manager.rollback()
@@ -455,11 +455,11 @@ class Scheduler:
         return not self._sequences
 
     def is_drained(self) -> bool:
-        """Whether all sequences left have come since the queue was held; see `WaitingQueue.hold_new`."""
+        """Whether all sequences left arrived after the queue was held; see `WaitingQueue.hold_new`."""
         return len(self._sequences) == self.waiting.num_held
 
     def preempt_all(self) -> None:
-        """Take the blocks of all running sequences, which are computed again."""
+        """Preempt all running sequences, which are computed again later."""
         for seq in list(reversed(self.running)):
             self._preempt(seq)
 
@@ -469,7 +469,7 @@ class Scheduler:
         return self._sequences.values()
 
     def counters(self) -> dict[str, int]:
-        """Return the stats, and how many sequences and blocks are in use now."""
+        """Return the stats, and the sequences and blocks in use now."""
         return {
             **asdict(self.stats),
             "num_running": len(self.running),
@@ -489,16 +489,16 @@ class Scheduler:
             self.block_manager.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
-        # Of tokens after the last one.
+        # Drop records of tokens after the last one.
         del seq.logprobs[(len(seq.token_ids) - seq.num_prompt_tokens) * seq.record_bytes :]
-        # They refer to one another, and would wait for the garbage collector.
+        # Siblings refer to one another, and would wait for the garbage collector.
         seq.siblings = ()
         seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
         self._num_extra -= seq.has_extra
         del self._sequences[seq.seq_id]
 
     def _free(self, seq: Sequence, is_preempted: bool = False) -> None:
-        """Take a running sequence's blocks and its slot."""
+        """Release a running sequence's blocks and its slot."""
         del self.running[bisect_left(self.running, seq.sort_key, key=sort_key)]
         self.steady.discard(seq)
         self.block_manager.free(seq, is_preempted)
@@ -507,12 +507,14 @@ class Scheduler:
 
 
 class WaitingQueue:
-    """A heap by `Sequence.sort_key`: O(log n) to add, O(1) to remove, whose entry is dropped when it comes first."""
+    """A heap by `Sequence.sort_key`: O(log n) to add, O(1) to remove; a removed entry is dropped when it comes
+    first.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], int]] = []
         self._sequences: dict[int, Sequence] = {}
-        # Sequences that have come since `hold_new`, which do not run; None if the queue is not held.
+        # Sequences added since `hold_new`, which do not run; None if the queue is not held.
         self._held: dict[int, Sequence] | None = None
 
     def __len__(self) -> int:
@@ -535,11 +537,11 @@ class WaitingQueue:
             self._sequences[seq.seq_id] = self._held[seq.seq_id] = seq
 
     def hold_new(self) -> None:
-        """Hold back sequences that come from now on, until `release_new`."""
+        """Hold back sequences added from now on, until `release_new`."""
         self._held = {} if self._held is None else self._held
 
     def release_new(self) -> None:
-        """Let the sequences run that have come meanwhile."""
+        """Let the held sequences run."""
         held, self._held = self._held or {}, None
         for seq in held.values():
             self.add(seq)
@@ -550,13 +552,13 @@ class WaitingQueue:
         return len(self._held or ())
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence, whatever its position."""
+        """Remove a sequence, wherever it is in the queue."""
         del self._sequences[seq.seq_id]
         if self._held is not None:
             self._held.pop(seq.seq_id, None)
 
     def first(self) -> Sequence | None:
-        """Return the sequence that is to run next, if there is one."""
+        """Return the next sequence to run, if there is one."""
         while self._heap:
             seq = self._sequences.get(self._heap[0][1])
             if seq is not None:
@@ -565,7 +567,7 @@ class WaitingQueue:
         return None
 
     def in_order(self) -> Iterator[Sequence]:
-        """Iterate over the sequences in the order in which they are to run; the queue must not change meanwhile."""
+        """Iterate over the sequences in the order in which they run; the queue must not change meanwhile."""
         # Children of a heap's entry come after it: the next entry is a child of those seen so far.
         seen = [(self._heap[0], 0)] if self._heap else []
         before = -1
@@ -574,7 +576,7 @@ class WaitingQueue:
             for child in (2 * index + 1, 2 * index + 2):
                 if child < len(self._heap):
                     heappush(seen, (self._heap[child], child))
-            # A sequence that was taken out and came back has two entries.
+            # A sequence that was removed and added again has two entries.
             if seq_id in self._sequences and seq_id != before:
                 yield self._sequences[seq_id]
             before = seq_id
@@ -583,7 +585,7 @@ class WaitingQueue:
 def _take_logprobs(
     seq_ids: list[int], batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]
 ) -> None:
-    """Give sequences their log-probabilities, and what chunks of their prompts were asked for.
+    """Give sequences their log-probabilities, and the requested outputs of their prompts' chunks.
 
     Args:
         seq_ids: the sequence of each token.

@@ -1,8 +1,8 @@
-"""Sequences: the outputs of requests, with their tokens and counts, which the scheduler and the block manager write.
+"""Sequences: the outputs of requests, with their tokens and counts, written by the scheduler and the block manager.
 
-A running sequence has *caught up* when its newest token is the only one left to compute. Those that have are rows of
-one table of arrays (`SteadyRows`): a step changes all rows by adding to an array, and finds the few that need attention
-(a full block, a limit, the end of the output, a reader) by comparison. Only they go through the code for one sequence,
+A running sequence has *caught up* when its newest token is the only one left to compute. Such sequences are rows of one
+table of arrays (`SteadyRows`): a step changes all rows by adding to an array, and finds the few that need attention (a
+full block, a limit, the end of the output, a reader) by comparison. Only these go through the code for one sequence,
 which reads counts and tokens from the table (`Sequence.num_tokens`, `Sequence.token_ids`).
 """
 
@@ -24,9 +24,9 @@ from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, To
 from nanovllm.sampling_params import SamplingExtra
 
 _MAX_END_TOKENS = 4
-"""End tokens of an output that are looked for in all rows at once; a request with more is watched."""
+"""End tokens per output that are compared in all rows at once; a request with more is watched."""
 _FEW_ROWS = 8
-"""Up to this number all rows get attention, which is faster: 8 rows take 20 us, and 40 us by indexing arrays."""
+"""Up to this number, all rows get attention, which is faster: 8 rows take 20 us, and 40 us by indexing arrays."""
 _NEVER = np.iinfo(np.int64).max
 sort_key = attrgetter("sort_key")
 
@@ -48,14 +48,14 @@ class SequenceGroup(list["Sequence"]):
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands."""
+    """The stages of a sequence's life."""
 
     WAITING = auto()
-    """Queued; holds no block and no slot. A preempted sequence is back here, maybe with a token still in flight."""
+    """Queued; holds no block and no slot. A preempted sequence returns here, maybe with a token still in flight."""
     RUNNING = auto()
     """Holds a slot and blocks until it ends or is preempted."""
     ENDING = auto()
-    """Its last token is in flight (a stop by count is known when planning); holds nothing any more."""
+    """Its last token is in flight (a stop by count is known when planning); it holds nothing any more."""
     FINISHED = auto()
     """Its text is complete, or it was aborted."""
 
@@ -63,13 +63,13 @@ class SequenceStatus(Enum):
 class Sequence:
     """One output of a request.
 
-    Three counts tell where it is, and the difference between them is what makes overlapped steps possible:
-    `len(token_ids)` tokens whose values are known here, `num_tokens` that exist (the newest may so far exist on the
-    device alone), and `num_computed_tokens` whose keys and values are stored or planned to be. Once it has caught up,
-    these are in the table `rows`.
+    Three counts describe its progress, and their differences make overlapped steps possible: `len(token_ids)` tokens
+    whose values are known here, `num_tokens` that exist (the newest may so far exist only on the device), and
+    `num_computed_tokens` whose keys and values are stored or planned to be. Once it has caught up, these are in the
+    table `rows`.
 
-    A step may compute drafts, and return fewer tokens than it was planned for. Until its result is known, `num_tokens`
-    and `num_computed_tokens` count all that it may return; `num_unsure` of them may turn out not to exist.
+    A step may compute drafts, and return fewer tokens than planned. Until its result is known, `num_tokens` and
+    `num_computed_tokens` count all that it may return; `num_unsure` of them may turn out not to exist.
     """
 
     # fmt: off
@@ -124,7 +124,7 @@ class Sequence:
         # The id of the first sequence of its request.
         self.request_id = seq_id
         self.request = request
-        # Its slices go as they are to hashes, to numpy and to other processes.
+        # Its slices go unchanged to hashes, to numpy and to other processes.
         self._token_ids = request.token_ids[:]
         self.num_prompt_tokens = len(self._token_ids)
         self.params = params
@@ -132,23 +132,23 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        # Which output of its request it is, and what masks its tokens.
+        # Its index among the outputs of its request, and the constraint that masks its tokens.
         self.index = index
         self.constraint = constraint
         # All sequences of a request with several outputs, until this one has finished.
         self.siblings: typing.Sequence[Sequence] = ()
-        # The most tokens of its output; None has no limit but the model's length.
+        # The most tokens of its output; None is limited only by the model's length.
         self.max_tokens = params.max_tokens
-        # Whether its tokens are sampled by more than a temperature.
+        # Whether its sampling needs more than a temperature.
         self.has_extra = constraint is not None or params.has_extra
         # Tokens that end the output; the scheduler adds the model's.
         self.end_token_ids: frozenset[int] = frozenset()
-        # Whether the host must look at each token: others may end it, or they are reported as they come.
+        # Whether the host must check each token: other tokens may end it, or tokens are streamed.
         self.is_watched = bool(constraint or params.stop_token_ids or request.reports_tokens)
         # A record for each token of the output, see `nanovllm.outputs`, and the size of one.
         self.logprobs = bytearray()
         self.record_bytes = record_bytes(params.logprobs)
-        # What chunks have computed of the prompt, if it is asked for; complete once the prompt has been computed.
+        # Requested outputs of the prompt computed by chunks so far; complete once the whole prompt is computed.
         is_asked = params.prompt_logprobs is not None or request.pooling is not None
         self.prompt_outputs: list[TokenLogprobs | np.ndarray] | None = [] if is_asked else None
         self.num_admissions = 0
@@ -159,13 +159,13 @@ class Sequence:
         # Prompt tokens found in the cache at the first admission; None before it.
         self.num_cached_tokens: int | None = None
         self.slot = -1
-        # Of each group of layers; none while the sequence has no blocks.
+        # One table for each group of layers; empty while the sequence has no blocks.
         self.block_tables: list[BlockTable] = []
-        # Leading blocks of each that are in the prefix cache, or were found there to be duplicates.
+        # Leading blocks of each table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
-        # How often the prefix cache had been reset when the first blocks were given.
+        # Number of prefix cache resets when the first blocks were given.
         self.num_resets = 0
-        # Leading tokens that were another sequence's of its request, and are stored.
+        # Leading tokens stored in blocks of a sibling.
         self.num_shared_tokens = 0
         # The block manager's count of freed and registered blocks below which this sequence does not fit.
         self.fits_from = 0
@@ -186,7 +186,7 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens that exist, at most."""
+        """The number of tokens that exist, at most."""
         return self._num_tokens if self.rows is None else int(self.rows.num_tokens[self.slot])
 
     @num_tokens.setter
@@ -196,7 +196,7 @@ class Sequence:
 
     @property
     def num_computed_tokens(self) -> int:
-        """The tokens whose keys and values are stored or planned to be."""
+        """The number of tokens whose keys and values are stored or planned to be."""
         # All but the newest once it has caught up.
         return self._num_computed_tokens if self.rows is None else self.num_tokens - 1
 
@@ -207,27 +207,27 @@ class Sequence:
 
     @property
     def num_unsure(self) -> int:
-        """The tokens in flight that may turn out not to exist."""
+        """The number of tokens in flight that may turn out not to exist."""
         return 0 if self.rows is None else int(self.rows.num_unsure[self.slot])
 
     def append(self, token_id: int) -> None:
-        """Take the value of the next token."""
+        """Append the value of the next token."""
         self.token_ids.append(token_id)
         if self.rows is not None:
             self.rows.note_token(self)
 
     def append_known(self, token_ids: bytes) -> None:
-        """Append tokens that `rows` has counted already; 32-bit integers as bytes."""
+        """Append tokens that `rows` has already counted; 32-bit integers as bytes."""
         self._token_ids.frombytes(token_ids)
 
     @property
     def num_in_flight(self) -> int:
-        """The tokens, at most, that were planned and whose values have not come back yet."""
+        """The number of tokens, at most, that are planned and whose values have not come back yet."""
         return self.num_tokens - len(self.token_ids)
 
     @property
     def wants_prompt_outputs(self) -> bool:
-        """Whether the prompt's log-probabilities or hidden states are asked for, and not all computed."""
+        """Whether the prompt's log-probabilities or hidden states are requested, and not all computed."""
         if self.prompt_outputs is None or self.index:
             return False
         return len(self.token_ids) == self.num_prompt_tokens
@@ -237,12 +237,12 @@ class Sequence:
         """Leading tokens that the prefix cache may serve."""
         if not self.wants_prompt_outputs or self.request.pooling == "last":
             return len(self.token_ids)
-        # The first token that is scored follows from the one before it.
+        # The first scored token follows from the one before it.
         return 0 if self.request.pooling else max(0, self.params.prompt_logprobs_start - 1)
 
     @property
     def fork_source(self) -> Sequence | None:
-        """Another output of the request that has the whole prompt in blocks which this one, waiting, can share."""
+        """Another output of the request whose blocks hold the whole prompt, which this waiting one can share."""
         if not self.siblings or self.num_tokens > self.num_prompt_tokens or self.wants_prompt_outputs:
             return None
         others = (other for other in self.siblings if other.status is SequenceStatus.RUNNING and not other.is_behind)
@@ -250,11 +250,11 @@ class Sequence:
 
     @property
     def is_behind(self) -> bool:
-        """Whether a token that is known on the host is still to be computed."""
+        """Whether a token known on the host is still to be computed."""
         return self.rows is None and self.num_computed_tokens < self.num_tokens
 
     def new_request(self) -> NewRequest:
-        """Return what its slot must hold, as it is admitted."""
+        """Return the contents of its slot, at admission."""
         return NewRequest(
             self.slot,
             [table[:] for table in self.block_tables],
@@ -265,7 +265,7 @@ class Sequence:
         )
 
     def _sampling_extra(self) -> SamplingExtra:
-        """Return what it asks of sampling beyond its temperature."""
+        """Return its sampling parameters beyond temperature."""
         params = self.params
         return SamplingExtra(
             params,
@@ -288,13 +288,13 @@ class Sequence:
         return PromptScores(first - 1 - start, self.token_ids[first : last + 1], params.prompt_logprobs)
 
     def pooling_of(self, end: int) -> str | None:
-        """Return which hidden states are asked for of a chunk that ends at `end`: "last", or "mean" of all."""
+        """Return the hidden states requested from a chunk that ends at `end`: "last", or "mean" of all."""
         pooling = self.request.pooling
         return pooling if pooling == "mean" or end == self.num_prompt_tokens else None
 
     @property
     def completion_token_ids(self) -> list[int]:
-        """The generated tokens, the EOS that ended them included."""
+        """The generated tokens, including the EOS that ended them."""
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     def __repr__(self) -> str:
@@ -307,17 +307,18 @@ class Sequence:
 class SteadyRows:
     """The running sequences that have caught up, a row each, in the order in which they run.
 
-    Of a row's `num_tokens`, `_num_known` have values: those in the sequence's own list and `_num_recent` in `_recent`.
-    The others are in steps under way. A step is *quiet* if no row can need a block or reach its last token in it.
+    Of a row's `num_tokens`, `_num_known` have values, in the sequence's own list or among the `_num_recent` in
+    `_recent`. The others are in steps under way. A step is *quiet* if no row can need a block or reach its last token
+    in it.
 
     Args:
-        num_slots: sequences that may run at once.
-        block_size: tokens of a block.
+        num_slots: most sequences that run at once.
+        block_size: tokens per block.
         num_drafts: drafts that a row may compute beside its newest token.
 
     Attributes:
         num_tokens: [num_slots]; see `Sequence`. The newest of them is computed next.
-        num_unsure: [num_slots]; see `Sequence`; zero where there are no drafts.
+        num_unsure: [num_slots]; see `Sequence`; zero without drafts.
     """
 
     def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0) -> None:
@@ -330,13 +331,13 @@ class SteadyRows:
         # Tokens whose values are known, and the newest of them, which are not in the sequence's own list yet.
         self._num_known, self._num_recent = np.zeros((2, num_slots), dtype=np.int64)
         self._recent = np.empty((num_slots, block_size), dtype=np.int32)
-        # Tokens that the sequence's blocks have room for; and those in blocks that other outputs may share.
+        # Tokens that fit into the sequence's blocks, and tokens in blocks that other outputs may share.
         self._capacity, self._num_shared = np.zeros((2, num_slots), dtype=np.int64)
-        # Tokens with which it ends, whatever they are; and the most that one step computes.
+        # Number of tokens at which it ends, and the most that one step computes.
         self._most_tokens, self._most_new = np.zeros((2, num_slots), dtype=np.int64)
         self._end_token_ids = np.full((num_slots, _MAX_END_TOKENS), -1, dtype=np.int64)
         self._is_watched = np.zeros(num_slots, dtype=bool)
-        # The first step with this row: tokens of earlier ones were another sequence's.
+        # The first step with this row; tokens of earlier ones belong to another sequence.
         self._first_step = np.full(num_slots, _NEVER, dtype=np.int64)
 
     def __len__(self) -> int:
@@ -344,15 +345,15 @@ class SteadyRows:
 
     @property
     def seqs(self) -> list[Sequence]:
-        """The sequences, a row each."""
+        """The sequences, one per row."""
         return self._seqs
 
     def add(self, seq: Sequence, most_tokens: int, first_step: int) -> None:
-        """Make a row of a sequence that has caught up.
+        """Add a row for a sequence that has caught up.
 
         Args:
             seq: has a slot; `note_room` must follow.
-            most_tokens: tokens with which it ends.
+            most_tokens: number of tokens at which it ends.
             first_step: number of the first step with this row.
         """
         slot, ends = seq.slot, list(seq.end_token_ids)
@@ -362,7 +363,7 @@ class SteadyRows:
         self._num_known[slot], self._num_recent[slot] = len(seq.token_ids), 0
         self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
         self._most_tokens[slot] = most_tokens
-        # The host makes a mask for one token.
+        # The host makes a mask for one token only.
         self._most_new[slot] = 1 if seq.constraint is not None else 1 + self.num_drafts
         self._is_watched[slot] = seq.is_watched or len(ends) > _MAX_END_TOKENS
         self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
@@ -370,7 +371,7 @@ class SteadyRows:
         seq.rows = self
 
     def discard(self, seq: Sequence) -> None:
-        """Remove a sequence if it is a row, and give it its counts and tokens back. It still has its slot."""
+        """Remove a sequence if it has a row, and write its counts and tokens back. It keeps its slot."""
         if seq.rows is None:
             return
         num_tokens = seq.num_tokens
@@ -382,7 +383,7 @@ class SteadyRows:
         seq.num_tokens, seq.num_computed_tokens = num_tokens, num_tokens - 1
 
     def note_room(self, seq: Sequence, capacity: int) -> None:
-        """Note the tokens that a sequence's blocks have room for, after that has changed."""
+        """Update the number of tokens that fit into a sequence's blocks."""
         self._capacity[seq.slot] = capacity
         self._num_quiet_steps = 0
 
@@ -391,7 +392,7 @@ class SteadyRows:
         self._num_known[seq.slot] += 1
 
     def flush(self, seq: Sequence) -> None:
-        """Append to a sequence's `token_ids` the tokens that only these arrays have."""
+        """Move a sequence's recent tokens from these arrays to its `token_ids`."""
         slot = seq.slot
         count = self._num_recent[slot]
         if count:
@@ -399,7 +400,7 @@ class SteadyRows:
             self._num_recent[slot] = 0
 
     def without_room(self) -> list[Sequence]:
-        """Return the sequences that may lack a block of their own for what they compute next."""
+        """Return the sequences that may lack a block of their own for their next tokens."""
         if self._num_quiet_steps:
             return []
         slots = self._all_rows().slots
@@ -410,13 +411,13 @@ class SteadyRows:
         return [self._seqs[row] for row in rows]
 
     def most_new(self, seq: Sequence) -> int:
-        """Return the most tokens that a sequence may compute in the next step: 0 if enough are in flight."""
+        """Return the most tokens that a sequence may compute in the next step; 0 if enough are in flight."""
         return int(min(self._most_new[seq.slot], self._most_tokens[seq.slot] - self.num_tokens[seq.slot]))
 
     def plan(self, budget: int) -> tuple[Rows, list[int], list[Sequence]]:
         """Count the new tokens of each row.
 
-        budget: most tokens, no fewer than rows.
+        budget: most tokens, at least the number of rows.
 
         Returns:
             The rows, the ids of their sequences, and the sequences that end with this step.
@@ -438,14 +439,14 @@ class SteadyRows:
         return rows, seq_ids, [self._seqs[row] for row in ending]
 
     def _all_rows(self) -> Rows:
-        """Return a token of every row; the same object until a row joins or leaves."""
+        """Return one token of every row; the same object until a row is added or removed."""
         if self._rows is None:
             self._rows = Rows.of_one_token(np.array([seq.slot for seq in self._seqs], dtype=np.int32))
             self._seq_ids = [seq.seq_id for seq in self._seqs]
         return self._rows
 
     def _with_drafts(self, slots: np.ndarray, budget: int) -> tuple[Rows, list[int]]:
-        """Return the rows with as many drafts as limits, blocks and budget allow, and the ids of their sequences.
+        """Return the rows, with the most drafts that limits, blocks and budget allow, and the ids of their sequences.
 
         A row sits out while the tokens in flight may be its last.
         """
@@ -453,7 +454,7 @@ class SteadyRows:
         num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
         num_drafts = np.maximum(np.minimum(num_new, self._capacity[slots] + 1 - num_tokens) - 1, 0)
         num_new = np.minimum(num_new, 1)
-        # The first rows have what is left of the budget.
+        # The first rows get the rest of the budget.
         left = budget - int(num_new.sum()) - (num_drafts.cumsum() - num_drafts)
         num_drafts = np.clip(left, 0, num_drafts)
         self.num_unsure[slots] += num_drafts
@@ -462,9 +463,9 @@ class SteadyRows:
         return rows, [self._seq_ids[row] for row in runs]
 
     def settle(self, seq: Sequence, num_new: int, num_returned: int) -> None:
-        """Take back what a row was planned for and has not returned.
+        """Take back the tokens that a row was planned for and did not return.
 
-        seq: was a row in that step; it may have been preempted since.
+        seq: had a row in that step; it may have been preempted since.
         """
         if seq.rows is None:
             seq.num_tokens -= num_new - num_returned
@@ -473,7 +474,7 @@ class SteadyRows:
             self.num_unsure[seq.slot] -= num_new - 1
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
-        """Store the tokens of a step's rows, one each; return the rows whose tokens the scheduler must look at.
+        """Store the tokens of a step's rows, one each; return the rows whose tokens the scheduler must check.
 
         Args:
             slots: [num_rows] int32; of the step.
@@ -502,7 +503,7 @@ class SteadyRows:
 def make_sequences(
     request: Request, seq_ids: list[int], max_tokens: int, constraints: list[TokenConstraint | None]
 ) -> SequenceGroup:
-    """Return a request's sequences, one for each of its outputs; their seeds follow from the request's."""
+    """Return a request's sequences, one for each output; their seeds derive from the request's."""
     seed = request.seed if request.params.seed is None else request.params.seed
     seqs = SequenceGroup()
     for i, (seq_id, constraint) in enumerate(zip(seq_ids, constraints, strict=True)):

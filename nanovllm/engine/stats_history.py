@@ -1,4 +1,4 @@
-"""The course of an engine's counters, in bounded memory."""
+"""History of an engine's counters, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StatsSample(NamedTuple):
     Attributes:
         time: seconds since the engine began.
         num_running, num_waiting: sequences.
-        cache_use: fraction of the cache's blocks that are in use.
+        cache_use: fraction of the cache's blocks in use.
         num_prompt_tokens, num_output_tokens: since the engine began.
     """
 
@@ -33,8 +33,8 @@ class StatsHistory:
     """Samples of an engine's counters, evenly spaced while it steps.
 
     Args:
-        interval: least seconds between samples. A sample takes some microseconds, which a step at batch 1 would feel.
-        capacity: so many samples are thinned to half, and the interval doubles.
+        interval: minimum seconds between samples. A sample takes some microseconds, noticeable at batch 1.
+        capacity: at this number, samples are thinned to half, and the interval doubles.
     """
 
     def __init__(self, interval: float = 0.05, capacity: int = 4096) -> None:
@@ -54,7 +54,7 @@ class StatsHistory:
             self._next_time = self._began + self._samples[-1].time + self._interval
 
     def samples(self, stats: Mapping[str, int]) -> list[StatsSample]:
-        """Return all samples, oldest first, and one of now, when the counters are `stats`."""
+        """Return all samples, oldest first, and one of now, with the counters `stats`."""
         return [*self._samples, self._sample(time.monotonic(), stats)]
 
     def _sample(self, now: float, stats: Mapping[str, int]) -> StatsSample:
@@ -73,24 +73,24 @@ _COLORS = "#3b6fb6", "#c46a2b"
 
 
 def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> None:
-    """Draw batch size, cache use and tokens per second over time, one below the other.
+    """Plot batch size, cache use and tokens per second over time, one below the other.
 
     Args:
         samples: oldest first.
-        file: gets the picture; its ending says in which format.
+        file: output path; its extension sets the format.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     try:
-        # Not pyplot, which chooses a window system.
+        # Not pyplot, which would choose a GUI backend.
         from matplotlib.figure import Figure  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(f"plot_stats needs matplotlib: {install_hint('plot')}") from error
     figure = Figure(figsize=(8, 6), layout="constrained")
     batch, cache, rate = figure.subplots(3, sharex=True)
     times = [sample.time for sample in samples]
-    # A sample counts until the next.
+    # A sample is valid until the next.
     steps = {"drawstyle": "steps-post"}
     batch.plot(times, [sample.num_running for sample in samples], color=_COLORS[0], label="running", **steps)
     batch.plot(times, [sample.num_waiting for sample in samples], color=_COLORS[1], label="waiting", **steps)
@@ -106,5 +106,5 @@ def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> 
 
 
 def token_rates(samples: Sequence[StatsSample], counter: str) -> list[float]:
-    """Return the tokens per second between each sample and the next, of the counter with this name."""
+    """Return the tokens per second between each sample and the next, by the counter of this name."""
     return [(getattr(b, counter) - getattr(a, counter)) / max(b.time - a.time, 1e-9) for a, b in pairwise(samples)]

@@ -1,4 +1,4 @@
-"""How large an engine's steps were, and how long outputs waited for their next tokens: two counts a step."""
+"""Histograms of step sizes and of times between tokens: two counts a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03,
 
 
 class Histogram:
-    """Counts of values by upper bounds, which are in their buckets, as those of Prometheus are.
+    """Counts of values by inclusive upper bounds, as in Prometheus.
 
     Args:
-        bounds: ascending; what is over the last one has a bucket of its own.
+        bounds: ascending; values above the last one have a bucket of their own.
 
     Attributes:
         total: the sum of the values.
@@ -27,23 +27,23 @@ class Histogram:
         self._counts = [0] * (len(bounds) + 1)
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count a value, which occurred `count` times."""
+        """Add a value that occurred `count` times."""
         self._counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
     def merge(self, other: Histogram) -> None:
-        """Add the counts of another one with the same bounds."""
+        """Add the counts of another histogram with the same bounds."""
         self.total += other.total
         self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
 
     def cumulative(self) -> list[int]:
-        """Return how many values are at most each bound, and how many there are."""
+        """Return the number of values up to each bound, and of all values."""
         return list(accumulate(self._counts))
 
 
 @dataclass
 class StepHistograms:
-    """What steps have shown since the engine began.
+    """Histograms of steps since the engine began.
 
     Attributes:
         step_tokens: prompt tokens and sampled tokens of each step.
@@ -55,11 +55,11 @@ class StepHistograms:
     _last_time: float = 0.0
 
     def observe(self, num_tokens: int, num_decodes: int, now: float) -> None:
-        """Take in a step whose tokens have come.
+        """Record a step whose tokens have come.
 
         Args:
-            num_tokens: that it computed of prompts, and sampled.
-            num_decodes: sampled tokens that follow another one, which came with the step before.
+            num_tokens: prompt tokens computed plus tokens sampled.
+            num_decodes: sampled tokens that follow another one, which came with the previous step.
             now: in seconds.
         """
         self.step_tokens.observe(num_tokens)
@@ -69,7 +69,7 @@ class StepHistograms:
 
 
 def merged_histograms(several: Sequence[StepHistograms]) -> StepHistograms:
-    """Return what the steps of several engines have shown together."""
+    """Return the sum of several engines' histograms."""
     merged = StepHistograms()
     for histograms in several:
         merged.step_tokens.merge(histograms.step_tokens)

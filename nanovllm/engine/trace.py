@@ -1,6 +1,6 @@
-"""A timeline of an engine's steps and requests, in Chrome's trace event format, which ui.perfetto.dev opens.
+"""Timeline of an engine's steps and requests, in Chrome's trace event format, which ui.perfetto.dev opens.
 
-While it is recorded, the engine's runner is wrapped in one that takes times; otherwise nothing of this runs.
+During recording, the engine's runner is wrapped in one that records times; otherwise this code does not run.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle, StepOutput
 
-# Of Chrome's format: processes, and threads of the first.
+# Process numbers in Chrome's format, and threads of the first.
 _ENGINE, _REQUESTS = 1, 2
 _HOST, _DEVICE = 1, 2
 
 
 @dataclass
 class _Step:
-    """Times of one step on the monotonic clock, in seconds, and what is in it."""
+    """Times of one step on the monotonic clock, in seconds, and its contents."""
 
     batch: dict[str, int]
     number: int
@@ -52,7 +52,7 @@ class Trace:
         self._began = time.monotonic()
 
     def begin_step(self, batch: ScheduledBatch) -> _Step:
-        """Note a step that is being launched, and the requests that have come since the one before."""
+        """Record a step being launched, and the requests that arrived since the previous one."""
         preempted, self._num_preemptions = self._num_preemptions, self._scheduler.stats.num_preemptions
         what = {
             "decodes": len(batch.rows),
@@ -71,7 +71,7 @@ class Trace:
         return step
 
     def write(self, file: IO[str]) -> None:
-        """Write what was recorded as JSON."""
+        """Write the recording as JSON."""
         events = [_name(_ENGINE, 0, "engine"), _name(_ENGINE, _HOST, "host"), _name(_ENGINE, _DEVICE, "device")]
         before: _Step | None = None
         for step in (step for step in self._steps if step.ended):
@@ -85,7 +85,7 @@ class Trace:
 
     def _step_events(self, step: _Step, before: _Step | None) -> list[dict[str, Any]]:
         name = f"step {step.number}"
-        # The device does one step after the other. If nobody waits for the end of one, it was a little earlier.
+        # The device runs steps in order. If no call waits for a step's end, it ended a little earlier.
         starts = step.launched if before is None else max(step.launched, before.ended)
         return [
             self._slice(_HOST, "launch " + name, step.began, step.launched) | {"args": step.batch},
@@ -94,10 +94,10 @@ class Trace:
         ]
 
     def _request_events(self, seq: Sequence) -> list[dict[str, Any]]:
-        """Return the events of a request's life, which are nested: the whole of it, and its phases."""
+        """Return the nested events of a request's life: the whole of it, and its phases."""
         times = seq.metrics
         total = time.monotonic() - times.arrival_time if times.total_time is None else times.total_time
-        # An output that ends early, in the queue for example, has no more phases.
+        # An output that ends early, for example in the queue, has no more phases.
         ends = [end for end in (times.queue_time, times.time_to_first_token) if end is not None] + [total]
         starts = [times.arrival_time + start for start in (0.0, *ends)]
         name = f"request {seq.seq_id}" + (f", output {seq.index}" if seq.index else "")
@@ -118,7 +118,7 @@ class Trace:
         return {"name": name, "ph": "X", "pid": _ENGINE, "tid": row, "ts": ts, "dur": round(end_ts - ts, 3)}
 
     def _micros(self, seconds: float) -> float:
-        """Return a time as microseconds since the trace began; what was before it is cut off."""
+        """Return a time as microseconds since the trace began; earlier times become 0."""
         return round(max(0.0, seconds - self._began) * 1e6, 3)
 
 

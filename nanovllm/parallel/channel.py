@@ -1,4 +1,4 @@
-"""A broadcast channel from rank 0 to the other ranks: a pipe to each of them.
+"""A broadcast channel from rank 0 to the other ranks: one pipe to each.
 
 A message is 8 bytes of length and a pickle. Both sides poll: a write that wakes a rank from a blocking read takes
 several times as long as one that finds it awake, and every step has one for each rank.
@@ -16,7 +16,7 @@ from typing import Any
 
 _LENGTH_BYTES = 8
 _PIPE_BYTES = 2**20
-"""What a pipe holds on Linux; the prompts of a step are written before the ranks have read those of the step before."""
+"""Capacity of a pipe on Linux; a step's prompts are written before the ranks have read the previous step's."""
 _READ_BYTES = 2**16
 _YIELD_SECONDS = 0.02
 """A waiting process calls `sched_yield` (about 1 us) for this long, then sleeps between checks."""
@@ -71,7 +71,7 @@ class Sender:
 
 
 class Receiver:
-    """Takes the messages of a `Sender`.
+    """Receives the messages of a `Sender`.
 
     Args:
         descriptor: one of `Sender.receivers`.
@@ -85,7 +85,7 @@ class Receiver:
         """Wait for the next message and return it; `check` is called as in `Sender.send`.
 
         Raises:
-            EOFError: the sender's process has ended.
+            EOFError: the sender's process is gone.
         """
         self._read(_LENGTH_BYTES, check)
         end = _LENGTH_BYTES + int.from_bytes(self._unread[:_LENGTH_BYTES], "little")
@@ -95,7 +95,7 @@ class Receiver:
         return message
 
     def _read(self, count: int, check: Callable[[], None]) -> None:
-        """Wait until so many bytes are there."""
+        """Wait until `count` bytes are available."""
 
         def read() -> bool:
             with suppress(BlockingIOError):
@@ -114,7 +114,7 @@ def _enlarge(descriptor: int) -> None:
     if sys.platform == "linux":
         import fcntl  # noqa: PLC0415
 
-        # A user who has many pipes gets no larger ones; then long messages wait for their readers.
+        # A user with many pipes gets no larger ones; long messages then wait for their readers.
         with suppress(PermissionError):
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 

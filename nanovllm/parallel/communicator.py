@@ -38,13 +38,13 @@ class Communicator:
     policy: KernelPolicy = FASTEST
 
     def prepare_step(self) -> None:
-        """Make sure that there are call numbers for a step; called before each, outside CUDA graphs."""
+        """Reserve call numbers for a step; called before each, outside CUDA graphs."""
 
     def begin_step(self) -> None:
         """Reset the per-step state; called at the start of each forward pass, which a CUDA graph may hold."""
 
     def begin_sampling(self) -> None:
-        """Set the per-step state to that after the forward pass, which a CUDA graph may have run."""
+        """Set the per-step state to its value after the forward pass, which a CUDA graph may have run."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' x; may work in place."""
@@ -63,14 +63,14 @@ class Communicator:
     def all_reduce_quantize_rows(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
     ) -> tuple[Fp8Rows, torch.Tensor]:
-        """Return what `all_reduce_rms_norm` does, the normalised rows in e4m3."""
+        """Like `all_reduce_rms_norm`, with the normalised rows in e4m3."""
         return quantize_rows(self.all_reduce(x), rounding, Norm(weight, eps), residual)
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.
 
         Args:
-            scores: [num_rows] float32, none NaN.
+            scores: [num_rows] float32, without NaN.
             token_ids: [num_rows] int64, below 2**31.
         """
         return token_ids
@@ -84,36 +84,36 @@ class Communicator:
         return value
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Return rank 0's x, contiguous; the other ranks' are of its shape and dtype, and are overwritten."""
+        """Return rank 0's x, contiguous; the other ranks' x has its shape and dtype, and is overwritten."""
         return x
 
     def interrupt(self) -> None:
-        """Make all pending collectives end, with undefined results, because a rank has died.
+        """End all pending collectives, with undefined results, because a rank has died.
 
         Returns at once, and is thread-safe.
         """
 
     def close(self) -> None:
-        """Leave the process group; all ranks call it, after they have destroyed their CUDA graphs."""
+        """Leave the process group; called by all ranks, after they have destroyed their CUDA graphs."""
 
     def release(self) -> None:
-        """Free the communicator's device memory, once every other rank has closed or died."""
+        """Free the communicator's device memory, once every other rank is closed or dead."""
 
     def abort(self) -> None:
-        """Leave the process group after a rank has died; CUDA graphs with collectives must be destroyed before."""
+        """Leave the process group after a rank has died; CUDA graphs with collectives must already be destroyed."""
 
 
 class DistributedCommunicator(Communicator):
-    """Collectives over a process group of the engine's own: NCCL on CUDA, gloo on the CPU.
+    """Collectives over the engine's own process group: NCCL on CUDA, gloo on the CPU.
 
-    torch's default process group is neither used nor made. Collectives on tensors do not synchronise with the host, so
-    CUDA graphs can capture them.
+    torch's default process group is neither used nor created. Collectives on tensors do not synchronise with the host,
+    so CUDA graphs can capture them.
 
     Args:
         rank, size: this process's rank, and the number of ranks.
         device: device of the tensors.
         store: the store through which the ranks join the group.
-        uses_nccl: whether tensors on CUDA take NCCL; a subclass with collectives of its own needs gloo alone.
+        uses_nccl: whether tensors on CUDA use NCCL; a subclass with its own collectives only needs gloo.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class DistributedCommunicator(Communicator):
         work = self._group.allreduce([tensor], options)
         if not self._uses_nccl:
             self._wait(work)
-        # NCCL's runs on the current stream, and there is nothing to wait for.
+        # NCCL's collectives run on the current stream, so there is nothing to wait for.
         elif work is not None:
             work.wait()
 
     def _wait(self, work: dist.Work) -> None:
-        """Wait for a collective of gloo.
+        """Wait for a gloo collective.
 
         Raises:
             RuntimeError: it failed, or `interrupt` was called.
         """
         while not work.is_completed():
-            # Raised when the time is over, and by a collective that has failed, whose error the last line raises.
+            # Raised on timeout, and by a failed collective, whose error the last line raises.
             with suppress(RuntimeError):
                 work.wait(_POLL_TIME)
             if self._interrupted.is_set() and not work.is_completed():
@@ -182,9 +182,9 @@ class DistributedCommunicator(Communicator):
 
     @override
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Send by way of the host where there is no NCCL."""
+        """Send through the host without NCCL."""
         x = x.contiguous()
-        # Bytes, since gloo does not know every dtype.
+        # Bytes, since gloo does not support every dtype.
         flat = x.view(-1).view(torch.uint8)
         sent = flat.to(self._group_device)
         options = dist.BroadcastOptions()
@@ -234,7 +234,7 @@ def _join_nccl(rank: int, size: int, device: torch.device, store: Store) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _TIMEOUT
     group = dist.ProcessGroupNCCL(store, rank, size, options)
-    # Connects now, where a failure belongs to the start of the engine, and outside of any CUDA graph.
+    # Connect now, so that a failure is raised at the start of the engine, and outside any CUDA graph.
     group.eager_connect_single_device(device)
     return group
 
@@ -248,7 +248,7 @@ def _join_gloo(rank: int, size: int, store: Store) -> Any:
 
 
 def open_store(size: int) -> TCPStore:
-    """Start the store of `size` ranks in this process, which is rank 0's, on a port that the system chooses."""
+    """Start the store of `size` ranks in this process (rank 0), on a port that the system chooses."""
     return TCPStore("127.0.0.1", 0, size, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
 
 

@@ -1,7 +1,7 @@
-"""Device memory of every rank that the other ranks' GPUs map, by CUDA's inter-process handles.
+"""Device memory of every rank that the other ranks' GPUs map, through CUDA's inter-process handles.
 
-The calls are the CUDA driver's (CUDA Driver API, "cuIpc*"), because torch offers such memory to its default process
-group alone.
+Uses the CUDA driver's calls (CUDA Driver API, "cuIpc*"), because torch offers such memory only to its default process
+group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PeerMemory:
         self._mapped: list[ctypes.c_uint64] = []
         own, handle = ctypes.c_uint64(), _Handle()
         self._own: ctypes.c_uint64 | None = own
-        # A rank can write only once it has the handle, which is published when the memory is zero.
+        # A rank can write only once it has the handle, which is published after the memory is zeroed.
         self._call("cuMemAlloc_v2", ctypes.byref(own), ctypes.c_size_t(num_bytes))
         self.clear()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), own)
@@ -54,27 +54,27 @@ class PeerMemory:
         self.addresses = [own.value if peer == rank else self._map(store, peer) for peer in range(size)]
 
     def synchronize(self) -> None:
-        """Wait for all that was launched on this rank's GPU, and so for all that it writes to the others' memory."""
+        """Wait for all work launched on this rank's GPU, including its writes to the other ranks' memory."""
         self._call("cuCtxSynchronize")
 
     def clear(self) -> None:
-        """Set this rank's memory to zero, and wait for that; no rank may use it meanwhile."""
+        """Zero this rank's memory, and wait for that; no rank may use it meanwhile."""
         self._call("cuMemsetD8_v2", self._own, ctypes.c_ubyte(0), ctypes.c_size_t(self._num_bytes))
         self.synchronize()
 
     def copy(self, source: int, destination: int, num_bytes: int) -> None:
-        """Copy between two addresses on GPUs of this host, after all that was launched on this rank's; wait for it."""
+        """Copy between two addresses on GPUs of this host, after all work launched on this rank's GPU; wait for it."""
         self.synchronize()
         self._call("cuMemcpy", ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes))
         self.synchronize()
 
     def unmap(self) -> None:
-        """Unmap the other ranks' memory, which no kernel may use any more; a second call does nothing."""
+        """Unmap the other ranks' memory, which no kernel may still use; a second call does nothing."""
         while self._mapped:
             self._call("cuIpcCloseMemHandle", self._mapped.pop())
 
     def free(self) -> None:
-        """Free this rank's memory, which the other ranks have unmapped; a second call does nothing."""
+        """Free this rank's memory, already unmapped by the other ranks; a second call does nothing."""
         own, self._own = self._own, None
         if own is not None:
             self._call("cuMemFree_v2", own)
@@ -88,6 +88,6 @@ class PeerMemory:
 
     def _call(self, name: str, *args: Any) -> None:
         with torch.cuda.device(self._device):
-            # A call of the runtime makes the device's context current in this thread, as the driver's calls need it.
+            # A runtime call makes the device's context current in this thread, as the driver's calls need it.
             torch.cuda.mem_get_info()
             call_driver(name, *args)

@@ -1,7 +1,7 @@
 """The shard of a model that each rank holds (tensor parallelism: Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
 
-Attention is sharded by KV heads, each with its group of query heads; the MLP by columns; experts by columns, too, or as
-a whole; embedding and LM head by token ids.
+Attention is sharded by KV heads, each with its group of query heads; the MLP by columns; experts by columns too, or as
+whole experts; embedding and LM head by token ids.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import BLOCK
 
 _MLP_UNIT = 16
-"""MLP shards are multiples of this many columns, so that the rows of every shard stay aligned."""
+"""MLP shards are multiples of this number of columns, so that the rows of every shard stay aligned."""
 _VOCAB_UNIT = 64
-"""Vocabulary shards are multiples of this many token ids, so that no sampling group spans two ranks."""
+"""Vocabulary shards are multiples of this number of token ids, so that no sampling group spans two ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExpertsShard:
-    """One rank's shard of each mixture: experts, and the columns of each that it has."""
+    """One rank's shard of each mixture: its experts, and its columns of each."""
 
     experts: Shard
     intermediate: Shard
@@ -65,7 +65,7 @@ class ExpertsShard:
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids, and experts if it has them."""
+    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids, and experts if any."""
 
     kv_heads: Shard
     heads: Shard
@@ -113,12 +113,12 @@ def _column_unit(model: ModelConfig) -> int:
 
 
 def _input_unit(model: ModelConfig) -> int:
-    """Return the inputs that must stay on one rank."""
+    """Return the number of inputs that must stay together on one rank."""
     return BLOCK if model.quantization is not None and model.quantization.granularity == "block" else 1
 
 
 def experts_shard(experts: ExpertsConfig, rank: int, size: int, unit: int = _MLP_UNIT) -> ExpertsShard:
-    """Return the shard of each mixture that rank `rank` of `size` holds, columns in units; see `shard_of`."""
+    """Return the shard of each mixture for rank `rank` of `size`, columns in units; see `shard_of`."""
     count, columns = experts.num_experts, experts.intermediate_size
     if not experts.is_parallel:
         return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size, unit))
@@ -136,7 +136,7 @@ def _column_shard(name: str, total: int, rank: int, size: int, unit: int) -> Sha
 
 
 def even_shard(columns: int, rank: int, size: int) -> Shard:
-    """Return a rank's share of the columns of an MLP, in aligned units where there are enough of them."""
+    """Return a rank's share of the columns of an MLP, in aligned units if there are enough of them."""
     return _even_shard(columns, _MLP_UNIT if columns >= size * _MLP_UNIT else 1, rank, size)
 
 

@@ -1,4 +1,4 @@
-"""All-reduce among GPUs that map each other's memory, by this library's kernels."""
+"""All-reduce among GPUs that map each other's memory, by this library's own kernels."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ _ROW_BYTES = 2**25
 _MAX_ROWS = 4096
 _SUM_COLUMNS = 4096
 _LARGEST_ITEM_BYTES = 4
-"""Of float32, whose rows take the most calls."""
+"""Size of float32, whose rows need the most calls."""
 _CHOICE_KEY = "symmetric"
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The most that the ranks exchange in one step.
+    """Upper bounds on the data that ranks exchange in one step.
 
     Attributes:
         num_reductions: all-reduces of a forward pass.
         max_rows, hidden_size: of each of them.
         max_candidates: rows of `all_reduce_argmax`.
         num_gathers: calls of `all_gather_columns` after the forward pass.
-        max_gathered_rows, vocab_size: rows of all of them together, and columns of their results.
+        max_gathered_rows, vocab_size: total rows of these calls, and columns of their results.
     """
 
     num_reductions: int
@@ -51,7 +51,7 @@ class StepLimits:
     vocab_size: int
 
     def forward_calls(self, num_ranks: int) -> int:
-        """Return a bound on the kernels of a forward pass that send; theirs are the first indices of a step.
+        """Return a bound on the sending kernels of a forward pass, which get the first indices of a step.
 
         It is odd if and only if their number is.
         """
@@ -62,21 +62,21 @@ class StepLimits:
         )
 
     def calls_per_step(self, num_ranks: int) -> int:
-        """Return a bound on the kernels of a step that send, which is odd if and only if `forward_calls` is."""
+        """Return a bound on the sending kernels of a step, which is odd if and only if `forward_calls` is."""
         # Each rank's columns are padded, by less than 64 (`shard_of`), and each half to whole rows.
         columns = self.vocab_size + 64 * num_ranks
         half_rows = -(-self.max_gathered_rows * columns // (2 * _SUM_COLUMNS)) + self.num_gathers
         row_bytes = _SUM_COLUMNS * _LARGEST_ITEM_BYTES
-        # A gather's number of parts is rounded up twice, to a whole and to an odd one.
+        # A gather's number of parts is rounded up twice, to a whole and to an odd number.
         parts = num_parts(half_rows, row_bytes, num_ranks, one_shot=False) + 2 * self.num_gathers
         return self.forward_calls(num_ranks) + 2 * parts
 
 
 def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> int:
-    """Return the number of calls for an all-reduce: the least that fit (see `fits`) and that is odd.
+    """Return the number of calls for an all-reduce: the smallest odd number with which each call fits.
 
-    Consecutive calls use different halves of the buffer, also where one step follows another, if each all-reduce of a
-    forward pass takes an odd number: the bounds of a step are then as odd or even as what it makes.
+    Consecutive calls use different halves of the buffer, even across steps, if each all-reduce of a forward pass makes
+    an odd number of calls: a step's bound then has the parity of its actual number of calls.
     """
     max_rows = (
         _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)
@@ -86,7 +86,7 @@ def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> 
 
 
 def make_buffer(rank: int, size: int, device: torch.device, limits: StepLimits) -> SymmetricBuffer:
-    """Return a rank's view of the symmetric buffers; `addresses` are to be filled in."""
+    """Return a rank's view of the symmetric buffers; the caller fills in `addresses`."""
     return SymmetricBuffer(
         rank=rank,
         num_ranks=size,
@@ -118,25 +118,25 @@ class SymmetricCommunicator(DistributedCommunicator):
         self.device_bytes = buffer.num_bytes
         self._memory = PeerMemory(buffer.num_bytes, rank, size, device, store)
         buffer.addresses.copy_(torch.tensor(self._memory.addresses, dtype=torch.int64))
-        # Indices of the next call, and of the first that the pass may not make.
+        # Index of the next call, and the end of this pass's range of indices.
         self._call = self._end_call = 0
         # The host's copy of `buffer.step`, which graphs increase.
         self._num_steps = 0
 
     @override
     def prepare_step(self) -> None:
-        """All ranks take part, as each counts the same steps."""
+        """Restart call numbers when they run out; all ranks do so together, since each counts the same steps."""
         if self._num_steps == self._buffer.max_steps:
             self._restart_call_numbers()
         self._num_steps += 1
 
     def _restart_call_numbers(self) -> None:
         """Clear the buffers of all ranks while no rank sends."""
-        # Every call has received all that was sent to this rank before it ends.
+        # Every call receives everything sent to this rank before it ends.
         self._memory.synchronize()
         self._memory.clear()
         self._buffer.step.zero_()
-        # Nobody sends before the last rank has cleared its buffer.
+        # No rank sends before the last rank has cleared its buffer.
         self.all_reduce_min(0)
         self._num_steps = 0
 
@@ -147,13 +147,13 @@ class SymmetricCommunicator(DistributedCommunicator):
 
     @override
     def begin_sampling(self) -> None:
-        # An index as even or odd as the number of a forward pass's calls, which the last call's is not.
+        # An index with the parity of the forward pass's number of calls, unlike the last call's index.
         self._call, self._end_call = self._forward_calls, self._buffer.calls_per_step
 
     @override
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum what follows a forward pass."""
-        # Two halves in an odd number of calls each, so that the number of calls per step stays odd, or even.
+        """Sum tensors after a forward pass."""
+        # Two halves in an odd number of calls each keep the parity of the number of calls per step.
         padding = -x.numel() % (2 * _SUM_COLUMNS)
         rows = functional.pad(x.flatten(), (0, padding)).view(-1, _SUM_COLUMNS)
         weight = torch.ones(_SUM_COLUMNS, dtype=x.dtype, device=x.device)
@@ -188,7 +188,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         normed: Callable[[slice], torch.Tensor | Fp8Rows],
         total: torch.Tensor,
     ) -> None:
-        """Sum the ranks' x, in several calls if it is large; `normed` returns where some of the rows go."""
+        """Sum the ranks' x, in several calls if it is large; `normed` returns the destination of some of the rows."""
         num_bytes = x.numel() * x.element_size()
         one_shot = self.policy.all_reduces_at_once(len(x), num_bytes, self.size)
         count = num_parts(len(x), num_bytes // len(x), self.size, one_shot)
@@ -207,7 +207,7 @@ class SymmetricCommunicator(DistributedCommunicator):
 
     @override
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
-        """Copy by way of rank 0's rows, which no step uses meanwhile; the host waits."""
+        """Copy through rank 0's rows, which no step uses meanwhile; the host waits."""
         x = x.contiguous()
         rows = self._memory.addresses[0] + self._buffer.rows_offset
         most_bytes = self._buffer.signals_offset - self._buffer.rows_offset
@@ -215,11 +215,11 @@ class SymmetricCommunicator(DistributedCommunicator):
             part, num_bytes = x.data_ptr() + start, min(most_bytes, x.nbytes - start)
             if self.rank == 0:
                 self._memory.copy(part, rows, num_bytes)
-            # What is there can be read.
+            # The data is ready to be read.
             self.all_reduce_min(0)
             if self.rank:
                 self._memory.copy(rows, part, num_bytes)
-            # All have read it.
+            # All ranks have read it.
             self.all_reduce_min(0)
         return x
 
@@ -239,7 +239,7 @@ class SymmetricCommunicator(DistributedCommunicator):
     @override
     def abort(self) -> None:
         self.interrupt()
-        # A device that is lost has lost its memory too, and refuses every call.
+        # A lost device has lost its memory too, and fails every call.
         with suppress(RuntimeError):
             self._memory.unmap()
             self._memory.free()
@@ -251,7 +251,7 @@ def connect(
     """Join the other ranks with the communicator that rank 0 chooses for all.
 
     It is `SymmetricCommunicator` if all GPUs map each other's memory, else NCCL on CUDA and gloo on the CPU.
-    limits: of every step; None has none, and NCCL or gloo then.
+    limits: of every step; None for unlimited steps, which use NCCL or gloo.
     """
     if limits is None:
         return DistributedCommunicator(rank, size, device, store)

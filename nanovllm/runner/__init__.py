@@ -1,1 +1,1 @@
-"""One device: the model, its KV cache, and the steps that the engine schedules."""
+"""Runs one device: the model, its KV cache, and the steps that the engine schedules."""

@@ -1,8 +1,8 @@
-"""A scheduled batch as tensors on the device, padded to a size that a CUDA graph may have.
+"""Puts a scheduled batch on the device as tensors, padded to a size that a CUDA graph may have.
 
-A decode row is nothing but a slot number; everything else about it is read from the slot on the device (`SlotState`).
-So the host sends only what changes: new requests, new blocks, and the tokens of prompts, in one packed copy a step. A
-step with nothing new sends nothing.
+A decode row is only a slot number; everything else about it is read from the slot on the device (`SlotState`). So the
+host sends only changes: new requests, new blocks, and the tokens of prompts, in one packed copy per step. A step
+without changes sends nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanovllm.sampling.sampler import Sampled, SamplingInputs
 
 @dataclass(frozen=True)
 class StepShape:
-    """Sizes of one step: decode rows, prompt tokens and prompt chunks; of a `DeviceStep` with padding.
+    """Sizes of one step: decode rows, prompt tokens and prompt chunks; with padding in a `DeviceStep`.
 
     `variant` is the attention backend's, see `AttentionBackend.plan_host`.
     """
@@ -38,14 +38,14 @@ class StepShape:
 
 @dataclass
 class StepInputs:
-    """The inputs of one step on the device, an entry for each row; rows of one token first.
+    """The inputs of one step on the device, one entry per row; rows of one token first.
 
     Attributes:
         token_ids, positions: [num_tokens] int32.
-        metadata: for attention, of each group of the cache.
+        metadata: attention metadata for each group of the cache.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
-        sampling: what each of them is sampled by.
+        sampling: sampling parameters of each of them.
     """
 
     token_ids: torch.Tensor
@@ -58,7 +58,7 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Unsampled:
-    """The result of a forward pass whose tokens wait for masks, or for what rows ask beyond a temperature.
+    """The result of a forward pass whose sampling waits for masks, or for options beyond a temperature.
 
     Attributes:
         inputs: the step's.
@@ -73,7 +73,7 @@ class Unsampled:
 
 @dataclass
 class DeviceStep:
-    """A step on the device, from the plan's way there to what its forward pass has computed.
+    """A step on the device, from sending its plan to the result of its forward pass.
 
     Attributes:
         batch: the plan.
@@ -82,7 +82,7 @@ class DeviceStep:
         prompts: the chunks, as tensors on the device; the next step's staging overwrites them.
         seq_lens_host: tokens that each sequence attends to, decode rows first; empty if a graph may be captured.
         query_lens_host: tokens of each chunk; likewise.
-        extra: what rows ask for beyond a temperature.
+        extra: options of rows beyond a temperature.
         computed: the forward pass's result once it is queued.
     """
 
@@ -102,13 +102,13 @@ class DeviceStep:
 
 
 class Staging:
-    """Pinned buffers on the host, and where they are copied to.
+    """Pinned buffers on the host, and their copies on the device.
 
-    Two host buffers take turns, so that one is filled while the other may still be read; an event guards each.
+    Two host buffers alternate, so that one is filled while the other may still be read; an event guards each.
 
     Args:
         capacity: most int32 elements of a step.
-        device: where they go.
+        device: destination.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -139,12 +139,12 @@ class BatchBuilder:
     """Turns scheduled batches into tensors.
 
     Args:
-        num_slots: sequences that may run at once.
+        num_slots: most sequences that run at once.
         max_blocks: entries of a block table.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         max_num_batched_tokens: most tokens of a step.
         backend: plans the steps' attention.
-        device: where the tensors live.
+        device: device of the tensors.
         num_groups: groups of the KV cache.
     """
 
@@ -164,13 +164,13 @@ class BatchBuilder:
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots = self._sent_plan = NO_ROWS.slots
-        # The most that a step sends: prompts, padded; decode slots; attention's plan; indices and values of all slots.
+        # The most that a step sends: padded prompts; decode slots; attention's plan; indices and values of all slots.
         prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots, num_groups)
         self._staging = Staging(prompts + 2 * self.slots.size + num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
-        """Return the shape of a batch without padding, and what attention's plan has for the device."""
-        # Layers that see all tokens, which may attend to common prefixes together, are in the first group if in any.
+        """Return the shape of a batch without padding, and the device part of attention's plan."""
+        # Layers that see all tokens, and may share attention over common prefixes, are in the first group if in any.
         slots = self.slots
         variant, array = self._backend.plan_host(batch.rows.slots, slots.num_computed, slots.block_tables[:, 0])
         return StepShape(len(batch.rows.slots), batch.num_chunk_tokens, len(batch.chunks), variant), array
@@ -183,13 +183,13 @@ class BatchBuilder:
         *,
         is_capture_size: bool = False,
     ) -> DeviceStep:
-        """Update the host's copy of the slots and send what changed to the device, padded to `shape`.
+        """Update the host's copy of the slots and send changes to the device, padded to `shape`.
 
-        Equal shapes find their tensors at equal addresses, as CUDA graphs need.
+        Equal shapes get their tensors at equal addresses, as CUDA graphs need.
 
         Args:
             batch: the step.
-            shape: with padding, if it has any.
+            shape: with padding, if any.
             plan: from the method `plan`.
             is_capture_size: whether a graph may be captured for the shape.
         """
@@ -224,21 +224,21 @@ class BatchBuilder:
         return DeviceStep(batch, shape, is_capture_size, PromptArrays._make(prompt_tensors), seq_lens, query_lens)
 
     def send_empty(self, shape: StepShape, *, is_capture_size: bool = True) -> DeviceStep:
-        """Send a step that is all padding; the host knows it as one chunk, if no graph may be captured for it."""
+        """Send a step of padding only; the host treats it as one chunk if no graph may be captured for it."""
         step = self.send(ScheduledBatch(), shape, is_capture_size=is_capture_size)
         if not is_capture_size:
             step.seq_lens_host = step.query_lens_host = [shape.num_prompt_tokens]
         return step
 
     def gather(self, step: DeviceStep) -> StepInputs:
-        """Make a step's inputs out of what is on the device; a CUDA graph may hold this."""
+        """Assemble a step's inputs from data on the device; a CUDA graph may hold this."""
         shape, prompts, state = step.shape, step.prompts, self.slots.tensors
         slots = self._decode_slots[: shape.num_decodes]
         decodes = gather_decode_rows(state, slots, self.block_size)
         slot_mappings, block_tables = list(decodes.slot_mapping), list(decodes.block_tables)
         seq_lens = decodes.seq_lens
         if shape.num_chunks:
-            # Each group's are tensors of their own, and so aligned.
+            # Each group's tables are separate tensors, and therefore aligned.
             tables = state.block_tables[prompts.slots]
             slot_mappings = [
                 torch.cat(parts)

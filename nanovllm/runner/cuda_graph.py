@@ -1,6 +1,6 @@
-"""Whole steps as CUDA graphs, one for each of the capture sizes; a step is padded up to the next size.
+"""Runs whole steps as CUDA graphs, one per capture size; a step is padded up to the next size.
 
-A size is captured when a second step needs it, which takes some 25 ms: few programs need them all.
+A size is captured when a second step needs it, which takes some 25 ms: few programs need all sizes.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from nanovllm.runner.batch import StepShape
 T = TypeVar("T")
 _MIXED_DECODES = (8, 64, 128, 256)
 _MIXED_TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
-"""Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel. With half as many
-sizes, 18% of the rows of bench.py's `many` were padding, and with these 7%."""
+"""Larger steps keep the device busy for longer than the host takes to launch them kernel by kernel. With half these
+sizes, 18% of the rows of bench.py's `many` were padding, and with all of them 7%.
+"""
 _MIXED_CHUNKS = 32
 _COARSE_DECODES = (32, 64, 96, 128)
 _COARSE_MIXED_DECODES = (64, 256)
 _COARSE_MIXED_TOKENS = (256, 2048)
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
-"""By device: streams that engines which have ended captured on."""
+"""By device: capture streams of engines that have exited."""
 
 
 def decode_sizes(max_num_seqs: int, variant: CaptureVariant) -> list[StepShape]:
-    """Sizes of decode steps: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and exactly the most at the end."""
+    """Sizes of decode steps: 1, 2, 4, every 8 rows up to 64, every 16 beyond, and finally the exact maximum."""
     sizes = [1, 2, 4, *range(8, 65, 8), *range(80, max_num_seqs + 1, 16)]
     if variant.is_coarse:
         sizes = [*_COARSE_DECODES, *range(192, max_num_seqs + 1, 64)]
@@ -62,12 +63,12 @@ class CaptureSizes:
 
     Args:
         shapes: the sizes.
-        variants: of the shapes; variants that take less memory first.
+        variants: variants of the shapes; the ones that need less memory first.
         attention_rows, weight_rows: numbers of decode rows at which the choice of kernels changes.
         weight_tokens: numbers of prompt tokens at which it changes.
 
     Attributes:
-        shapes: in the order of what they take.
+        shapes: in order of cost.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class CaptureSizes:
         self._variants = variants
         self._attention_rows = sorted(attention_rows)
         self._all_rows = sorted({*attention_rows, *weight_rows})
-        # One is the least that makes a step one with a prompt.
+        # One prompt token is the smallest step with a prompt.
         self._all_prompt_tokens = sorted({0, 1, *weight_tokens})
         self._ranks = {item.variant: rank for rank, item in enumerate(variants)}
         self.shapes = sorted(shapes, key=self._cost)
@@ -91,10 +92,10 @@ class CaptureSizes:
         return shape.num_prompt_tokens + shape.num_decodes, self._ranks[shape.variant]
 
     def fit(self, shape: StepShape) -> StepShape | None:
-        """The smallest shape that a step fits into; None if there is none."""
+        """The smallest shape that a step fits into; None if no shape is large enough."""
         if shape.variant not in self._ranks:
             return None
-        # Smaller ones do not hold it.
+        # Cheaper shapes are too small.
         for size in self.shapes[bisect_left(self._costs, self._cost(shape)) :]:
             if (
                 size.variant == shape.variant
@@ -109,7 +110,7 @@ class CaptureSizes:
     def representatives(self) -> list[StepShape]:
         """Return shapes that together launch every kernel variant: small ones, and the largest of each kind."""
         found: list[StepShape | None] = []
-        # All but attention is the same in each variant.
+        # Only attention differs between variants.
         usual = [item for item in self._variants if not item.is_coarse][-1:]
         for item in [*usual, *(item for item in self._variants if item not in usual)]:
             rows = self._all_rows if item in usual else self._attention_rows
@@ -120,7 +121,7 @@ class CaptureSizes:
 
 
 def make_capture_sizes(config: Config, backend: AttentionBackend, model: CausalLM, is_cuda: bool) -> CaptureSizes:
-    """Return what the steps of an engine are padded to, also if `enforce_eager` captures none of them."""
+    """Return the sizes that steps of an engine are padded to, even if `enforce_eager` captures none."""
     shapes, variants = list[StepShape](), backend.variants()
     for variant in variants if is_cuda and backend.supports_cuda_graph else ():
         shapes += decode_sizes(config.max_num_running, variant)
@@ -130,19 +131,19 @@ def make_capture_sizes(config: Config, backend: AttentionBackend, model: CausalL
 
 
 class StepGraphs:
-    """Steps as graphs, captured as they are needed."""
+    """Steps as graphs, captured when needed."""
 
     def __init__(self) -> None:
         self._seen: set[Hashable] = set()
-        # With what the captured call returned: tensors that each replay fills anew.
+        # With the return value of the captured call: tensors that each replay fills anew.
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # The default stream cannot be captured. What cuBLAS works in is the stream's: the next engine gets both.
+        # The default stream cannot be captured. cuBLAS keeps its workspace per stream: the next engine reuses both.
         self._idle_streams = _idle_streams.setdefault(torch.cuda.current_device(), [])
         self._stream = self._idle_streams.pop() if self._idle_streams else torch.cuda.Stream()
 
     def run(self, key: Hashable, step: Callable[[], T]) -> T:
-        """Queue a step, or a part of one, and return what it returns.
+        """Queue a step, or a part of one, and return its result.
 
         Args:
             key: steps of one key launch the same kernels, and read and write the same memory.
@@ -161,12 +162,12 @@ class StepGraphs:
 
     def _capture(self, step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         graph = torch.cuda.CUDAGraph()
-        # What the collector frees may wait for the device, which breaks a capture.
+        # Objects freed by the collector may wait for the device, which breaks a capture.
         collects = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.stream(self._stream):
-                # Other threads may go on using the device.
+                # Other threads may continue to use the device.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = step()
@@ -190,6 +191,6 @@ class StepGraphs:
         self._graphs.clear()
 
     def close(self) -> None:
-        """Let go of all graphs, and leave the stream to the next engine."""
+        """Drop all graphs, and leave the stream to the next engine."""
         self.clear()
         self._idle_streams.append(self._stream)

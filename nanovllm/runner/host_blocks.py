@@ -1,14 +1,14 @@
-"""Blocks of the KV cache in the host's memory, and the copies there and back while steps run.
+"""Keeps blocks of the KV cache in host memory, and copies them there and back while steps run.
 
-A block's bytes lie in one piece, page after page. A thread takes and pins the memory in chunks, from the start on.
+A block's bytes are contiguous, page after page. A thread allocates and pins the memory in chunks, from the start on.
 
 On CUDA the copy engines do the work, on a stream of their own, so that no kernel waits for a multiprocessor. Copies are
-made in the order in which they are queued: what a slot holds is there before it is loaded. Steps and copies wait for
-each other on the device:
+made in the order in which they are queued: a slot is filled before it is loaded. Steps and copies wait for each other
+on the device:
 
-- copies for the steps before them, which may still use the blocks;
-- a step for what earlier ones load, and, if it is asked for, what it loads itself;
-- a step for the saves in flight of blocks that it reuses; rare, since blocks with copies are evicted first.
+- copies wait for earlier steps, which may still use the blocks;
+- a step waits for loads of earlier steps, and, on request, for its own;
+- a step waits for in-flight saves of blocks that it reuses; rare, since blocks with copies are evicted first.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import torch
+from typing_extensions import override
 
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.utils.cuda_driver import copy_rows
@@ -28,7 +29,7 @@ _CHUNK_BYTES = 2**30
 
 
 class HostBlocks:
-    """Memory for blocks, which is taken from the system while the engine runs.
+    """Memory for blocks, which is allocated while the engine runs.
 
     The first rank decides how many slots are used. A rank that can pin fewer backs the rest with pageable memory, whose
     copies the CPU waits for.
@@ -36,7 +37,7 @@ class HostBlocks:
     Args:
         num_slots: blocks.
         block_bytes: bytes of each.
-        device: what they are copied from and to; memory is pinned for CUDA.
+        device: device of the cache; memory is pinned for CUDA.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, device: torch.device) -> None:
@@ -45,17 +46,17 @@ class HostBlocks:
         self._device = device
         self._slots_per_chunk = min(num_slots, max(1, _CHUNK_BYTES // block_bytes))
         self._chunks: list[torch.Tensor] = []
-        # How many of them, the first ones, are pinned.
+        # Number of pinned slots, which come first.
         self._num_pinned = 0
         self._changed = threading.Condition()
-        # Whether it grows no more, although it may be asked to.
+        # Whether allocation is over, although more slots may be requested.
         self._has_ended = False
         self._thread = threading.Thread(target=self._grow, name="pinning", daemon=True)
         self._thread.start()
 
     @property
     def num_ready_slots(self) -> int:
-        """How many slots, the first ones, have memory."""
+        """Number of slots that have memory, which come first."""
         return min(self.num_slots, len(self._chunks) * self._slots_per_chunk)
 
     @property
@@ -64,7 +65,7 @@ class HostBlocks:
         return self._has_ended or self.num_ready_slots == self.num_slots
 
     def slot(self, slot: int) -> torch.Tensor:
-        """Return a slot's memory, [block_bytes] uint8; waits until it has some.
+        """Return a slot's memory, [block_bytes] uint8; waits until it is allocated.
 
         Raises:
             RuntimeError: the system has no more memory, pageable or not.
@@ -78,7 +79,7 @@ class HostBlocks:
         return self._chunks[chunk][index * self.block_bytes : (index + 1) * self.block_bytes]
 
     def close(self) -> None:
-        """Give the memory back; nothing may be copied any more."""
+        """Free the memory; no copies may follow."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -91,7 +92,7 @@ class HostBlocks:
         return min(self.num_slots - self.num_ready_slots, self._slots_per_chunk) * self.block_bytes
 
     def _grow(self) -> None:
-        """Take memory for all slots, a chunk at a time."""
+        """Allocate memory for all slots, a chunk at a time."""
         while not self.has_all_slots:
             chunk, failure = None, ""
             try:
@@ -114,12 +115,12 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     torch.cuda.set_device(device)
-    # Not torch's pinned memory, which stays in this process when the engine has ended.
+    # Not torch's pinned memory, which stays in this process after the engine exits.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Pages of 2 MiB are pinned several times faster; a kernel may have none.
+    # Pages of 2 MiB are pinned several times faster; a kernel may lack them.
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    # Touched before, by several threads: pinning holds a lock of the driver's, for which the engine's launches wait.
+    # Touched before, by several threads: pinning holds a driver lock that the engine's launches wait for.
     chunk = torch.frombuffer(memory, dtype=torch.uint8).zero_()
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(chunk.data_ptr(), num_bytes, 0))
     return chunk
@@ -131,7 +132,7 @@ def _release(chunk: torch.Tensor, device: torch.device) -> None:
 
 
 class BlockCopies:
-    """Copies blocks at once, by the CPU.
+    """Copies blocks synchronously, by the CPU.
 
     Args:
         stacks: the cache: keys of some layers, or values, [layers, num_blocks, ...] each.
@@ -140,12 +141,12 @@ class BlockCopies:
 
     def __init__(self, stacks: Sequence[torch.Tensor], host: HostBlocks) -> None:
         self.host = host
-        # As bytes, since a copy converts no dtype then.
+        # As bytes, so that a copy converts no dtype.
         self._stacks = [stack.flatten(2).view(torch.uint8) for stack in stacks]
         self._shapes = [(len(stack), stack.shape[2]) for stack in self._stacks]
 
     def begin_step(self, batch: ScheduledBatch) -> None:
-        """Let a step, whose own copies are not queued yet, wait for copies of earlier ones."""
+        """Make a step, whose own copies are not queued yet, wait for copies of earlier ones."""
 
     def queue(self, transfers: Sequence[BlockTransfer]) -> None:
         """Queue the loads of a step, and then its saves."""
@@ -153,10 +154,10 @@ class BlockCopies:
         self._save([transfer for transfer in transfers if transfer.kind == "save"])
 
     def wait_for_loads(self) -> None:
-        """Let the step being queued wait for its own loads."""
+        """Make the step being queued wait for its own loads."""
 
     def close(self) -> None:
-        """Wait for all copies, and give the memory back."""
+        """Wait for all copies, and free the memory."""
         self._stacks.clear()
         self.host.close()
 
@@ -189,11 +190,11 @@ class CudaBlockCopies(BlockCopies):
         self._device = stacks[0].device
         self._stream = torch.cuda.Stream(self._device)
         self._loaded: torch.cuda.Event | None = None
-        # Saves that may be under way: when they have ended, and the blocks.
+        # Saves that may be under way: the event that ends each, and its blocks.
         self._saving: list[tuple[torch.cuda.Event, set[int]]] = []
 
+    @override
     def begin_step(self, batch: ScheduledBatch) -> None:
-        """See `BlockCopies`."""
         self.wait_for_loads()
         if not self._saving:
             return
@@ -203,8 +204,8 @@ class CudaBlockCopies(BlockCopies):
             if not blocks.isdisjoint(given):
                 saved.wait()
 
+    @override
     def queue(self, transfers: Sequence[BlockTransfer]) -> None:
-        """See `BlockCopies`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         try:
             with torch.cuda.stream(self._stream):
@@ -214,14 +215,14 @@ class CudaBlockCopies(BlockCopies):
             self._stream.synchronize()
             raise
 
+    @override
     def wait_for_loads(self) -> None:
-        """See `BlockCopies`."""
         if self._loaded is not None:
             self._loaded.wait()
             self._loaded = None
 
+    @override
     def close(self) -> None:
-        """See `BlockCopies`."""
         try:
             self._stream.synchronize()
         finally:

@@ -1,4 +1,4 @@
-"""The paged KV cache of one device: allocated from what each layer asks for, and given to the layers."""
+"""The paged KV cache of one device: allocated by each layer's cache spec, and bound to the layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, State
 
 
 def cache_kind(spec: CacheSpec, block_bytes: int) -> CacheKind:
-    """Return what the engine is told of layers that declare `spec`; a state takes blocks of `block_bytes`."""
+    """Return the engine's view of layers that declare `spec`; a state takes blocks of `block_bytes`."""
     if isinstance(spec, State):
         return StateCache(-(-spec.num_bytes // block_bytes), spec.checkpoint)
     return FullCache() if spec.window is None else WindowCache(spec.window)
@@ -27,11 +27,11 @@ def cache_kind(spec: CacheSpec, block_bytes: int) -> CacheKind:
 
 @dataclass(frozen=True)
 class CacheTensors:
-    """The pages of layers that cache alike.
+    """The pages of layers with the same cache spec.
 
     Attributes:
-        keys, values: [layers, num_blocks, block_size, num_kv_heads, key_size or value_size]. One lies after the other,
-            so with equal sizes they are [2, layers, ...].
+        keys, values: [layers, num_blocks, block_size, num_kv_heads, key_size or value_size]. Values follow keys in
+            memory, so with equal sizes they are [2, layers, ...].
     """
 
     keys: torch.Tensor
@@ -41,7 +41,7 @@ class CacheTensors:
     def zeros(
         cls, spec: Paged, num_layers: int, num_blocks: int, block_size: int, device: torch.device
     ) -> CacheTensors:
-        """Allocate the pages; filled, because a masked key still meets a product, and garbage may be NaN."""
+        """Allocate zeroed pages, because a masked key is still multiplied, and garbage may be NaN."""
         shape = num_layers, num_blocks, block_size, spec.num_kv_heads
         rows = num_layers * num_blocks * block_size * spec.num_kv_heads
         flat = _zeros(rows * (spec.key_size + spec.value_size), spec.dtype, device)
@@ -52,7 +52,7 @@ class CacheTensors:
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    # NumPy asks the system for zeros, which gives a page when it is used; to fill 1 GiB takes up to 2 s.
+    # NumPy requests zeroed memory, which the system provides page by page on use; filling 1 GiB takes up to 2 s.
     return torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)
 
 
@@ -61,16 +61,16 @@ class KVCache:
 
     Args:
         layers: the attention layers, which get their pages.
-        specs: what each of them caches.
-        groups: which of them share blocks; the i-th layers of several groups have equal pages, and share those.
-        backend: what they attend with.
-        num_clipped: [1] int64 on their device, counts on across caches; see `KVScales`.
-        num_blocks, block_size: tokens of a block.
+        specs: cache spec of each layer.
+        groups: groups of layers that share blocks; the i-th layers of several groups have equal pages, and share them.
+        backend: their attention backend.
+        num_clipped: [1] int64 on their device, a running count across caches; see `KVScales`.
+        num_blocks, block_size: number of blocks, and tokens per block.
 
     Attributes:
-        tensors: the pages by what layers cache; of several groups, whatever their windows.
+        tensors: the pages by cache spec; with several groups, regardless of windows.
         num_clipped: None unless the cache is in e4m3.
-        copies: copy blocks to the host's memory and back; None if they are not kept there.
+        copies: copy blocks to host memory and back; None if blocks are not kept there.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class KVCache:
         self.num_clipped = num_clipped if is_e4m3 else None
         for layer, spec in zip(layers, specs, strict=True):
             backend.check(spec, layer.options)
-        # The blocks of several groups take turns in one tensor.
+        # The blocks of several groups share one tensor.
         pages = specs if len(groups) == 1 else [replace(spec, window=None) for spec in specs]
         counts = [Counter(pages[i] for i in group.layers) for group in groups]
         self.tensors = {
@@ -119,12 +119,12 @@ class KVCache:
 
     @property
     def most_copied_bytes(self) -> int:
-        """Bytes of one layer's part of a block, of which a copy within the device holds a temporary one at a time."""
+        """Bytes of one layer's part of a block; a copy within the device holds one such part at a time."""
         return max(layer[0].nbytes for layer in self.pages())
 
     @property
     def num_ready_slots(self) -> int:
-        """How many slots in the host's memory, the first ones, have memory."""
+        """Number of slots in host memory that are allocated, which come first."""
         return 0 if self.copies is None else self.copies.host.num_ready_slots
 
     @property
@@ -133,7 +133,7 @@ class KVCache:
         return self.copies is not None and self.copies.host.has_all_slots
 
     def unbind(self) -> None:
-        """Take the pages from the layers, and give up what is kept in the host's memory."""
+        """Take the pages from the layers, and drop all copies in host memory."""
         if self.copies is not None:
             self.copies.close()
         for layer in self._layers:
@@ -151,9 +151,9 @@ class KVCache:
             self._copy(copies)
 
     def load_and_save(self, batch: ScheduledBatch) -> None:
-        """Queue what a step loads from the host's memory and saves there, once its inputs are sent.
+        """Queue a step's loads from host memory and saves to it, once its inputs are sent.
 
-        The inputs take the same link, and would wait there for all blocks.
+        The inputs use the same link, and would wait for all blocks.
         """
         if self.copies is None:
             return

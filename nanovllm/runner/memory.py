@@ -21,7 +21,7 @@ _MAX_SLOTS = 2**31
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes free on the GPU, once torch has given back what it holds for nothing; 0 on the CPU."""
+    """Return the bytes free on the GPU, after emptying torch's cache; 0 on the CPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.synchronize(device)
@@ -41,18 +41,18 @@ def num_cache_blocks(
     run_step: Callable[[], object],
     extra_bytes: int,
 ) -> int:
-    """Return the blocks of the KV cache, as many on every rank.
+    """Return the number of blocks of the KV cache, equal on all ranks.
 
     Args:
         config: the engine's settings.
-        device: where the cache is to be; the current one, if it is a GPU.
+        device: device of the cache; the current one, if it is a GPU.
         communicator: joins the ranks.
         free_before: `free_memory` before anything was loaded.
-        num_groups: groups of the KV cache; the config's blocks are of tokens in all of them.
-        block_bytes: bytes of a block, which is one group's, on this rank.
-        most_blocks: what all running sequences take at their longest, had no group a window.
-        run_step: runs the step that takes the most memory while requests ask for no more than a temperature.
-        extra_bytes: what a step takes besides where they ask for all that they can; see `most_extra_bytes`.
+        num_groups: groups of the KV cache; the config's blocks hold tokens in all of them.
+        block_bytes: bytes of a block of one group on this rank.
+        most_blocks: blocks of all running sequences at their longest, if no group had a window.
+        run_step: runs the step that takes the most memory with temperature as the only sampling option.
+        extra_bytes: additional memory of a step with all options; see `most_extra_bytes`.
 
     Raises:
         ValueError: not one block of each group fits, or the config asks for more than `slot_mapping` can address.
@@ -67,10 +67,10 @@ def num_cache_blocks(
     if num_blocks != -1:
         return num_blocks * num_groups
     if device.type == "cuda":
-        # The communicator's memory is the engine's too, and was taken before.
+        # The communicator's memory belongs to the engine, and was allocated before.
         budget = _gpu_budget(config, device, free_before + communicator.device_bytes, run_step, extra_bytes)
     else:
-        # More is of use to the prefix cache alone, and the memory is other programs' too.
+        # More would only serve the prefix cache, and other programs need memory too.
         budget = min(cpu_cache_budget() // communicator.size, most_blocks * block_bytes)
     least = num_groups * block_bytes
     if budget < least:
@@ -87,9 +87,9 @@ def num_cache_blocks(
 def _gpu_budget(
     config: Config, device: torch.device, free_before: int, run_step: Callable[[], object], extra_bytes: int
 ) -> int:
-    """Bytes for the cache: this engine's share of the GPU less what it takes besides, measured by a largest step.
+    """Bytes for the cache: this engine's share of the GPU less its other memory, measured by a largest step.
 
-    Other processes' memory is not charged to the engine; it only limits what is there to take.
+    Other processes' memory is not charged to the engine; it only limits the available memory.
     """
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -103,21 +103,21 @@ def _gpu_budget(
 
 
 def most_extra_bytes(config: Config, vocab_size: int, copied_bytes_per_row: int) -> int:
-    """Return the bytes that steps take where every request asks for all that it can; a test on the GPU compares.
+    """Return the additional bytes of steps whose requests use all options; a test on the GPU compares.
 
     Calculated, since running such a step would load, and perhaps compile, kernels that most engines never need: on an
     H200 0.4 s, or 3.8 s, of every start.
 
     Args:
         config: the engine's settings.
-        vocab_size: token ids are below it.
-        copied_bytes_per_row: of keys or values, in one layer of each group: what a row copies at once.
+        vocab_size: size of the vocabulary.
+        copied_bytes_per_row: bytes of keys or values, in one layer of each group, that a row copies at once.
     """
     num_rows, row_bytes = config.max_num_running, 4 * vocab_size
     # Biases and counts, whose tables grow by doubling while the old ones are copied.
     tables = 2 * pool_rows(num_rows) * row_bytes * 3 // 2
-    # In turns: copies of shared blocks; slices of the prompts' logits, as they are, edited, and as candidates; and the
-    # edited rows of all samples, with what cutoffs and log-probabilities make of them.
+    # One at a time: copies of shared blocks; slices of the prompts' logits, raw, edited, and as candidates; and the
+    # edited rows of all samples, with the results of cutoffs and log-probabilities.
     copies, prompts, samples = num_rows * copied_bytes_per_row, 3 * LOGITS_BYTES, 4 * num_rows * row_bytes
     return tables + max(copies, prompts, samples)
 

@@ -1,8 +1,8 @@
 """The messages between the engine and a runner: a step's plan (`ScheduledBatch`), a step under way (`StepHandle`) and a
 step's result (`StepOutput`); and the interface of a runner (`Runner`).
 
-`ScheduledBatch` and `StepOutput` are plain data, numbers and arrays of them, and can be sent to another process as they
-are. A running sequence has a *slot*, its index in the device's arrays. A runner is told of slots and blocks, never of
+`ScheduledBatch` and `StepOutput` are plain data, numbers and arrays of them, and can be sent to another process
+unchanged. A running sequence has a *slot*, its index in the device's arrays. A runner knows slots and blocks, never
 sequences; the engine finds a token's sequence by `ScheduledBatch.sampled_seq_ids`.
 """
 
@@ -19,18 +19,18 @@ from nanovllm.outputs import pack_records
 from nanovllm.sampling_params import SamplingExtra
 
 
-# Not frozen: that triples the time to make one, and there is one for each request.
+# Not frozen, which would triple the time to make one, and each request needs one.
 @dataclass(slots=True)
 class NewRequest:
-    """Puts a sequence into a slot: all that the slot must hold from now on."""
+    """Puts a sequence into a slot: the full content of the slot."""
 
     slot: int
-    # Of each group of the KV cache.
+    # One list for each group of the KV cache.
     block_tables: list[list[int]]
     num_prompt_tokens: int
     temperature: float
     seed: int
-    # None if the temperature is all that it asks for.
+    # None if temperature is its only option.
     extra: SamplingExtra | None = None
 
 
@@ -41,18 +41,18 @@ class FullCache:
 
 @dataclass(frozen=True)
 class WindowCache:
-    """Layers that see the last `window` tokens at most, the query's own included."""
+    """Layers that see at most the last `window` tokens, the query's own included."""
 
     window: int
 
 
 @dataclass(frozen=True)
 class StateCache:
-    """Layers that keep a state of fixed size a sequence, which a step reads, and overwrites.
+    """Layers that keep a state of fixed size per sequence, which a step reads and overwrites.
 
     Attributes:
         num_blocks: blocks of the cache that a state takes.
-        checkpoint: a state is kept at every block end whose number is a multiple of this, beside a prompt's last one.
+        checkpoint: a state is kept at every block end whose number is a multiple of this, and at a prompt's last one.
     """
 
     num_blocks: int
@@ -60,7 +60,7 @@ class StateCache:
 
 
 CacheKind = FullCache | WindowCache | StateCache
-"""What the layers of a group of the cache keep: all that the engine knows of them."""
+"""Cache contents of the layers in one group: all that the engine knows of them."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class NewBlock:
 class BlockTransfer:
     """Gives block `destination` the content of block `source`.
 
-    `kind` says where the two are; "copy": both on the device; "load": the source is a slot in the host's memory;
-    "save": the destination is one.
+    `kind` says where the two are; "copy": both on the device; "load": the source is a slot in host memory; "save": the
+    destination is one.
     """
 
     kind: Literal["copy", "load", "save"]
@@ -88,11 +88,11 @@ class BlockTransfer:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probabilities that are asked for of a chunk.
+    """Log-probabilities requested from a chunk.
 
     Attributes:
         first: index within the chunk of the first token whose successor is scored.
-        token_ids: the successors of that token and of those after it.
+        token_ids: the successors of that token and of the tokens after it.
         num_logprobs: most likely tokens to return with each.
     """
 
@@ -103,11 +103,11 @@ class PromptScores:
 
 @dataclass(slots=True)
 class Chunk:
-    """A row whose tokens the host sends: those at `start ... start + len(token_ids) - 1` of the sequence in `slot`.
+    """A row whose tokens the host sends: tokens `start ... start + len(token_ids) - 1` of the sequence in `slot`.
 
     `store` is false for the one token that a full prefix hit recomputes inside a shared block: its keys and values are
-    there already, and shared blocks are immutable. `samples` is true if no token follows that is known. `scores` and
-    `pooling` ("last" or "mean") ask for more of its hidden states than a token.
+    already stored, and shared blocks are immutable. `samples` is true if no known token follows. `scores` and `pooling`
+    ("last" or "mean") request more from its hidden states than a token.
     """
 
     slot: int
@@ -121,7 +121,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows whose tokens the device has: the newest of each slot's sequence, and drafts of the next ones.
+    """Rows whose tokens are on the device: the newest of each slot's sequence, and drafts of the next ones.
 
     Attributes:
         slots: [num_rows] int32.
@@ -146,9 +146,9 @@ NO_ROWS = Rows.of_one_token(np.empty(0, dtype=np.int32))
 
 @dataclass
 class ScheduledBatch:
-    """The plan of one step. A row of it is a slot and the new tokens that it computes.
+    """The plan of one step. Each row is a slot and the new tokens that it computes.
 
-    The tokens of `rows` are on the device already, and so are their positions and block tables. `chunks` are the rows
+    The tokens of `rows` are already on the device, and so are their positions and block tables. `chunks` are the rows
     after them, whose tokens come with the plan.
     """
 
@@ -158,21 +158,21 @@ class ScheduledBatch:
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
     # Copies are made before the step writes anything, and all their sources are read before a destination is written.
-    # Loads come next, then saves. A later step sees what was loaded, and does not overwrite what is still being saved.
+    # Loads come next, then saves. A later step sees the loads, and does not overwrite pending saves.
     transfers: list[BlockTransfer] = field(default_factory=list)
-    # Whether this step sees what it loads, too.
+    # Whether this step sees its own loads, too.
     waits_for_loads: bool = False
-    # The same object as in the step before if no row has joined or left.
+    # The same object as in the previous step if no row was added or removed.
     rows: Rows = NO_ROWS
     chunks: list[Chunk] = field(default_factory=list)
-    # The sequences that tokens are sampled for: a sequence a row of `rows`, then one a chunk that samples.
+    # The sequences that tokens are sampled for: one per row of `rows`, then one per chunk that samples.
     sampled_seq_ids: list[int] = field(default_factory=list)
-    # Whether a row asks for more than a temperature.
+    # Whether a row uses options beyond a temperature.
     has_extra: bool = False
-    # Indices into sampled_seq_ids of rows whose tokens the host masks once it knows the token before.
+    # Indices into sampled_seq_ids of rows whose tokens the host masks once it knows the previous token.
     masked: list[int] = field(default_factory=list)
-    # Of each chunk with `scores` or `pooling`: its sequence, and how often that had been admitted. What comes back for
-    # an earlier admission is dropped, since a preempted prompt is computed again from its start.
+    # For each chunk with `scores` or `pooling`: its sequence, and that sequence's number of admissions. Results for an
+    # earlier admission are dropped, since a preempted prompt is computed again from its start.
     scored_seq_ids: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -182,7 +182,7 @@ class ScheduledBatch:
 
     @property
     def given_blocks(self) -> set[int]:
-        """All blocks that this step gives to sequences, and may therefore be written to from now on."""
+        """All blocks that this step gives to sequences, and that may be written to from now on."""
         given = {block for request in self.new_requests for table in request.block_tables for block in table}
         given.update(new.block_id for new in self.new_blocks)
         return given
@@ -203,7 +203,7 @@ class TokenLogprobs:
     ranks: np.ndarray
 
     def records(self) -> np.ndarray:
-        """Return them as one record for each position; see `nanovllm.outputs.pack_records`."""
+        """Return one record per position; see `nanovllm.outputs.pack_records`."""
         return pack_records(self.values, self.token_ids, self.ranks)
 
 
@@ -213,12 +213,12 @@ class StepOutput:
 
     Attributes:
         token_ids: [num_tokens] int64; the tokens of each row, in the order of `ScheduledBatch.sampled_seq_ids`.
-        logprob_rows: indices of the tokens that `logprobs` are of.
+        logprob_rows: indices of the tokens that `logprobs` describe.
         logprobs: None if no row asks for any.
-        prompt_outputs: of each chunk with `scores` or `pooling`: log-probabilities, or the sum of hidden states,
+        prompt_outputs: for each chunk with `scores` or `pooling`: log-probabilities, or the sum of hidden states,
             [hidden_size] float32.
-        num_clipped_kv: keys and values, of the first rank's heads, that were too large for a cache in e4m3, since the
-            engine began.
+        num_clipped_kv: keys and values, of the first rank's heads, that exceeded the range of a cache in e4m3, since
+            the engine began.
         offsets: [num_rows + 1]; where each row's tokens begin and end. None if each has one, as is usual.
     """
 
@@ -238,20 +238,20 @@ class StepHandle(Protocol):
 
 
 class Runner(Protocol):
-    """What the engine needs of a `ModelRunner` or a `ParallelRunner`.
+    """The engine's interface to a `ModelRunner` or a `ParallelRunner`.
 
     A step is two calls, so that the host can make masks while the forward pass runs.
     """
 
-    # Steps that are left under way while the next one is planned: 0 or 1.
+    # Steps that are still under way while the next one is planned: 0 or 1.
     pipeline_depth: int
     num_kvcache_blocks: int
-    # Drafts of following tokens that the device has for every row beside its newest token; a row of a step computes as
-    # many of them as fit.
+    # Drafts of following tokens that the device has for every row beside its newest token; a row of a step computes all
+    # that fit.
     num_drafts: int
-    # Of each group of the cache; states come last, after one group of another kind at least.
+    # One for each group of the cache; states come last, after at least one group of another kind.
     cache_kinds: list[CacheKind]
-    # None if blocks are not kept in the host's memory.
+    # None if blocks are not kept in host memory.
     host_memory: HostMemory | None
 
     def forward(self, batch: ScheduledBatch) -> Any:
@@ -261,29 +261,30 @@ class Runner(Protocol):
         """Queue the sampling of the step whose forward pass was queued last.
 
         Args:
-            step: what `forward` returned.
+            step: from `forward`.
             masks: [num_masked, ceil(vocab_size / 32)] int32; the tokens that the host allows for the rows
-                `ScheduledBatch.masked`: bit `token % 32` of word `token // 32` is of a token. None if there are none.
+                `ScheduledBatch.masked`: bit `token % 32` of word `token // 32` is for `token`. None if no row is
+                masked.
         """
 
     def synchronize(self) -> None:
-        """Wait for all that was launched; raises if the device is lost."""
+        """Wait for all launched work; raises if the device is lost."""
 
     def exit(self) -> None:
-        """Let go of the device."""
+        """Release the device."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """A runner's slots for blocks in the host's memory, and the rates by which loading is weighed against computing.
+    """A runner's slots for blocks in host memory, and the rates that decide between loading and computing.
 
     Attributes:
         num_slots: blocks of the device that fit.
-        num_ready_slots: returns how many slots, the first ones, can be saved to.
-        has_all_slots: returns whether no more will be: all are ready, or the host has no more memory.
+        num_ready_slots: returns the number of slots, which come first, that can be saved to.
+        has_all_slots: returns whether allocation is over: all are ready, or the host has no more memory.
         block_bytes: bytes of a block, on one rank.
         bytes_per_second: of copies between the host and one rank's device.
-        tokens_per_second: of prompts that are computed.
+        tokens_per_second: of prompts being computed.
         step_seconds: of a small step.
     """
 

@@ -1,7 +1,7 @@
 """Runs the model on one device: loads its shard, sizes the cache, runs batches.
 
-A step is two calls, which only queue work. `forward` sends what changed to the device and computes logits; `sample`
-draws tokens, leaves them in their slots, where the next step finds them, and sends them on their way to the host.
+A step is two calls, which only queue work. `forward` sends changes to the device and computes logits; `sample` draws
+tokens, stores them in their slots for the next step, and starts copying them to the host.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from nanovllm.weights.report import MissingWeights
 
 
 class _Part(Enum):
-    """The part of a step that is queued by `ModelRunner.forward`; the rest follows in `sample`."""
+    """The part of a step that `ModelRunner.forward` queues; the rest follows in `sample`."""
 
     WHOLE_CHUNKS = auto()
     """Logits, and the hidden states of all tokens of chunks."""
     FORWARD = auto()
     """Logits."""
     SAMPLED = auto()
-    """Tokens, of rows that ask for a temperature."""
+    """Tokens of rows with temperature as their only option."""
     SAMPLED_WITH_LOGPROBS = auto()
     """Tokens, and the log-probabilities of all rows."""
 
@@ -63,15 +63,15 @@ class ModelRunner(OnDevice):
     Args:
         config: the engine's settings.
         model_config: the model's shape.
-        folder: where its weights are.
+        folder: folder of its weights.
         max_model_len: most tokens of one sequence.
-        communicator: joins this rank with the others that share the model; None if it has the model to itself.
+        communicator: joins this rank with the others that share the model; None for a single rank.
 
     Attributes:
         policy: chooses the kernels of weights, attention and collectives.
 
     Raises:
-        ValueError: a device, dtype or backend that cannot be had, or weights that do not fit the config.
+        ValueError: a device, dtype or backend is unavailable, or weights do not fit the config.
     """
 
     policy: KernelPolicy = FASTEST
@@ -95,7 +95,7 @@ class ModelRunner(OnDevice):
             compiler_ready(self.device)
         self.dtype = resolve_dtype(config.dtype, model_config.dtype, self.is_cuda)
         self.kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else self.dtype
-        # A step is planned while the one before it runs; on the CPU both take the same cores.
+        # A step is planned while the previous one runs; on the CPU both would use the same cores.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
         self.num_drafts = 0
@@ -135,7 +135,7 @@ class ModelRunner(OnDevice):
         del self.weights, self.model
 
     def _make_backend(self) -> None:
-        """Make what the model's layers attend with."""
+        """Create the attention backend of the model's layers."""
         config, self.shard = self.config, self.model.shard
         self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
         self.kv_groups = self._make_groups()
@@ -153,7 +153,7 @@ class ModelRunner(OnDevice):
         )
 
     def _make_groups(self) -> list[KVCacheGroup]:
-        """Divide the layers into groups, alike on all ranks; one where blocks leave the device, as all layers' do."""
+        """Divide the layers into groups, alike on all ranks; with `swap_space` one group, which keeps all blocks."""
         config, specs = self.config, self.kv_specs
         is_one = config.swap_space or not have_equal_pages(specs)
         if not self._all_reduce_min(int(not is_one)):
@@ -161,7 +161,7 @@ class ModelRunner(OnDevice):
         return make_groups(specs, config.kvcache_block_size, self.max_blocks)
 
     def _make_buffers(self) -> None:
-        """Make what steps keep on the device beside weights and cache."""
+        """Allocate the device buffers of steps beside weights and cache."""
         config = self.config
         self.sampler = Sampler(self.shard.vocab, self.communicator, config.logprobs_mode)
         self.batch_builder = BatchBuilder(
@@ -199,7 +199,7 @@ class ModelRunner(OnDevice):
             del self.kv_cache
 
     def _measure_cache(self, free_before: int) -> int:
-        """Return the blocks of the cache; where memory decides, run the step that takes the most."""
+        """Return the number of blocks of the cache; if memory decides, run the largest step."""
         config, num_groups, vocab_size = self.config, len(self.kv_groups), self.model_config.vocab_size
         return num_cache_blocks(
             config,
@@ -222,7 +222,7 @@ class ModelRunner(OnDevice):
     def _capture(self) -> None:
         """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`.
 
-        A step of a size is run the first time, which loads modules, and captured the second time.
+        The first step of a size is run, which loads modules, and the second is captured.
         """
         if not self.capture_sizes.shapes or self.config.enforce_eager:
             return
@@ -240,10 +240,10 @@ class ModelRunner(OnDevice):
             self.graphs = None
 
     def forward(self, batch: ScheduledBatch) -> DeviceStep:
-        """Queue a step's forward pass, and its sampling with it where nothing of the host's is waited for.
+        """Queue a step's forward pass, and its sampling with it if no host data is needed.
 
-        Both are one CUDA graph if there is one for the step's size and its rows ask for a temperature, or for their
-        tokens' log-probabilities too.
+        Both are one CUDA graph if there is one for the step's size and its rows only use a temperature, or also their
+        tokens' log-probabilities.
         """
         with torch.inference_mode(), self._device_guard():
             self.communicator.prepare_step()
@@ -255,7 +255,7 @@ class ModelRunner(OnDevice):
             return step
 
     def prepare(self, batch: ScheduledBatch) -> DeviceStep:
-        """Send what a batch changes to the device, padded to a capture size if one is large enough."""
+        """Send a batch's changes to the device, padded to a capture size if one is large enough."""
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
         self.kv_cache.begin_step(batch)
@@ -264,14 +264,14 @@ class ModelRunner(OnDevice):
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _extra_rows(self, step: DeviceStep) -> ExtraRows | None:
-        """Return what rows ask for beyond a temperature."""
+        """Return the options of rows beyond a temperature."""
         batch, slots = step.batch, self.batch_builder.slots
         sampled = batch.rows.slots.tolist() + [slots.padding_slot] * step.num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
 
     def _part(self, step: DeviceStep) -> _Part:
-        """Return the part of a step that waits for nothing of the host's."""
+        """Return the part of a step that needs no host data."""
         if step.batch.scored_seq_ids:
             return _Part.WHOLE_CHUNKS
         if not step.batch.has_extra:
@@ -303,14 +303,14 @@ class ModelRunner(OnDevice):
         return sampled
 
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Run the model; returns the logits, [num_samples, tokens of this rank]."""
+        """Run the model; return the logits, [num_samples, tokens of this rank]."""
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
         return self.model.compute_logits(x, residual)
 
     def _compute_whole_chunks(self, step: DeviceStep, inputs: StepInputs) -> Unsampled:
-        """Compute the hidden states of all tokens, where chunks ask for more of them than a token."""
+        """Compute the hidden states of all tokens, for chunks that request more than a token."""
         self.backend.plan(inputs.metadata)
         with set_attention_metadata(inputs.metadata):
             x, residual = self.model(inputs.token_ids, inputs.positions)
@@ -319,7 +319,7 @@ class ModelRunner(OnDevice):
         return Unsampled(inputs, logits, hidden[step.shape.num_decodes :])
 
     def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> PendingStep:
-        """Queue what is left of a step: its sampling, and its tokens' way to the host; see `Runner`."""
+        """Queue the rest of a step: its sampling, and the copy of its tokens to the host; see `Runner`."""
         with torch.inference_mode(), self._device_guard():
             computed, prompts = step.computed, list[DeviceLogprobs | torch.Tensor]()
             assert computed is not None
@@ -332,7 +332,7 @@ class ModelRunner(OnDevice):
             return self._output_buffers.copy(step, logprobs, prompts, self.kv_cache.num_clipped)
 
     def _sample_logits(self, step: DeviceStep, computed: Unsampled, masks: np.ndarray | None) -> Sampled:
-        """Sample from a forward pass's logits: masks and all that rows ask for beyond a temperature."""
+        """Sample from a forward pass's logits, with masks and all options beyond a temperature."""
         self.communicator.begin_sampling()
         extra, num_rows = step.extra, len(step.batch.rows)
         if extra is not None and masks is not None:
@@ -345,7 +345,7 @@ class ModelRunner(OnDevice):
         return sampled
 
     def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
-        """Put tokens into their slots, where the next step finds them, and into `_sampled`, from where they leave."""
+        """Store tokens in their slots for the next step, and in `_sampled`, from which they are copied to the host."""
         slots, num_decodes = inputs.sample_slots, inputs.metadata[0].num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
 
@@ -369,7 +369,7 @@ class ModelRunner(OnDevice):
             return function(self.weights, *args)
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
-        """Give back the memory of weights, cache and graphs; see `WeightsRunner`."""
+        """Release the memory of weights, cache and graphs; see `WeightsRunner`."""
         with torch.inference_mode(), self._device_guard():
             self.synchronize()
             self._drop_graphs()
@@ -379,23 +379,23 @@ class ModelRunner(OnDevice):
             return self.weights.count_missing()
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take memory again; see `WeightsRunner`."""
+        """Allocate memory again; see `WeightsRunner`."""
         with torch.inference_mode(), self._device_guard():
             if "weights" in tags:
                 self.weights.restore()
             if "kv_cache" in tags and "kv_cache" not in vars(self):
                 self._allocate(self.num_kvcache_blocks)
-            # Not with weights that may be anything.
+            # Not with undefined weights.
             if "kv_cache" in vars(self) and self.graphs is None and self.weights.is_complete:
                 self._capture()
 
     def exit(self) -> None:
-        """Wait for the device, and let go of everything on it."""
+        """Wait for the device, and release everything on it."""
         self.synchronize()
         self.release()
 
     def release(self) -> None:
-        """Let go of everything on the device."""
+        """Release everything on the device."""
         self._drop_graphs()
         self._free()
         self._unload()
@@ -405,7 +405,7 @@ class ModelRunner(OnDevice):
                 torch.cuda.empty_cache()
 
     def _compile_kernels(self) -> None:
-        """Compile, all at once, the kernels that steps take."""
+        """Compile all kernels that steps need, in parallel."""
         if not self.capture_sizes.shapes:
             return
         # Kernels for many rows take the longest, and so come first.
@@ -416,7 +416,7 @@ class ModelRunner(OnDevice):
             compile_ahead(self.device, runs, self.communicator.rank, self.communicator.size)
 
     def _run_without_kernels(self, shape: StepShape, is_capture_size: bool) -> None:
-        """Run an empty step for `compile_ahead`: no kernel is launched, and what one would fill has anything in it."""
+        """Run an empty step for `compile_ahead`: no kernel is launched, so their outputs are undefined."""
         self.communicator.prepare_step()
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape, is_capture_size=is_capture_size))

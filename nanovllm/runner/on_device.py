@@ -1,4 +1,4 @@
-"""The device that one rank's steps run on, and their stream."""
+"""The device on which one rank's steps run, and their stream."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 
 class OnDevice:
-    """The methods of a runner that have to do with its device alone; see `Runner`."""
+    """The methods of a runner that concern only its device; see `Runner`."""
 
     device: torch.device
     is_cuda: bool
 
     def check(self) -> None:
-        """Raise if something that was launched has failed; waits for nothing."""
+        """Raise if launched work has failed, without waiting."""
         if self.is_cuda:
             self._stream.query()
 
     def synchronize(self) -> None:
-        """Wait for all that was launched; raises if the device is lost."""
+        """Wait for all launched work; raises if the device is lost."""
         if self.is_cuda:
             torch.cuda.synchronize(self.device)
 

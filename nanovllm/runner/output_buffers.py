@@ -31,14 +31,14 @@ def _numpy(tensors: DeviceLogprobs) -> TokenLogprobs:
 
 @dataclass
 class PendingStep:
-    """A step under way, whose results come to the host; all at once if `copied` is None, else once it has happened.
+    """A step under way, whose results are copied to the host; complete at once if `copied` is None, else after it.
 
     Attributes:
-        token_ids: `num_decodes` of rows of one token, padding up to `num_padded_decodes`, then those of chunks.
-        logprob_rows: the rows of logits that `logprobs` are of.
+        token_ids: `num_decodes` of rows of one token, padding up to `num_padded_decodes`, then tokens of chunks.
+        logprob_rows: the rows of logits that `logprobs` describe.
         logprobs: None if there are no such rows.
         prompt_outputs: see `StepOutput`.
-        num_clipped: [1], of a cache in e4m3; see `StepOutput`.
+        num_clipped: [1], for a cache in e4m3; see `StepOutput`.
     """
 
     token_ids: torch.Tensor
@@ -57,7 +57,7 @@ class PendingStep:
         values = self.token_ids.numpy()
         num_padding = self.num_padded_decodes - self.num_decodes
         return StepOutput(
-            # A copy, since the buffer is used again.
+            # A copy, since the buffer is reused.
             np.concatenate((values[: self.num_decodes], values[self.num_padded_decodes :])),
             [row if row < self.num_decodes else row - num_padding for row in self.logprob_rows],
             None if self.logprobs is None else _numpy(self.logprobs),
@@ -69,10 +69,10 @@ class PendingStep:
 class OutputBuffers:
     """Copies steps' outputs to the host.
 
-    Two buffers take turns: of the two steps that can be under way, neither overwrites the other's.
+    Two buffers alternate, so that two steps under way do not overwrite each other's outputs.
 
     Args:
-        sampled: [n] int64, where every step leaves its tokens.
+        sampled: [n] int64, where every step stores its tokens.
     """
 
     def __init__(self, sampled: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class OutputBuffers:
         prompts: list[DeviceLogprobs | torch.Tensor],
         num_clipped: torch.Tensor | None,
     ) -> PendingStep:
-        """Queue the copies of a step's results, the one queued last; see `PendingStep` for the arguments."""
+        """Queue the copies of the results of the last queued step; see `PendingStep` for the arguments."""
         num_padded = step.shape.num_decodes
         sampled = self._sampled[: num_padded + sum(chunk.samples for chunk in step.batch.chunks)]
         if sampled.is_cuda:

@@ -69,7 +69,7 @@ class ParallelRunner:
         config, model_config, folder, max_model_len: see `ModelRunner`.
 
     Raises:
-        ValueError: the model cannot be sharded over so many ranks, or `ModelRunner` raises it.
+        ValueError: the model cannot be sharded over this number of ranks, or `ModelRunner` raises it.
         RuntimeError: a rank failed.
     """
 
@@ -96,7 +96,7 @@ class ParallelRunner:
             join = partial(connect, 0, size, device, store, step_limits(config, model_config))
             # The group waits up to its timeout for a rank that has died.
             self._communicator = communicator = self._ranks.call_watched(join)
-            # While this thread waits for a GPU, nothing else would notice that a rank has died.
+            # While this thread waits for a GPU, nothing else would notice the death of a rank.
             self._ranks.watch(communicator.interrupt)
             self._runner = runner = ModelRunner(
                 config,
@@ -136,7 +136,7 @@ class ParallelRunner:
             own: called on this rank instead.
 
         Raises:
-            RuntimeError: the call failed on some rank; all ranks go on. Or the ranks have ended.
+            RuntimeError: the call failed on some rank, and all ranks continue; or the ranks are gone.
         """
         runner = self._require_open()
         self._ranks.begin_call(function, args)
@@ -158,7 +158,7 @@ class ParallelRunner:
 
     def wake_up(self, tags: list[str]) -> None:
         """See `WeightsRunner`."""
-        # The first rank alone knows what a failed load left undone; all capture graphs, or none does.
+        # Only the first rank knows which weights a failed load left incomplete; all ranks capture graphs, or none.
         missing = self._require_open().weights.missing
         self.call(ModelRunner.on_weights, ModelWeights.mark_missing, missing)
         self.call(ModelRunner.wake_up, tags)
@@ -167,7 +167,7 @@ class ParallelRunner:
         """Wait for all launched work on every rank.
 
         Raises:
-            RuntimeError: it failed on some rank, or the ranks have ended.
+            RuntimeError: it failed on some rank, or the ranks are gone.
         """
         self.call(ModelRunner.synchronize)
 

@@ -1,4 +1,4 @@
-"""The prompt chunks of a step as arrays, padded to a given size, so that a captured graph can read them."""
+"""Lays out the prompt chunks of a step as arrays of a given size, so that a captured graph can read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.runner.messages import Chunk
 
 
 class PromptArrays(NamedTuple):
-    """Arrays of int32 (numpy on the host, torch on the device), T prompt tokens and C chunks of them, padding included.
+    """Arrays of int32 (numpy on the host, torch on the device) for T prompt tokens in C chunks, padding included.
 
     G is the number of groups of the KV cache.
 
@@ -23,7 +23,7 @@ class PromptArrays(NamedTuple):
         cu_seqlens_q: [C + 1]; where each chunk starts among the tokens.
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
         tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
-        sample_tiles: [2 * C]; the same of those tiles that hold one of sample_indices.
+        sample_tiles: [2 * C]; likewise for the tiles that contain one of sample_indices.
     """
 
     token_ids: Any
@@ -39,17 +39,17 @@ class PromptArrays(NamedTuple):
 
     @staticmethod
     def num_tiles(num_tokens: int, num_chunks: int) -> int:
-        """Most tiles that so many tokens in so many chunks can take."""
+        """Return the most tiles that `num_tokens` tokens in `num_chunks` chunks can take."""
         return num_tokens // QUERY_TILE + num_chunks
 
     @classmethod
     def total_size(cls, num_tokens: int, num_chunks: int, num_groups: int) -> int:
-        """Elements of all arrays together."""
+        """Return the number of elements of all arrays together."""
         return (2 + num_groups) * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
 
 
 _NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
-"""Of no elements, so that nothing has to be sent."""
+"""Empty arrays, so that nothing has to be sent."""
 
 
 def make_prompt_arrays(
@@ -60,14 +60,14 @@ def make_prompt_arrays(
     padding_slot: int,
     block_size: int,
 ) -> PromptArrays:
-    """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, no fewer than there are.
+    """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
     Args:
         chunks: of the step.
-        num_tokens, num_chunks: sizes to pad to; no chunks at all, padding included, give empty arrays.
-        block_tables: [num_slots + 1, G, max_blocks]; all slots', on the host.
+        num_tokens, num_chunks: sizes to pad to; zero chunks, padding included, give empty arrays.
+        block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host.
         padding_slot: the slot of padding.
-        block_size: tokens of a block.
+        block_size: tokens per block.
     """
     if not num_chunks:
         return _NO_PROMPTS
@@ -101,7 +101,7 @@ def make_prompt_arrays(
 
 
 def _tiles(lens: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
-    """Every chunk's tiles of queries; those with the longest contexts, which take the longest, come first."""
+    """Return every chunk's tiles of queries, longest contexts first, since they take the longest."""
     counts = -(-lens // QUERY_TILE)
     chunk = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
     number = np.arange(len(chunk), dtype=np.int32) - np.repeat(counts.cumsum() - counts, counts)

@@ -1,4 +1,6 @@
-"""What chunks of prompts ask for besides a token: log-probabilities of their tokens, or hidden states."""
+"""Computes the requested outputs of prompt chunks besides a token: log-probabilities of their tokens, or hidden
+states.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from nanovllm.runner.messages import Chunk, PromptScores
 from nanovllm.sampling.sampler import DeviceLogprobs, Sampler
 
 LOGITS_BYTES = 2**28
-"""Most bytes of a prompt's logits in float32 at a time."""
+"""Most bytes of a prompt's float32 logits at a time."""
 
 
 def prompt_outputs(
     model: CausalLM, sampler: Sampler, chunks: list[Chunk], hidden: torch.Tensor
 ) -> list[DeviceLogprobs | torch.Tensor]:
-    """Return what chunks with `scores` or `pooling` ask for, in order; hidden: [num_prompt_tokens, hidden_size]."""
+    """Return the outputs of chunks with `scores` or `pooling`, in order; hidden: [num_prompt_tokens, hidden_size]."""
     ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
     starts = [0, *ends[:-1].tolist()]
     scored = [(start, chunk.scores) for start, chunk in zip(starts, chunks, strict=True) if chunk.scores]
@@ -32,7 +34,7 @@ def prompt_outputs(
 
 
 def scored_rows_at_once(vocab_size: int) -> int:
-    """Return the rows of a prompt whose logits are computed at a time."""
+    """Return the number of prompt rows whose logits are computed at a time."""
     return max(1, LOGITS_BYTES // (4 * vocab_size))
 
 
@@ -41,7 +43,7 @@ def _score(
 ) -> list[DeviceLogprobs]:
     """Compute the log-probabilities of all chunks, in slices of rows whose logits fit into `LOGITS_BYTES`.
 
-    scored: each chunk's first row of the hidden states, and what is asked for.
+    scored: each chunk's first row of the hidden states, and its request.
     """
     if not scored:
         return []

@@ -1,7 +1,7 @@
 """Keeps the state of the running sequences, one slot each, on the device, and a copy on the host.
 
-Both are one int32 array that holds the fields one after the other, each with an entry for every slot, so that one copy
-and one indexed assignment bring any change to the device.
+Both are one int32 array of consecutive fields, each with an entry for every slot, so that one copy and one indexed
+assignment bring any change to the device.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from nanovllm.kernels.slot_tensors import SlotTensors
 from nanovllm.runner.messages import NewRequest, ScheduledBatch
 
 _MAX_TEMPERATURE = 1e30
-"""Finite in float32 with any noise on it; hotter than this is uniform all the same."""
+"""Finite in float32 with any noise added; any higher temperature is uniform as well."""
 _ALIGNMENT = 16
-"""Slots are padded to a multiple of this: Triton compiles a kernel anew for each other alignment of its arguments."""
+"""Slots are padded to a multiple of this: Triton recompiles a kernel for each other alignment of its arguments."""
 ArrayT = TypeVar("ArrayT", np.ndarray, torch.Tensor)
 _MAX_ELEMENTS = 2**31
-"""Their offsets, also those of a step's rows of the block tables, are int32 here and in `kernels/slot_tensors.py`."""
+"""Element offsets, also in a step's rows of the block tables, are int32 here and in `kernels/slot_tensors.py`."""
 _NOTHING = np.empty(0, dtype=np.int32)
 
 
 class SlotState:
-    """The slots of one engine; the last one takes what padding writes.
+    """The slots of one engine; the last one receives the writes of padding.
 
     Args:
-        num_slots: sequences that may run at once.
+        num_slots: most sequences that run at once.
         max_blocks: entries of a block table.
-        num_groups: groups of the KV cache, of which each has its block tables.
-        device: where the state lives.
+        num_groups: groups of the KV cache, each with its own block tables.
+        device: device of the state.
 
     Raises:
         ValueError: the state has more elements than int32 offsets can address.
@@ -40,7 +40,7 @@ class SlotState:
 
     def __init__(self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device) -> None:
         self.padding_slot, self._max_blocks = num_slots, max_blocks
-        # Elements of a slot in the fields of two dimensions.
+        # Elements per slot of two-dimensional fields.
         self._wide = {"seed": 2, "block_tables": num_groups * max_blocks}
         self._widths = {field.name: self._wide.get(field.name, 1) for field in fields(SlotTensors)}
         num_padded = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
@@ -64,7 +64,7 @@ class SlotState:
         self.block_tables = self._field(self._host, "block_tables").reshape(by_group)
 
     def update_host(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Apply a batch to the host's copy; returns the flat indices and values that changed, for `update_device`."""
+        """Apply a batch to the host's copy; return the flat indices and values that changed, for `update_device`."""
         # Block tables of new requests, and new blocks of running ones.
         width = self._max_blocks
         entries = [
@@ -87,12 +87,12 @@ class SlotState:
         return index, self._host[index]
 
     def update_device(self, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Put what `update_host` returned into the device's state."""
+        """Write the changes from `update_host` into the device's state."""
         if len(index):
             self._flat[index] = values
 
     def _add(self, requests: list[NewRequest]) -> list[np.ndarray]:
-        """Write what does not change while a request runs."""
+        """Write the fields that do not change while a request runs."""
         slots = [request.slot for request in requests]
         low, high = ([request.seed >> shift & 0xFFFFFFFF for request in requests] for shift in (0, 32))
         temperatures = [min(request.temperature, _MAX_TEMPERATURE) for request in requests]
@@ -109,7 +109,7 @@ class SlotState:
         return values.reshape(num_slots, width) if name in self._wide else values
 
     def _write(self, name: str, slots: Any, column: Any, values: np.ndarray) -> np.ndarray:
-        """Write values into slots and columns of a field in the host's copy; returns their flat indices."""
+        """Write values into slots and columns of a field in the host's copy; return their flat indices."""
         index = self._starts[name] + np.asarray(slots, dtype=np.int32) * self._widths[name] + column
         self._host[index] = values
         return index

@@ -1,4 +1,4 @@
-"""Sizes the host cache, and measures what loading and computing cost."""
+"""Sizes the host cache, and measures the cost of loading and of computing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from nanovllm.runner.messages import CacheKind, Chunk, HostMemory, NewRequest, S
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
-"""Bytes that are copied to measure the link."""
+"""Bytes copied to measure the link."""
 _CUDA_TOKENS, _CPU_TOKENS = 2304, 8
-"""Prompt tokens of the step that is measured, on CUDA at least: more than a captured step has, so that none is captured
-for this. A CPU computes few in the time that starting may take, and loads any number faster."""
+"""Prompt tokens of the measured step, on CUDA at least this number: larger than any captured step, so that none is
+captured for this. A CPU computes few in an acceptable start time, and loads any number faster.
+"""
 _PROMPT_TOKENS = 2048
 """Tokens of each prompt of that step."""
 _LAUNCH_BOUND_GAIN = 1.25
@@ -33,12 +34,12 @@ def make_swap_space(
     cache_kinds: list[CacheKind],
     run_step: Callable[[ScheduledBatch], None],
 ) -> HostMemory:
-    """Keep a cache's blocks in the host's memory until it is unbound; takes some 0.2 s.
+    """Keep a cache's blocks in host memory until it is unbound; takes some 0.2 s.
 
     Args:
         config: the engine's settings.
         communicator: joins the ranks.
-        current_cache: returns the cache, which holds nothing yet; after a sleep another one.
+        current_cache: returns the cache, which is still empty; a different one after a sleep.
         cache_kinds: of the only group; see `Runner`.
         run_step: runs a step, and waits for it.
 
@@ -67,10 +68,10 @@ def make_swap_space(
     def seconds(num_tokens: int, num_runs: int = 1) -> float:
         batch = _prompt_batch(num_tokens, prompt_tokens, config.kvcache_block_size)
         fastest = _fastest(num_runs, lambda: run_step(batch))
-        # All ranks are to run the same steps.
+        # All ranks must run the same steps.
         return communicator.all_reduce_min(int(fastest * 1e9)) / 1e9
 
-    # The first runs of a GPU load modules, and capture.
+    # The first runs on a GPU load modules, and capture.
     step_seconds = seconds(1, num_runs=3 if page.is_cuda else 1)
     if page.is_cuda:
         seconds(num_tokens)
@@ -89,14 +90,14 @@ def make_swap_space(
 
 
 def keep_blocks(kv_cache: KVCache, num_slots: int) -> None:
-    """Give a cache `num_slots` slots in the host's memory, until it is unbound."""
+    """Give a cache `num_slots` slots in host memory, until it is unbound."""
     stacks = list(kv_cache.stacks())
     blocks = HostBlocks(num_slots, kv_cache.block_bytes, stacks[0].device)
     kv_cache.copies = (CudaBlockCopies if stacks[0].is_cuda else BlockCopies)(stacks, blocks)
 
 
 def _prompt_rate(seconds: Callable[[int], float], num_tokens: int, most_tokens: int) -> float:
-    """Return the rate of prompts of `num_tokens` tokens together, or of more if launches bound that step."""
+    """Return the rate of prompts with `num_tokens` tokens in total, or with more if launches bound that step."""
     rate = num_tokens / seconds(num_tokens)
     while num_tokens < most_tokens:
         num_tokens = min(2 * num_tokens, most_tokens)
@@ -120,7 +121,7 @@ def _prompt_batch(num_tokens: int, prompt_tokens: int, block_size: int) -> Sched
 
 
 def _link_rate(page: torch.Tensor) -> float:
-    """Return the bytes a second that are copied between a cache and the host's memory."""
+    """Return the bytes per second copied between a cache and host memory."""
     on_device = page[: max(1, _LINK_BYTES // page[0].nbytes)]
     on_host = torch.empty(on_device.shape, dtype=page.dtype, pin_memory=page.is_cuda)
 

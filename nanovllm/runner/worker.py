@@ -1,8 +1,8 @@
 """The process of a rank other than 0.
 
-It joins the group, loads its shard, and executes the orders from the channel until it is told to end. Over a pipe it
-reports to rank 0 its progress at start-up, the results of calls, and the exception that ends it. It ends with rank 0's
-process, and ignores Ctrl-C.
+It joins the group, loads its shard, and executes orders from the channel until shutdown. Over a pipe it reports its
+progress at start-up, the results of calls, and the exception that ends it to rank 0. It ends with rank 0's process, and
+ignores Ctrl-C.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class WorkerFailure(NamedTuple):
 
 
 def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, reports_descriptor: int) -> None:
-    """Run a rank's process: join the group, load the shard, execute batches until told to end.
+    """Run a rank's process: join the group, load the shard, execute orders until shutdown.
 
     Args:
         rank, size: this rank, and the number of ranks.
@@ -73,7 +73,7 @@ def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, repor
             reports.send(WorkerFailure(time.monotonic(), traceback.format_exc()[-_MOST_CHARACTERS:]))
         # Without clean-up, which could wait for the device or a thread; ranks that wait for this one notice its exit.
         os._exit(1)
-    # Python would take all that was imported apart, for a third of a second in which rank 0 waits.
+    # Skips the interpreter's teardown, a third of a second during which rank 0 would wait.
     sys.stdout.flush()
     os._exit(0)
 
@@ -83,7 +83,7 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None
     torch.set_num_threads(max(1, torch.get_num_threads() // size))
     device = resolve_device(plan.config.device, rank, size)
     if device.type == "cuda":
-        # Otherwise, for example, pinned memory would create a context on the first device.
+        # Otherwise pinned memory, for example, would create a context on the first device.
         torch.cuda.set_device(device)
     store = find_store(plan.port, size)
     # Before `connect`, because rank 0 does not read reports while it connects.
@@ -125,11 +125,11 @@ def _call(runner: ModelRunner, order: CallOrder) -> Reply:
 
 @dataclass(frozen=True)
 class StepOrder:
-    """Run a batch. There is no reply: a step that fails ends the rank.
+    """Run a batch. There is no reply: a failed step ends the rank.
 
     Attributes:
         batch: the step; without its sequence ids, which only rank 0 needs.
-        same_rows: whether its `rows` are those of the step before, and not sent.
+        same_rows: whether its `rows` equal the previous step's, and are not sent.
     """
 
     batch: ScheduledBatch
@@ -157,15 +157,15 @@ def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
     if model_config.hf is not None:
         return None
     max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
-    # After attention, after the MLP, and of norms that span the ranks' heads; the embedding besides.
+    # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding.
     per_layer = 3 if model_config.architecture.qk_norm == "projections" else 2
     return StepLimits(
         num_reductions=per_layer * model_config.num_layers + 1,
-        # A capture size has fewer than twice the prompt tokens of a step, and its decode rows besides.
+        # A capture size has fewer than twice the prompt tokens of a step, plus its decode rows.
         max_rows=2 * max_tokens + config.max_num_running,
         hidden_size=model_config.hidden_size,
         max_candidates=max_samples,
-        # The rows that are edited, those with log-probabilities, and prompts that are scored.
+        # Edited rows, rows with log-probabilities, and scored prompts.
         num_gathers=2 + -(-max_tokens // scored_rows_at_once(model_config.vocab_size)),
         max_gathered_rows=2 * max_samples + max_tokens,
         vocab_size=model_config.vocab_size,

@@ -1,4 +1,4 @@
-"""Rank 0's handle on the worker processes: start them, send them batches, and report how they ended."""
+"""Rank 0's handle on the worker processes: starts them, sends them batches, and reports how they exited."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from nanovllm.utils.python_process import PythonProcess, describe_exit, start_py
 
 _T = TypeVar("_T")
 _START_SECONDS = 300.0
-"""Limit for a rank's imports, and for how much longer its loading may take than rank 0's."""
+"""Limit for a rank's imports, and for the excess of its loading time over rank 0's."""
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
-"""Time after an error on rank 0 in which the end of the rank that caused it becomes visible."""
+"""Time after an error on rank 0 in which the exit of the rank that caused it becomes visible."""
 _EXIT_SECONDS = 5.0
 
 
@@ -51,23 +51,23 @@ class WorkerProcess:
                     self.reply = report
                 else:
                     self.stages.add(report)
-                # Most often it is the one that is waited for.
+                # Usually this is the awaited report.
                 timeout = 0.0
-        except (EOFError, OSError):  # it has ended, perhaps within a report; its exit code says how
+        except (EOFError, OSError):  # it exited, perhaps within a report; its exit code tells more
             time.sleep(timeout)
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process has ended."""
+        """Whether its process has exited."""
         return self.process.exit_code is not None
 
     @property
     def failure_time(self) -> float:
-        """Sort key of ended ranks, likeliest cause first: killed ranks (0), then by the time of their exception."""
+        """Sort key of exited ranks, likeliest cause first: killed ranks (0), then by the time of their exception."""
         return self.failure.seconds if self.failure else 0.0
 
     def exit_message(self) -> str:
-        """Describe how the rank's process, which has ended, ended."""
+        """Describe how the rank's process exited."""
         if self.failure is not None:
             return f"rank {self.rank} failed:\n{self.failure.traceback}"
         code = self.process.exit_code or 0
@@ -124,7 +124,7 @@ class WorkerProcesses:
         """Send every rank the plan to load.
 
         Raises:
-            WorkerError: a rank has ended.
+            WorkerError: a rank has exited.
         """
         self._send(plan)
 
@@ -132,9 +132,9 @@ class WorkerProcesses:
         """Send every rank a batch to run.
 
         Raises:
-            WorkerError: a rank has ended.
+            WorkerError: a rank has exited.
         """
-        # Most steps have the rows of the step before, which are then not sent again. Only rank 0 needs the ids.
+        # Most steps repeat the rows of the previous step, which are then not sent. Only rank 0 needs the ids.
         again = batch.rows is self._rows
         self._rows = batch.rows
         sent = replace(batch, sampled_seq_ids=[], rows=NO_ROWS if again else batch.rows)
@@ -144,15 +144,15 @@ class WorkerProcesses:
         """Send every rank the masks of the batch sent last, which waits for them after its forward pass.
 
         Raises:
-            WorkerError: a rank has ended.
+            WorkerError: a rank has exited.
         """
         self._send(masks)
 
     def begin_call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Have every rank call a function with its runner; `replies` must follow.
+        """Call a function with its runner on every rank; `replies` must follow.
 
         Raises:
-            WorkerError: a rank has ended.
+            WorkerError: a rank has exited.
         """
         self._send(CallOrder(function, args))
 
@@ -160,7 +160,7 @@ class WorkerProcesses:
         """Wait for the results of a call, in rank order.
 
         Raises:
-            WorkerError: a rank's call raised an exception, or a rank has ended.
+            WorkerError: a rank's call raised an exception, or a rank has exited.
         """
         for rank in self._ranks:
             while rank.reply is None:
@@ -179,7 +179,7 @@ class WorkerProcesses:
         """Send every rank the order to end.
 
         Raises:
-            WorkerError: a rank had already ended.
+            WorkerError: a rank had already exited.
         """
         self._send(None)
 
@@ -187,7 +187,7 @@ class WorkerProcesses:
         """Check that all ranks run.
 
         Raises:
-            WorkerError: a rank has ended.
+            WorkerError: a rank has exited.
         """
         if self._any_ended():
             raise self._error()
@@ -197,7 +197,7 @@ class WorkerProcesses:
 
         def poll() -> None:
             while not self._stopping.wait(_POLL_SECONDS):
-                # Exit code 0 is a rank that was told to end.
+                # A rank that was told to end exits with code 0.
                 if any(rank.process.exit_code for rank in self._ranks):
                     on_failure()
                     return
@@ -209,7 +209,7 @@ class WorkerProcesses:
         """Wait until every rank has reported `stage`.
 
         Raises:
-            WorkerError: a rank ended before, or did not report it in time.
+            WorkerError: a rank exited before, or did not report it in time.
         """
         deadline = time.monotonic() + _START_SECONDS
         for rank in self._ranks:
@@ -224,7 +224,7 @@ class WorkerProcesses:
         """Call a function that waits for the other ranks, in another thread, and return its result.
 
         Raises:
-            WorkerError: a rank has ended; the thread is not waited for.
+            WorkerError: a rank has exited; the thread is not waited for.
         """
         future: futures.Future[_T] = futures.Future()
 
@@ -241,7 +241,7 @@ class WorkerProcesses:
         return future.result()
 
     def cause_of(self, error: BaseException) -> WorkerError | None:
-        """Return the failure of another rank that caused rank 0's `error`, or None if no rank ended."""
+        """Return the failure of another rank that caused rank 0's `error`, or None if all ranks are alive."""
         # A collective whose peer has died raises a RuntimeError.
         if not isinstance(error, RuntimeError):
             return None
@@ -251,7 +251,7 @@ class WorkerProcesses:
         return self._error() if ended else None
 
     def join(self) -> None:
-        """Wait, at most `_EXIT_SECONDS`, until every rank has ended."""
+        """Wait, at most `_EXIT_SECONDS`, until every rank has exited."""
         deadline = time.monotonic() + _EXIT_SECONDS
         for rank in self._ranks:
             rank.process.wait(deadline - time.monotonic())
@@ -286,7 +286,7 @@ class WorkerProcesses:
         return any(rank.has_ended for rank in self._ranks)
 
     def _error(self) -> WorkerError:
-        # Wait for other ranks to end too: the rank seen first need not be the one that failed first.
+        # Wait for other ranks to exit too: the rank seen first need not be the one that failed first.
         time.sleep(_POLL_SECONDS)
         ended = [rank for rank in self._ranks if rank.has_ended]
         for rank in ended:

@@ -1,1 +1,1 @@
-"""Weights of a model: names, slices, checks, storage; a first load and an update are the same code."""
+"""Model weights: names, slices, checks, storage; a first load and an update share one code path."""

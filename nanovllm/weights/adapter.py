@@ -1,4 +1,4 @@
-"""Adapters of low rank (LoRA, Hu et al. 2021, arXiv:2106.09685), as PEFT stores them: what they add to weights."""
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv:2106.09685), as PEFT stores them: their updates to weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nanovllm.utils.units import shown
 _WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 _ALPHA = 8
-"""That of a config without one."""
+"""Default for a config without one."""
 _UNSUPPORTED = (
     "use_dora",
     "modules_to_save",
@@ -54,7 +54,7 @@ class LowRankUpdate:
         return torch.float32
 
     def to(self, device: torch.device) -> LowRankUpdate:
-        """Return it on a device."""
+        """Return the update on a device."""
         return LowRankUpdate(self.a.to(device).float(), self.b.to(device).float(), self.scale)
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
@@ -68,10 +68,10 @@ def is_adapter(folder: str) -> bool:
 
 
 def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
-    """Return what an adapter adds to tensors, by their names in the checkpoint.
+    """Return an adapter's updates to tensors, by their names in the checkpoint.
 
     Raises:
-        ValueError: it is no plain LoRA, its weights are not there or damaged, or a model's are beside them.
+        ValueError: it is not a plain LoRA, its weights are missing or damaged, or a model's are beside them.
     """
     config = read_json(os.path.join(folder, ADAPTER_CONFIG))
     _check_config(folder, config)
@@ -118,7 +118,7 @@ def _update(folder: str, name: str, pair: dict[str, torch.Tensor], config: dict[
         shapes = {key: list(tensor.shape) for key, tensor in pair.items()}
         raise ValueError(f"adapter in {folder!r}: the matrices for {name!r} do not fit each other: {shapes}")
     rank = len(pair["A"])
-    # Of some layers the pattern has others.
+    # The pattern gives some layers another rank.
     if rank not in (config.get("r", rank), *(config.get("rank_pattern") or {}).values()):
         found = f"the matrices for {name!r} have rank {rank}; the config has r={config['r']!r}"
         raise ValueError(f"adapter in {folder!r}: {found}")

@@ -1,4 +1,4 @@
-"""Safetensors of a folder, local or remote, and tensors on their way to other processes of this host."""
+"""Safetensors of a folder, local or remote, and tensors in transfer to other processes of this host."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PART = re.compile(r"-of-(\d+)\.safetensors$")
 _OTHERS = re.compile(r"consolidated|adapter_|optimizer|scheduler|training")
-"""Files beside a model's: the same weights in their maker's layout, an adapter, the state of a training."""
+"""Files beside a model's: the same weights in their maker's layout, an adapter, training state."""
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary(_pos)?_emb\.((original_)?inv_freq|cos_cached|sin_cached)|masked_bias|causal_mask|position_ids)"
 )
 _MASK = re.compile(r"(.*\.)?(attn|attention)\.bias")
-"""Where it has four dimensions, and is no bias."""
+"""A causal mask rather than a bias, if it has four dimensions."""
 _FILE_BYTES = 2**30
-"""Tensors that are gathered for a file: so much memory is taken beside them."""
+"""Bytes of tensors gathered per file, all held in memory at once."""
 
 
 def misfit(folder: str, missing: list[str], surplus: list[str]) -> str:
-    """Return why the weights in a folder do not fit a model, by the names of tensors."""
+    """Explain why the weights in a folder do not fit a model, by the names of tensors."""
     return f"checkpoint in {folder!r} does not fit: tensors missing {shown(missing)}, left over {shown(surplus)}"
 
 
 def weight_files(folder: str) -> list[str]:
-    """Return the safetensors of a folder's model, or of where its weights are; see `weights_place`.
+    """Return the safetensors of a folder's model, or of its weights' location; see `weights_place`.
 
-    As in transformers, model.safetensors is all of a model, else an index names the files. Without either these are the
-    parts that are numbered, or whatever is not known to be something else.
+    As in transformers, model.safetensors is a whole model, else an index names the files. Without either, they are the
+    numbered parts, or all files not known to be something else.
 
     Raises:
-        ValueError: there are none, or one is missing.
+        ValueError: there are no such files, or one is missing.
     """
     place = weights_place(folder)
     present = list_names(place)
@@ -64,7 +64,7 @@ def weight_files(folder: str) -> list[str]:
         )
     source, path = filesystem(place)
     with storage_errors(place, ValueError):
-        # They may be in folders below.
+        # They may be in subfolders.
         absent = [name for name in names if name not in present and not source.isfile(f"{path}/{name}")]
     if absent:
         raise ValueError(f"{_INDEX} in {place!r} names files that are not there: {absent}")
@@ -88,13 +88,13 @@ def _indexed_names(place: str) -> list[str]:
 
 
 def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield each tensor of a folder: its file, its name, and a reader of the slices that it is indexed by.
+    """Yield each tensor of a folder: its file, its name, and a reader that is indexed by slices.
 
     A remote file is copied to the cache first. Buffers that older code stored and every model now computes are left
     out: angles, masks, positions.
 
     Raises:
-        ValueError: no weights there, or a file missing or damaged.
+        ValueError: the folder has no weights, or a file is missing or damaged.
     """
     for file in weight_files(folder):
         for name, tensor in _mapped_tensors(file):
@@ -119,10 +119,10 @@ def _mapped_tensors(file: str) -> Iterator[tuple[str, Any]]:
 
 
 def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
-    """Return a name and its tensor; floats of 64 bits, which no model has, are converted to 32.
+    """Return a name and its tensor; 64-bit floats, which no model has, are converted to 32.
 
     Raises:
-        ValueError: the item is no such pair, or the tensor has no values here.
+        ValueError: the item is not such a pair, or the tensor has no values here.
     """
     if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
         raise ValueError(f"weights are pairs of a name and a tensor, not {item!r:.80}")
@@ -130,7 +130,7 @@ def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"tensor {name!r} is a {type(tensor).__name__}")
     if hasattr(tensor, "full_tensor"):
-        raise ValueError(f"tensor {name!r} is a DTensor, of which a rank has a part: give its full_tensor()")
+        raise ValueError(f"tensor {name!r} is a DTensor, which has only a part on each rank: pass its full_tensor()")
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise ValueError(f"tensor {name!r} has no values: {tensor.device}, {tensor.layout}")
     tensor = tensor.detach()
@@ -139,7 +139,7 @@ def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """Pairs of a name and a tensor, in files, in their order; it pickles without them."""
+    """Ordered pairs of a name and a tensor, stored in files; pickles without the tensors."""
 
     files: list[str]
 
@@ -154,7 +154,7 @@ def write_tensors(folder: str, weights: Iterable[Any]) -> TensorFiles:
     """Write pairs of a name and a tensor to files.
 
     Raises:
-        ValueError: what comes is no such pair.
+        ValueError: an item is not such a pair.
     """
     files: list[str] = []
     gathered: dict[str, torch.Tensor] = {}
@@ -167,7 +167,7 @@ def write_tensors(folder: str, weights: Iterable[Any]) -> TensorFiles:
     num_bytes = 0
     for item in weights:
         name, tensor = weight_pair(item)
-        # Of its own, also where tensors share memory; numbered, since names may come twice.
+        # A copy, even if tensors share memory; numbered, since names may repeat.
         gathered[f"{len(gathered):06d} {name}"] = tensor.to("cpu", copy=True).contiguous()
         num_bytes += tensor.nbytes
         if num_bytes >= _FILE_BYTES:

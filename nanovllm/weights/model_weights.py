@@ -1,9 +1,9 @@
-"""Weights of a running model: first load, updates in place, adapters, and memory given back in a sleep.
+"""Weights of a running model: first load, updates in place, adapters, and memory released by a sleep.
 
-A weight goes one way, at the first load and in an update: a pair of a name and a tensor, from a folder or a caller; the
-slices of it that this rank holds; checks, before anything of it is written; then the storage. Everything is written
-where it is, so that captured graphs go on reading it. Storages are emptied and filled again, so that views of them
-(parts of a merged matrix, a tied head) stay valid.
+A first load and an update share one path: a pair of a name and a tensor, from a folder or a caller; this rank's slices
+of it; checks, before any of it is written; then the storage. Everything is written in place, so that captured graphs
+keep reading it. Storages are emptied and filled again, so that views of them (parts of a merged matrix, a tied head)
+stay valid.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class ModelWeights:
         communicator: joins the ranks.
 
     Attributes:
-        missing: weights that a sleep dropped, or a failed load left undone, and that were not loaded since.
-        half_merged: weights that may have parts of an adapter, on this rank or another, since a change of it failed.
+        missing: weights that a sleep dropped, or a failed load left incomplete, and that were not loaded since.
+        half_merged: weights that may have parts of an adapter, on any rank, after a failed change.
     """
 
     def __init__(self, model: WeightedModel, device: torch.device, communicator: Communicator | None = None) -> None:
@@ -56,12 +56,12 @@ class ModelWeights:
         self._device = device
         self._communicator = communicator or Communicator()
         self._slices = model.weight_slices()
-        # By the names of tensors that have come once: a trainer brings them again and again.
+        # By the names of tensors seen before: a trainer sends them again and again.
         self._parts: dict[str, Parts] = {}
         self._maxima: Maxima = []
-        # What an adapter has changed, as it was.
+        # The original values of weights that an adapter has changed.
         self._base: dict[WeightTarget, torch.Tensor] = {}
-        # Of each storage its bytes while it is released, and a copy of its content.
+        # The bytes of each storage while it is released, and a copy of its content.
         self._sizes: list[int] | None = None
         self._is_kept = False
         self._pinned: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ class ModelWeights:
         return self.half_merged | set(self._base)
 
     def targets(self, name: str) -> list[WeightTarget]:
-        """Return the targets of a tensor that `check` has passed; none if it is not needed."""
+        """Return the targets of a tensor that `check` has passed; empty if it is not needed."""
         return [target for target, _ in self._parts[name]]
 
     def check(self, name: str, tensor: Any) -> bool:
@@ -82,7 +82,7 @@ class ModelWeights:
 
         Args:
             name: in the checkpoint.
-            tensor: a tensor, or what reads one of safetensors.
+            tensor: a tensor, or a reader of one in safetensors.
 
         Raises:
             ValueError: the model has no such tensor, or one of another shape or dtype.
@@ -100,7 +100,7 @@ class ModelWeights:
         return bool(parts)
 
     def check_values(self, name: str, tensor: Any) -> None:
-        """Raise a `ValueError` if a tensor, which `check` has passed, has values that are not stored."""
+        """Raise a `ValueError` if a tensor that `check` has passed has values that are not stored."""
         for part in {type(part): part for _, part in self._parts[name]}.values():
             part.check_values(name, tensor)
 
@@ -116,12 +116,12 @@ class ModelWeights:
         return self._parts[name]
 
     def write(self, name: str, tensor: Any, *, finds_nans: bool = True) -> None:
-        """Store this rank's slices of a tensor that `check` has passed; `take_nans` tells if it has NaN.
+        """Store this rank's slices of a tensor that `check` has passed; `take_nans` reports any NaN.
 
         Args:
             name: in the checkpoint.
-            tensor: a reader of a file's tensor; or a tensor of the first rank's, which broadcasts it to the others.
-                These give one without values, on the meta device.
+            tensor: a reader of a file's tensor; or a tensor of the first rank, which broadcasts it to the others, where
+                it has no values (meta device).
             finds_nans: whether to look for NaN.
         """
         if isinstance(tensor, torch.Tensor):
@@ -131,7 +131,7 @@ class ModelWeights:
             watched = _Watched(name, rows, self._device, maxima) if finds_nans else rows
             for place in self._slices[target].places:
                 place.store(name, watched[place.index])
-            # Not of what was refused.
+            # Excludes rejected tensors.
             self._maxima += maxima
             self.missing.discard(target)
 
@@ -146,7 +146,7 @@ class ModelWeights:
 
     @contextmanager
     def after_the_caller(self) -> Iterator[None]:
-        """Work on the stream of the steps, after what the caller has queued on its own stream, which then waits."""
+        """Work on the stream of the steps, after work queued on the caller's stream, which then waits."""
         if self._device.type != "cuda":
             with torch.inference_mode():
                 yield
@@ -158,10 +158,10 @@ class ModelWeights:
             callers.wait_stream(own)
 
     def load_folder(self, folder: str) -> None:
-        """Fill the model for the first time from the safetensors of a folder, with all of them.
+        """Fill the model for the first time with all tensors from the safetensors of a folder.
 
-        A rank reads its slices from the memory-mapped files, one tensor after the other, so that no more than one is in
-        the host's memory. The first rank shows a bar, and warns of floats that have to be converted.
+        A rank reads its slices from the memory-mapped files, one tensor after the other, so that host memory holds at
+        most one. The first rank shows a progress bar, and warns of floats that have to be converted.
 
         Raises:
             ValueError: no weights there, a file missing or damaged, tensors missing, left over, or of the wrong shape
@@ -183,7 +183,7 @@ class ModelWeights:
             _warn_of_conversions(folder, converted, config_dtype, next(self._model.parameters()).dtype)
 
     def _check_names(self, folder: str) -> None:
-        """Refuse, before any is read, tensors that are missing, left over, or there twice."""
+        """Reject, before reading any, tensors that are missing, left over, or duplicated."""
         found, surplus = set[WeightTarget](), []
         for file, name, _ in stored_tensors(folder):
             for target in self._model.weight_targets(name):
@@ -199,7 +199,7 @@ class ModelWeights:
     def draw(self, seed: int) -> None:
         """Fill the model with normal random numbers of the config's spread; norms with ones.
 
-        Each tensor of a checkpoint is drawn in whole, so that the ranks share one model.
+        Each checkpoint tensor is drawn as a whole, so that the ranks share one model.
         """
         like = next(self._model.parameters())
         generator = torch.Generator(like.device).manual_seed(seed % 2**63)
@@ -212,7 +212,7 @@ class ModelWeights:
             part.store(str(target), drawn[part.index])
 
     def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
-        """Return the number of tensors of a folder that are needed, and their targets; refuse one that does not fit.
+        """Return the number of needed tensors in a folder, and their targets; reject one that does not fit.
 
         Raises:
             ValueError: see `check` and `check_values`; a file is missing or damaged; or, with `strict`, tensors are
@@ -228,7 +228,7 @@ class ModelWeights:
         return num_needed, found
 
     def check_whole(self, written: set[WeightTarget]) -> None:
-        """Raise a `ValueError` if these are not all."""
+        """Raise a `ValueError` if targets are missing."""
         if missing := [str(target) for target in self._slices if target not in written]:
             raise ValueError(f"{len(missing)} of {len(self._slices)} tensors are missing: {shown(missing)}")
 
@@ -246,9 +246,9 @@ class ModelWeights:
         """
         updates = read_adapter(folder)
         if self.missing:
-            raise ValueError(f"an adapter changes weights, of which {len(self.missing)} are missing")
+            raise ValueError(f"an adapter needs all weights, but {len(self.missing)} are missing")
         for name, update in updates.items():
-            # Of what is stored in e4m3 the update would have another dtype.
+            # Weights stored in e4m3 would need an update of another dtype.
             if not all(part.has_model_dtype for _, part in self._find(name)):
                 raise ValueError(f"adapter in {folder!r}: the model's {name!r} is quantised")
             if not self.check(name, update):
@@ -256,10 +256,10 @@ class ModelWeights:
         return len(updates), {target for name in updates for target in self.targets(name)}
 
     def merge_adapter(self, folder: str) -> None:
-        """Add an adapter, which `check_adapter` has passed, to the weights without the one before it."""
+        """Add an adapter, which `check_adapter` has passed, to the weights, replacing the previous one."""
         self.take_adapter_out()
         for name, update in read_adapter(folder).items():
-            # Other ranks than the first have checked nothing.
+            # Only the first rank has checked it before.
             self.check(name, update)
             for target, rows in rows_of(update.to(self._device), self._parts[name]):
                 part = self._slices[target]
@@ -267,20 +267,20 @@ class ModelWeights:
                 part.store(name, part.region.float() + _Watched(name, rows, self._device, self._maxima)[part.index])
 
     def take_adapter_out(self) -> int:
-        """Restore the weights that an adapter has changed, to the bit; return their number."""
+        """Restore the weights that an adapter has changed, bit for bit; return their number."""
         count = len(self._base)
         while self._base:
-            # Kept until it is restored: a device may have no memory for what a store takes.
+            # Kept until restored: the device may lack memory for a store.
             target, values = next(iter(self._base.items()))
             self._slices[target].store(str(target), values)
             del self._base[target]
         return count
 
     def take_nans(self) -> list[str]:
-        """Return, once, the names of tensors written since the last call that have NaN; waits for the device."""
+        """Return the names of tensors with NaN written since the last call; waits for the device."""
         maxima, self._maxima = self._maxima, []
         names: list[str] = []
-        # One launch per dtype: converting each value costs as much as finding its maximum.
+        # One launch per dtype: converting each value costs the same as finding its maximum.
         for dtype in dict.fromkeys(value.dtype for _, value in maxima):
             same = [(name, value) for name, value in maxima if value.dtype == dtype]
             stacked = torch.stack([value for _, value in same])
@@ -289,25 +289,27 @@ class ModelWeights:
         return list(dict.fromkeys(names))
 
     def count_missing(self) -> MissingWeights:
-        """Return the weights that a sleep dropped or a failed load left undone, or that have parts of an adapter."""
+        """Return the weights that a sleep dropped or a failed load left incomplete, or that have parts of an
+        adapter.
+        """
         missing = self.missing or self.half_merged
         example = str(min(missing)) if missing else ""
         return MissingWeights(len(missing), example, is_half_merged=bool(missing) and not self.missing)
 
     def mark_missing(self, targets: set[WeightTarget]) -> None:
-        """Add missing weights, which another rank knows of."""
+        """Add missing weights that another rank knows of."""
         self.missing |= targets
 
     @property
     def is_complete(self) -> bool:
-        """Whether the model can run: the weights are on the device, and none is missing."""
+        """Whether the model can run: all weights are on the device and valid."""
         return self._sizes is None and not self.missing
 
     def release(self, keep: bool) -> None:
-        """Give the weights' memory back; on the CPU only what is not kept.
+        """Release the weights' memory; on the CPU only if they are not kept.
 
         Args:
-            keep: copy them to the host's memory, from where `restore` brings them, unless they were dropped before.
+            keep: copy them to host memory, from which `restore` brings them back, unless they were dropped before.
         """
         storages, is_cuda = self._storages(), self._device.type == "cuda"
         if self._sizes is None:
@@ -326,12 +328,12 @@ class ModelWeights:
             self.missing = set(self._slices)
         if is_cuda or not keep:
             for storage in storages:
-                # A file that is mapped is no memory to give back.
+                # A memory-mapped file has no memory to release.
                 if storage.resizable():
                     storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate the weights again, and copy back what was kept; do nothing if they are allocated."""
+        """Allocate the weights again, and copy kept values back; do nothing if they are allocated."""
         if self._sizes is None:
             return
         storages = self._storages()
@@ -344,7 +346,7 @@ class ModelWeights:
         self._sizes = None
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Return each storage that weights lie in, once."""
+        """Return the distinct storages of the weights."""
         found = {}
         for tensor in self._model.weight_tensors():
             storage = tensor.untyped_storage()
@@ -358,7 +360,7 @@ def counted(written: Sized) -> Iterator[None]:
 
     Raises:
         ValueError, LoadFailedError: the block raised it.
-        RuntimeError: it raised another error, for example the error of the iterator that yields the tensors.
+        RuntimeError: it raised another error, for example in the iterator that yields the tensors.
     """
     try:
         yield
@@ -375,7 +377,7 @@ class WeightsLoader:
     """Changes the weights of every rank from the first.
 
     Args:
-        own: the first rank's weights, which say what fits, and what is missing.
+        own: the first rank's weights, which check tensors and track missing ones.
         call: calls a function with every rank's `ModelWeights` and further arguments, and returns the results in rank
             order; the keyword `own` is called instead on this rank.
     """
@@ -385,15 +387,15 @@ class WeightsLoader:
         self._call = call
 
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
-        """Write tensors into the model that runs, on every rank, or merge an adapter.
+        """Write tensors into the running model, on every rank, or merge an adapter.
 
         Args:
-            weights: pairs of a name and a tensor, which come one by one; or the path of a folder of them, or of an
+            weights: pairs of a name and a tensor, consumed one by one; or the path of a folder of them, or of an
                 adapter.
-            strict: refuse to leave a tensor as it was.
+            strict: refuse to leave a tensor unchanged.
 
         Raises:
-            ValueError: a tensor does not fit. Nothing of it is written, and of a folder no tensor; the message has
+            ValueError: a tensor does not fit. No part of it is written, and from a folder no tensor; the message has
                 the number of tensors written before.
             LoadFailedError: a folder, or a tensor, was written in part; or an adapter was not merged.
         """
@@ -443,7 +445,7 @@ class WeightsLoader:
 
     @contextmanager
     def _left_undone(self, what: str, targets: set[WeightTarget]) -> Iterator[None]:
-        """If the `with` block raises, these weights are missing until they are loaded."""
+        """If the `with` block raises, mark these weights as missing until they are loaded."""
         try:
             yield
         except Exception as error:
@@ -452,7 +454,7 @@ class WeightsLoader:
 
     def _merge_adapter(self, folder: str) -> int:
         count, targets = self._own.check_adapter(folder)
-        # Other ranks may change more of them than this one, and may not take out the adapter before.
+        # Other ranks may change more of them than this one, and may fail to remove the adapter.
         changed = self._own.adapter_targets | targets
         try:
             self._call(ModelWeights.merge_adapter, folder)
@@ -467,7 +469,7 @@ class WeightsLoader:
         return count
 
     def _take_adapter_out(self) -> int:
-        """Restore, on every rank, the weights that an adapter has changed, and return their number."""
+        """Restore the weights that an adapter has changed on every rank, and return their number."""
         changed = self._own.adapter_targets
         try:
             counts = self._call(ModelWeights.take_adapter_out)
@@ -481,7 +483,7 @@ class WeightsLoader:
 
 
 def _dtype_of(tensor: Any) -> Any:
-    """Return the dtype of a tensor, which safetensors call by names of their own."""
+    """Return the dtype of a tensor, for which safetensors uses its own names."""
     dtype = tensor.get_dtype()
     return _STORED_DTYPES.get(dtype, dtype)
 
@@ -518,7 +520,7 @@ class _Watched:
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         values: torch.Tensor = self.tensor[index].to(self.device, non_blocking=True)
         if values.numel():
-            # There is no maximum in e4m3; without their signs its bytes are in the order of their values.
+            # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
             is_e4m3 = values.dtype == torch.float8_e4m3fn
             self.maxima.append((self.name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
         return values

@@ -1,4 +1,4 @@
-"""Names of checkpoint tensors, and the places in a model's modules that they stand for."""
+"""Maps names of checkpoint tensors to targets in a model's modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
-"""Other names of scales, all of which multiply."""
+"""Other names of scales; all are multiplied."""
 _KV_SCALES = {
     ("self_attn", "k_scale"): "k_scale", ("k_proj", "output_scale"): "k_scale",
     ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale",
@@ -29,18 +29,18 @@ class WeightedModel(nn.Module):
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str | None]]]
-    """Projections of the checkpoint that are one here: name there -> (name here, part of its weight)."""
+    """Checkpoint projections that are merged here: name there -> (name here, part of its weight)."""
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     """Modules that have another name in some checkpoints: name there -> name here."""
     fused_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
-    """Projections that are one in some checkpoints, too, as Phi-3's are: name -> parts of its weight, in order."""
+    """Projections that some checkpoints, such as Phi-3's, merge too: name -> parts of its weight, in order."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
 
     def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
-        """Return what this rank holds of each tensor that the model is made of."""
+        """Return this rank's slice of each tensor in the model."""
         slices: dict[WeightTarget, WeightSlice] = {}
         for name, module in self.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -49,35 +49,35 @@ class WeightedModel(nn.Module):
         return slices
 
     def weight_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that the values of `weight_slices` lie in."""
+        """Return the tensors that store the values of `weight_slices`."""
         # Buffers are scales.
         return [*self.parameters(), *self.buffers()]
 
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors of a folder, by name, as `ModelWeights` takes them.
+        """Yield the tensors of a folder, by name, as `ModelWeights` expects them.
 
         Raises:
-            ValueError: no weights there, or a file missing or damaged.
+            ValueError: the folder has no weights, or a file is missing or damaged.
         """
         for _, name, tensor in stored_tensors(folder):
             yield name, tensor
 
     def weight_targets(self, name: str) -> list[WeightTarget]:
-        """Map the name of a checkpoint tensor to its targets, which may not exist; none for one that is not needed.
+        """Map the name of a checkpoint tensor to its targets, which may not exist; empty for one that is not needed.
 
         Several targets are consecutive rows of the tensor.
         """
         # A tied head is the embedding; many checkpoints store it all the same.
         if self.config.tie_word_embeddings and name == "lm_head.weight":
             return []
-        # Embedding models are published without their head, and the rest without the name that it has beside one.
+        # Embedding models are published without a head, and their tensors lack the prefix.
         if not name.startswith(("model.", "lm_head.")):
             name = f"model.{name}"
         path = [self.renamed_modules.get(module, module) for module in name.split(".")]
         path[-1] = _SCALES.get(path[-1], path[-1])
         module = path[-2] if len(path) >= 2 else ""
         if module == "experts" and self.config.experts is not None:
-            # All experts in one tensor, as transformers' modules and so trainers have them.
+            # All experts in one tensor, as in transformers' modules and so from trainers.
             return self._stacked_experts(path)
         if (scale := _KV_SCALES.get((module, path[-1]))) is not None:
             return [WeightTarget(".".join([*path[: path.index("self_attn") + 1], "attn.scales", scale]))]
@@ -98,7 +98,7 @@ class WeightedModel(nn.Module):
         return [WeightTarget(param, part, i) for i in range(self.config.experts.num_experts) for part in parts]
 
     def stored_name(self, target: WeightTarget) -> str:
-        """Return the name of the checkpoint's tensor for a target."""
+        """Return the checkpoint name of a target's tensor."""
         *path, module, name = target.param.split(".")
         if target.part is not None:
             packed = self.packed_modules_mapping.items()

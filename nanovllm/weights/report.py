@@ -11,8 +11,8 @@ class MissingWeights:
     """Number of weights that steps must wait for, and the name of one.
 
     Attributes:
-        is_half_merged: whether they have parts of an adapter, which could not be taken out; otherwise a sleep dropped
-            them, or a load that failed left them undone.
+        is_half_merged: whether they have parts of an adapter that could not be removed; otherwise a sleep dropped them,
+            or a failed load left them incomplete.
     """
 
     count: int = 0
@@ -30,10 +30,10 @@ class LoadedWeights:
 
 
 class LoadFailedError(RuntimeError):
-    """A change of weights failed in its middle; nothing runs until the `missing` ones, if any, are loaded."""
+    """A change of weights failed half-way; no step runs until the `missing` ones, if any, are loaded."""
 
     def __init__(self, cause: str, missing: MissingWeights) -> None:
-        # As they were given, so that it pickles.
+        # The original arguments, so that it pickles.
         super().__init__(cause, missing)
         self.missing = missing
 
@@ -49,14 +49,14 @@ class WeightsRunner(Protocol):
         """The `WeightsLoader` of all ranks; `Any`, since it needs torch."""
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
-        """Give back the memory of weights, cache and graphs.
+        """Release the memory of weights, cache and graphs.
 
         Args:
-            keep_weights: keep a copy in the host's memory, unless they were dropped before.
+            keep_weights: keep a copy in host memory, unless they were dropped before.
         """
 
     def wake_up(self, tags: list[str]) -> None:
-        """Take memory again for "weights", with what was kept, or for "kv_cache", empty; ignores what has some.
+        """Allocate memory for "weights", with kept values, or for "kv_cache", empty; ignores tags that have memory.
 
-        Once both have theirs, and no weight is missing, the CUDA graphs are captured.
+        Once both have memory, and no weight is missing, the CUDA graphs are captured.
         """

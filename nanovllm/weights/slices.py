@@ -14,16 +14,16 @@ from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.parallel.shard import Shard
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Stored dtypes that may be converted to the model's, which the user chooses, or the CPU."""
+"""Stored dtypes that may be converted to the model's, chosen by the user or for the CPU."""
 
 
 class WeightTarget(NamedTuple):
-    """Where a tensor of the checkpoint goes.
+    """The destination of a checkpoint tensor.
 
     Attributes:
-        param: name of the tensor as the model's modules have it.
-        part: name of the projection, of several that the parameter stacks; None if it is no such parameter.
-        expert: number of the expert, of several that the parameter holds; None in a dense layer.
+        param: name of the tensor in the model's modules.
+        part: name of the projection, if the parameter stacks several; None otherwise.
+        expert: number of the expert, if the parameter holds several; None in a dense layer.
     """
 
     param: str
@@ -37,11 +37,11 @@ class WeightTarget(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """The slice of one tensor of the checkpoint that this rank holds.
+    """This rank's slice of one checkpoint tensor.
 
     Attributes:
         shape: of the whole tensor.
-        index: one slice a dimension.
+        index: one slice per dimension.
         region: its storage: a parameter, or a region of one.
         dtypes: dtypes that the tensor may be stored in.
         has_model_dtype: whether a dtype other than the model's deserves a warning.
@@ -56,7 +56,7 @@ class WeightSlice:
 
     @classmethod
     def of(cls, shards: Iterable[Shard], region: torch.Tensor) -> WeightSlice:
-        """Return the slice that is one shard in each dimension, of which `region` also has the padding."""
+        """Return the slice of one shard per dimension; `region` also holds the padding."""
         shape, index = [], []
         for dim, shard in enumerate(shards):
             shape.append(shard.total)
@@ -66,30 +66,30 @@ class WeightSlice:
 
     @property
     def places(self) -> tuple[WeightSlice, ...]:
-        """The slices of the same tensor that this rank stores: this one, and those of modules that are tied to it."""
+        """The slices of the same tensor that this rank stores: this one, and slices of modules tied to it."""
         return (self,)
 
     def check_dtype(self, name: str, dtype: torch.dtype) -> None:
-        """Refuse a tensor whose dtype is not in `dtypes`."""
+        """Reject a tensor whose dtype is not in `dtypes`."""
         if dtype not in self.dtypes:
             raise ValueError(f"tensor {name!r} is stored as {dtype}; the config asks for one of {self.dtypes}")
 
     def check_shape(self, name: str, shape: list[int]) -> None:
-        """Refuse a tensor of another shape."""
+        """Reject a tensor of another shape."""
         if list(self.shape) != shape:
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
 
     def check_values(self, name: str, tensor: Any) -> None:
-        """Refuse values that `store` refuses; tensor: has them, and is read only if some can be refused."""
+        """Reject values that `store` rejects; `tensor` is read only if some can be rejected."""
 
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Put the slice of the tensor `name` where it goes, in the dtype that is there, if both are plain floats."""
+        """Store the slice of the tensor `name`, converting its dtype if both are plain floats."""
         self.region.copy_(values)
 
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor in memory, as `ModelWeights.write` takes it."""
+    """A tensor in memory, as `ModelWeights.write` expects it."""
 
     tensor: torch.Tensor
 
@@ -107,7 +107,7 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows `start ... stop - 1` of a tensor of a checkpoint, which stacks several."""
+    """Rows `start ... stop - 1` of a checkpoint tensor that stacks several."""
 
     tensor: Any
     start: int
@@ -127,7 +127,7 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class StackedTensor:
-    """One matrix of a tensor in which several are stacked, as a trainer has its experts."""
+    """One matrix of a tensor that stacks several, such as a trainer's experts."""
 
     tensor: Any
     number: int
@@ -168,7 +168,7 @@ def shape_of(parts: list[tuple[WeightTarget, WeightSlice]]) -> list[int]:
 
 
 class LoadableModule(nn.Module):
-    """A module that makes its parameters of checkpoint tensors."""
+    """A module that builds its parameters from checkpoint tensors."""
 
     policy: KernelPolicy = FASTEST
     """Chooses the module's kernels."""
@@ -180,13 +180,13 @@ class LoadableModule(nn.Module):
 
     @property
     def kernel_tokens(self) -> Collection[int]:
-        """The same for prompt tokens beside rows that decode: engines of few sequences reach them so."""
+        """Likewise for prompt tokens beside decode rows: the sizes that engines of few sequences reach."""
         return ()
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return what this rank holds of each tensor that the module, which the model calls `name`, is made of.
+        """Return this rank's slice of each tensor of the module, which the model calls `name`.
 
-        Here: one tensor a parameter, whole on every rank.
+        By default one tensor per parameter, whole on every rank.
         """
         return {
             WeightTarget(f"{name}.{param_name}"): WeightSlice.of(map(Shard.whole, param.shape), param.data)
@@ -194,8 +194,8 @@ class LoadableModule(nn.Module):
         }
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Give the parameters memory, not yet filled; `dtype` is the dtype of the model's activations."""
+        """Allocate the parameters, not yet filled; `dtype` is the dtype of the model's activations."""
         for name, param in list(self.named_parameters(recurse=False)):
-            # Of a tensor without memory, `empty_like` imports sympy, which takes as long as loading a small model.
+            # For a tensor without memory, `empty_like` imports sympy, which takes as long as loading a small model.
             values = torch.empty(param.shape, dtype=dtype, device=device)
             setattr(self, name, nn.Parameter(values, requires_grad=False))

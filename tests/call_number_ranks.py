@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 
+from nanovllm.kernels import policy
 from nanovllm.parallel import symmetric_communicator as symmetric
 from nanovllm.parallel.communicator import find_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
@@ -101,7 +102,7 @@ def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[
     communicator.begin_step()
     for one_shot_bytes in (2**19, 0):
         # Two numbers a row, one-shot and two-shot.
-        with mock.patch.object(symmetric, "_ONE_SHOT_BYTES", one_shot_bytes):
+        with mock.patch.object(policy, "_ONE_SHOT_BYTES", one_shot_bytes):
             results.append(communicator.all_reduce_rows(part_of(rank, 0, 0, 8)[:, :2].contiguous()))
     sent = broadcast_tensor()
     results.append(communicator.broadcast(sent if rank == 0 else torch.zeros_like(sent)))

@@ -491,7 +491,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(base: Path, tmp_path: P
     for part, tensor, message in (
         ("weight", torch.zeros(384, 640), f"'{name}.weight' is stored as torch.float32"),
         ("weight_scale_inv", torch.ones(3, 4), rf"'{name}.weight_scale_inv' have shape \[3, 4\]; .* \[3, 5\]"),
-        ("weight_scale_inv", torch.ones(3, 5).to(torch.float8_e8m0fnu), "is stored as torch.float8_e8m0fnu"),
+        ("weight_scale_inv", torch.ones(3, 5).to(torch.float8_e8m0fnu), "is stored as F8_E8M0"),
         ("weight_scale_inv", torch.full((3, 5), torch.nan), "must be finite and not negative"),
     ):
         save_file(tensors | {f"{name}.{part}": tensor}, stored / "model.safetensors")

@@ -224,7 +224,7 @@ def test_sampling_launched_apart_gives_the_same_tokens(folder: Path) -> None:
         for _ in range(3):
             assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == want
         graphs: Any = runner.graphs
-        assert {part for part, _ in graphs._graphs} == {"step", "forward"}
+        assert {part.name for part, _ in graphs._graphs} == {"SAMPLED", "FORWARD"}
 
 
 def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path) -> None:
@@ -243,7 +243,7 @@ def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path
                     assert set(top) == {token_id} and top[token_id].rank == also[token_id].rank
                     assert top[token_id].logprob == pytest.approx(also[token_id].logprob, abs=1e-5)
         graphs: Any = runner_of(llm).graphs
-        assert {part for part, _ in graphs._graphs} == {"step", "forward", "step with logprobs"}
+        assert {part.name for part, _ in graphs._graphs} == {"SAMPLED", "FORWARD", "SAMPLED_WITH_LOGPROBS"}
 
 
 def test_blocks_are_copied_layer_by_layer(folder: Path) -> None:

@@ -294,10 +294,10 @@ def test_the_engine_takes_both_ways(
     params = [SamplingParams(0, max_tokens=12 if i == 0 else 40, ignore_eos=True) for i in range(len(batch))]
     taken: list[bool] = []
     calls: list[int] = []
-    kernel = hopper_decode.hopper_decode_attention
+    kernel, single_split = hopper_decode.hopper_decode_attention, KernelPolicy.single_split
 
     def counted_rule(policy: KernelPolicy, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
-        pays = FASTEST.single_split(num_kv_heads, seq_lens)
+        pays = single_split(policy, num_kv_heads, seq_lens)
         taken.extend([pays] if len(seq_lens) else [])
         return pays
 

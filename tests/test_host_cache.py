@@ -74,7 +74,7 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
         except KeyboardInterrupt:
             # What a call does that is interrupted; the step goes on.
             for gone in list(wanted)[:1]:
-                engine.drop({gone})
+                engine.abort([gone])
                 del wanted[gone]
             counts["interrupted"] += 1
             finished = []

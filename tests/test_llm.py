@@ -62,14 +62,14 @@ def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
             batch.has_extra = True
             return prepare(batch)
 
-        def recorded_replay(step: Any, part: str, run: Any) -> Any:
-            parts.append(part)
-            return replay(step, part, run)
+        def recorded_replay(step: Any, part: Any) -> Any:
+            parts.append(part.name)
+            return replay(step, part)
 
         runner.prepare, runner._run_or_replay = prepare_apart, recorded_replay
         again = fresh.generate(prompts, params, use_tqdm=False)
     assert [output["token_ids"] for output in again] == [output["token_ids"] for output in want]
-    assert set(parts) == {"forward"}
+    assert set(parts) == {"FORWARD"}
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
@@ -86,13 +86,13 @@ def test_log_probabilities_of_sampled_tokens_are_part_of_the_step(checkpoint: Pa
         runner: Any = fresh.llm_engine._runner
         replay, parts = runner._run_or_replay, []
 
-        def recorded_replay(step: Any, part: str, run: Any) -> Any:
-            parts.append(part)
-            return replay(step, part, run)
+        def recorded_replay(step: Any, part: Any) -> Any:
+            parts.append(part.name)
+            return replay(step, part)
 
         runner._run_or_replay = recorded_replay
         got = fresh.generate(prompts, params(0), use_tqdm=False)
-    assert set(parts) == {"step with logprobs"}
+    assert set(parts) == {"SAMPLED_WITH_LOGPROBS"}
     for output, other in zip(got, want, strict=True):
         item, expected = output.outputs[0], other.outputs[0]
         assert item.token_ids == expected.token_ids and (item.logprobs is None) == (expected.logprobs is None)

@@ -43,7 +43,7 @@ class PlayedStream:
     """A stream of given outputs."""
 
     def __init__(self, request: Request, outputs: list[RequestOutput]) -> None:
-        self.request = request
+        self.state = SimpleNamespace(request=request)
         self.outputs = outputs
         self._outputs = iter(outputs)
         self.is_closed = False

@@ -91,7 +91,7 @@ class ModelWeights:
             tensor = WholeTensor(tensor)
         parts = self._find(name)
         shape, dtype = list(tensor.get_shape()), _dtype_of(tensor)
-        if len(parts) > 1 and shape not in ([], [1], expected := shape_of(parts)):
+        if len(parts) > 1 and shape not in ([], [1]) and shape != (expected := shape_of(parts)):
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
         for target, rows in rows_of(tensor, parts):
             part = self._slices[target]

@@ -51,6 +51,13 @@ def bundled() -> LLM:
     return make_llm(BUNDLED_MODEL, max_model_len=512, num_kvcache_blocks=200)
 
 
+def test_an_eos_outside_the_vocabulary_is_ignored(make_checkpoint: MakeCheckpoint) -> None:
+    with make_llm(make_checkpoint(eos_token_id=[2, 99_999])) as llm:
+        assert llm.eos_token_ids == {2}
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(0, max_tokens=4, min_tokens=4), use_tqdm=False)
+    assert len(output["token_ids"]) == 4
+
+
 def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
     prompts, params = [[1, 2, 3], [4] * 20], SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
     with make_llm(checkpoint) as fresh:

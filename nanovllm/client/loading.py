@@ -69,7 +69,9 @@ def read_model_files(config: Config) -> ModelFiles:
         warnings.warn(message, stacklevel=4)
     tokenizer = _read_tokenizer(config, folder)
     tokenizer_eos = getattr(tokenizer, "eos_token_id", None)
-    eos_token_ids = model_config.eos_token_ids | frozenset([] if tokenizer_eos is None else [tokenizer_eos])
+    known_eos = [*model_config.eos_token_ids, *([] if tokenizer_eos is None else [tokenizer_eos])]
+    # Ids outside the vocabulary, which some configs have, are never sampled, and cannot be masked.
+    eos_token_ids = frozenset(token for token in known_eos if token < model_config.vocab_size)
     constraints = ConstraintFactory(tokenizer, model_config.vocab_size, eos_token_ids)
     return ModelFiles(folder, model_config, tokenizer, max_model_len, eos_token_ids, constraints)
 

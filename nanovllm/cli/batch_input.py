@@ -170,7 +170,7 @@ def _open(path: str) -> Any:
 
 
 def _read_later(file: Any, name: str) -> Iterator[bytes]:
-    """Read a stream's lines, without reading ahead of the first one: data may arrive late."""
+    """Read a stream's lines lazily: even its first bytes may arrive late."""
     yield from read_lines(file, name)
 
 

@@ -67,7 +67,7 @@ class BatchRequest:
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, processor: InputProcessor) -> None:
-        """Encode a conversation or a text with special settings; other prompts are encoded together.
+        """Encode the prompt if the request has encoding options; other prompts are encoded together.
 
         Raises:
             ValueError: the messages do not fit the model's chat template, or a value is out of range.

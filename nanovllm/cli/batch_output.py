@@ -32,7 +32,7 @@ from nanovllm.config import Config
 from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
 _HEADER = re.compile(rb'\{"line": (\d{1,15}), "run": "([0-9a-f]{16})", "request": "([0-9a-f]{16})"')
-# Settings that affect only speed, or which lines fail.
+# Settings that affect answers; others affect only speed, or which lines fail.
 _SETTINGS = (
     "revision", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "logprobs_mode", "seed",
 )  # fmt: skip

@@ -165,7 +165,7 @@ class ModelWeights:
         return self.dense + self.top_k * self.expert
 
     def read_by(self, num_rows: int) -> float:
-        """Return the expected number of weights read for `rows`, with random experts."""
+        """Return the expected number of weights read for `num_rows`, with random experts."""
         num_chosen = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
         return self.dense + self.head + num_chosen * self.expert
 

@@ -118,7 +118,7 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [*self._system]
 
     def answer(self, text: str) -> None:
-        """Print the answer to a message as it is generated. Ctrl-C stops it; the printed part stays in the conversation.
+        """Print the answer to a message as it is generated. Ctrl-C stops it; the conversation keeps the printed part.
 
         Raises:
             ValueError: the conversation is too long, or does not fit the chat template; the message is dropped.

@@ -46,7 +46,7 @@ class AsyncLLMEngine(Unpicklable):
     async def add_request(
         self, request_id: str, prompt: Prompt | TokenIds, params: SamplingParams, *, priority: int = 0
     ) -> CumulativeStream:
-        """Queue a request and return a stream of its outputs, as `generate` yields them; raises like `AsyncLLM.generate`."""
+        """Queue a request and return its outputs, as `generate` yields them; raises like `AsyncLLM.generate`."""
         outputs = await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id)
         return CumulativeStream(outputs)
 

@@ -1,4 +1,4 @@
-"""Paths that fsspec opens: `s3://`, `gs://`, `memory://` and the like."""
+"""Accesses paths through fsspec: `s3://`, `gs://`, `memory://` and others."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from nanovllm.utils.extras import install_hint
 
 _PREFIX = "nanovllm-model-"
 _POINTER = "weights.url"
-"""In a folder of a remote model's small files: where its weights are."""
+"""File in a local copy of a remote model's small files that holds the URL of its weights."""
 
 
 def is_url(path: str) -> bool:
-    """Return whether fsspec opens a path, and not Python."""
+    """Return whether a path is opened by fsspec instead of Python."""
     return "://" in path
 
 
 def absolute_folder(path: str) -> str:
-    """Return a folder's path as other processes of this host find it; a URL is one.
+    """Return a folder's absolute path, for other processes of this host; a URL is returned unchanged.
 
     Raises:
-        ValueError: there is no such local folder.
+        ValueError: the local folder does not exist.
     """
     if is_url(path):
         return path
@@ -41,16 +41,16 @@ def absolute_folder(path: str) -> str:
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a path, local or not, and the path in it.
+    """Return fsspec's file system for a path, local or remote, and the path within it.
 
     Raises:
-        ValueError: fsspec or what it needs for this kind of path is not installed, or the kind is unknown.
+        ValueError: fsspec or its backend for the URL's scheme is not installed, or the scheme is unknown.
     """
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415
         from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
 
-        # In a local name `::` means nothing, unlike where fsspec reads it.
+        # fsspec would interpret `::`, which has no meaning in a local name.
         found: tuple[Any, str] = url_to_fs(path) if is_url(path) else (LocalFileSystem(), os.path.abspath(path))
     except (ImportError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened: {error}; {install_hint('remote')}") from error
@@ -58,18 +58,18 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 class StorageError(OSError):
-    """Access to a path failed; the message names it."""
+    """Access to a path failed; the message names the path."""
 
 
 @contextmanager
 def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[None]:
-    """Raise, as one of a kind that names the path, whatever error a file system raises.
+    """Re-raise any error of a file system as `kind`, with the path in the message.
 
-    Clients of object stores have errors of their own: that they find no credentials, or no server, is no OSError.
+    Clients of object stores raise errors of their own, which are not OSErrors, such as for missing credentials.
     """
     try:
         yield
-    # Of another path, which is read inside this block.
+    # Raised for another path, inside this block.
     except StorageError:
         raise
     except FileExistsError as error:
@@ -79,9 +79,9 @@ def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[
 
 
 def fetch_small_files(url: str, patterns: list[str]) -> str:
-    """Copy a remote folder's files of some names to a folder, removed when this process ends; return the folder.
+    """Copy a remote folder's files that match patterns to a folder, removed when this process exits; return the folder.
 
-    Every process of this host may read it, and finds the weights by `weights_place`.
+    Other processes of this host may read it, and get the location of the weights from `weights_place`.
 
     Raises:
         ValueError: there is no such folder, or it cannot be read.

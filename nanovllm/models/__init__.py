@@ -74,7 +74,7 @@ def load_model(
 
 
 def with_stored_head(model_config: ModelConfig, folder: str) -> ModelConfig:
-    """Return a quantised checkpoint's config, updated by whether its files have a quantised head: `ignore` may omit it."""
+    """Return the config, with a quantised LM head if the files have one: the checkpoint's `ignore` may not tell."""
     quantization = model_config.quantization
     if quantization is None or not quantization.is_stored:
         return model_config

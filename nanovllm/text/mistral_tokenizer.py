@@ -39,7 +39,7 @@ class MistralTokenizer(MistralCommonBackend):
         return {"input_ids": [self.encode(item, add_special_tokens=False) for item in text]}
 
     def encode(self, text: Any, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
-        """See the class."""
+        """Encode a text; control tokens count only with `add_special_tokens=False`."""
         if add_special_tokens or not isinstance(text, str):
             return list(super().encode(text, add_special_tokens=add_special_tokens, **options))
         token_ids: list[int] = []

@@ -22,7 +22,7 @@ def check_swap_space(swap_space: float, num_engines: int = 1) -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can allocate without swapping: the system's, or its control group's if fewer."""
+    """Return the bytes that this process can allocate without swapping, within its control group's limit."""
     if not hasattr(os, "sysconf"):
         raise ValueError("swap_space needs Linux or macOS, not Windows")
     info = Path("/proc/meminfo")

@@ -84,11 +84,11 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
     Other processes of this host may read it, and get the location of the weights from `weights_place`.
 
     Raises:
-        ValueError: there is no such folder, or it cannot be read.
+        ValueError: the folder does not exist, or cannot be read.
     """
     source, path = filesystem(url)
     folder = tempfile.mkdtemp(prefix=_PREFIX)
-    # Unlike atexit's, also called where multiprocessing has started the process.
+    # Unlike atexit, this also works in processes started by multiprocessing.
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
     names = [name for name in list_names(url) if any(fnmatch(name, pattern) for pattern in patterns)]
     with storage_errors(url, ValueError):
@@ -102,7 +102,7 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
 
 
 def cached_copy(path: str) -> str:
-    """Return a local file with the content of a path: itself, or of a URL a copy in the cache, renewed if it changed.
+    """Return a local file with a path's content: the path itself, or for a URL a cached copy, updated if it changed.
 
     Raises:
         ValueError: it cannot be read, or the cache cannot be written.
@@ -118,7 +118,7 @@ def cached_copy(path: str) -> str:
         return os.fspath(copy)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Other ranks, which want the same file, wait.
+        # Other ranks wait for the same file.
         with WeakFileLock(folder / ".lock"):
             if not copy.exists():
                 _renew(source, found, path, copy)
@@ -132,7 +132,7 @@ def _cache() -> Path:
 
 
 def _renew(source: Any, found: str, path: str, copy: Path) -> None:
-    """Copy a remote file, in whole or not at all, in place of its earlier versions."""
+    """Copy a remote file atomically, replacing earlier versions."""
     for other in copy.parent.iterdir():
         if other.name != ".lock":
             other.unlink()
@@ -143,10 +143,10 @@ def _renew(source: Any, found: str, path: str, copy: Path) -> None:
 
 
 def list_names(url: str) -> list[str]:
-    """Return the names in a folder, local or not.
+    """Return the names in a local or remote folder.
 
     Raises:
-        ValueError: there is no such folder, or it cannot be read.
+        ValueError: the folder does not exist, or cannot be read.
     """
     source, path = filesystem(url)
     with storage_errors(url, ValueError):
@@ -155,7 +155,7 @@ def list_names(url: str) -> list[str]:
 
 
 def weights_place(folder: str) -> str:
-    """Return where a folder's weights are: the folder itself, or of one that `fetch_small_files` has made, a URL."""
+    """Return the location of a folder's weights: the folder, or its URL if `fetch_small_files` made it."""
     pointer = Path(folder, _POINTER)
     is_copy = pointer.parent.name.startswith(_PREFIX) and pointer.is_file()
     return pointer.read_text(encoding="utf-8") if is_copy else folder

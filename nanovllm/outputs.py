@@ -75,12 +75,12 @@ class Logprobs(Sequence[At_co]):
 
     @property
     def token_logprobs(self) -> np.ndarray:
-        """See the class."""
+        """Log-probability of each position's own token, [num_positions] float32; NaN if missing."""
         return np.append(np.full(self._num_missing, math.nan, dtype=np.float32), self._values[:, 0])
 
     @property
     def ranks(self) -> np.ndarray:
-        """See the class."""
+        """Rank of each position's own token, [num_positions] int32, from 1; 0 if missing."""
         return np.append(np.zeros(self._num_missing, dtype=np.int32), self._records[:, 0])
 
     def __len__(self) -> int:

@@ -243,7 +243,7 @@ def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results:
     try:
         batch.run()
         if not source.is_stream:
-            # A stream may end early, if its writer was killed.
+            # A stream ends early if its writer is killed.
             results.answered.forget_after(lines.num_lines)
     finally:
         results.finish()

@@ -54,7 +54,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for: ranks other than 0 do without transformers, which takes seconds to import."""
+    """Import a name on first access: ranks other than 0 never import transformers, which takes seconds."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"nanovllm.{module}"), name)
@@ -62,5 +62,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List what has not been imported yet, too."""
+    """List all public names, imported or not."""
     return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`python -m nanovllm` is the command `nanovllm`."""
+"""Runs the command `nanovllm` by `python -m nanovllm`."""
 
 from __future__ import annotations
 

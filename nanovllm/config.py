@@ -1,4 +1,4 @@
-"""The engine's settings."""
+"""Defines the engine's settings."""
 
 from __future__ import annotations
 
@@ -39,52 +39,51 @@ _LEAST = {
 @strict_keywords
 @dataclass(frozen=True)
 class Config:
-    """Settings of one engine. Each value is checked here; limits that depend on the model are checked at loading.
+    """Settings of one engine. Values are checked here; limits that depend on the model are checked at loading.
 
     Attributes:
-        model: a folder in the Hub's layout, local or one that fsspec opens (`s3://bucket/model`, whose weights are
-            copied to `~/.cache/nanovllm`); a GGUF file; or a Hub id, which is downloaded unless `HF_HUB_OFFLINE=1`
-            forbids it.
-        tokenizer: a folder or Hub id of another tokenizer than the model's.
-        device: "cpu", "cuda", or "cuda:N", the first GPU if there are several ranks; "auto" takes CUDA if there is a
-            GPU.
+        model: a folder in the Hub's layout, local or opened by fsspec (`s3://bucket/model`, whose weights are copied to
+            `~/.cache/nanovllm`); a GGUF file; or a Hub id, which is downloaded unless `HF_HUB_OFFLINE=1` is set.
+        tokenizer: folder or Hub id of a tokenizer to use instead of the model's.
+        device: "cpu", "cuda", or "cuda:N", the first GPU if there are several ranks; "auto" is CUDA if there is a GPU.
         dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's on CUDA, and float32 on the CPU. Weights
-            that are stored in another of these are converted.
+            stored in another of these dtypes are converted.
         tensor_parallel_size: number of ranks that share the model, each with its own GPU, or all on the CPU; at most
             the number of KV heads.
-        data_parallel_size: number of engines with the same model, in processes of their own, which share the requests;
-            each has `tensor_parallel_size` GPUs of its own, or all are on the CPU.
-        enable_expert_parallel: give each rank whole experts of a mixture, instead of a slice of every one.
-        max_model_len: most tokens of one request, prompt and output together; capped by the model's own limit. A prompt
-            of exactly this length still gets one token.
-        max_num_seqs: most sequences that run at once.
-        max_num_batched_tokens: most tokens in one step, decode and prompt tokens together; may be below `max_num_seqs`.
+        data_parallel_size: number of engines with the same model, in separate processes, which share the requests; each
+            has `tensor_parallel_size` GPUs of its own, or all are on the CPU.
+        enable_expert_parallel: give each rank whole experts of a mixture, instead of a slice of every expert.
+        max_model_len: maximum tokens of one request, prompt and output together; capped by the model's own limit. A
+            prompt of exactly this length still gets one token.
+        max_num_seqs: maximum sequences running at once.
+        max_num_batched_tokens: maximum tokens in one step, decode and prompt tokens together; may be below
+            `max_num_seqs`.
         gpu_memory_utilization: share of the GPU's memory that the engine may use, in (0, 1].
         enforce_eager: launch kernels one by one instead of replaying CUDA graphs.
         kvcache_block_size: tokens in a cache block, a multiple of 16.
-        kv_cache_dtype: "fp8" keeps keys and values in e4m3, twice as many in the same memory, with the checkpoint's
-            scales for them, else 1; "auto" keeps them in `dtype`.
-        num_kvcache_blocks: blocks in the cache; -1 takes the GPU memory that is left, or on the CPU a tenth of the free
-            memory, at most 1 GiB. If only some layers have sliding windows, each kind of layer has this number.
-        swap_space: GiB of the host's memory, for all ranks of an engine together, for blocks that the cache evicts.
-            With it, layers with sliding windows keep the blocks of those without.
+        kv_cache_dtype: "fp8" stores keys and values in e4m3, which doubles the tokens in the same memory, with the
+            checkpoint's scales, or 1 without any; "auto" stores them in `dtype`.
+        num_kvcache_blocks: blocks in the cache; -1 uses the remaining GPU memory, or on the CPU a tenth of the free
+            memory, at most 1 GiB. If only some layers have sliding windows, each kind of layer gets this number.
+        swap_space: GiB of host memory for evicted cache blocks, for all ranks of an engine together. With it, layers
+            with sliding windows keep the same blocks as layers without.
         enable_prefix_caching: share the cache blocks of equal prefixes.
         attention_backend: "triton" (heads of up to 512 elements), "flash_attn" (block size a multiple of 256, no
             float32) or "sdpa" (needs no Triton); "auto" is "triton" on CUDA and "sdpa" on the CPU.
         load_format: "auto" reads safetensors; "dummy" draws seeded random weights, and needs only a `config.json`.
         quantization: "fp8" rounds linear layers and experts to e4m3 while loading, with a scale for each output;
-            checkpoints that are quantised already need no value.
-        model_impl: "native" runs this library's own code for the model, "transformers" its code over this library's
-            attention and cache; "auto" takes the native one if there is one.
+            quantised checkpoints need no value.
+        model_impl: "native" runs this library's own model code, "transformers" runs transformers' code with this
+            library's attention and cache; "auto" prefers native code.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run the code that the model's config or tokenizer names (`auto_map`). Without it,
-            transformers' own code runs, and a model that it lacks is refused.
-        logprobs_mode: "raw_logprobs" are of the model's logits; "processed_logprobs" of what is sampled from, after
+            transformers' own code runs, and a model that transformers lacks is refused.
+        logprobs_mode: "raw_logprobs" are of the model's logits; "processed_logprobs" of the sampled distribution, after
             masks, penalties, temperature and truncation; "scaled_logprobs" as trainers compute them, without truncation
             and without masks of grammars and `min_tokens`.
-        max_logprobs: most log-probabilities that a request may ask for at each position; -1 allows the whole
+        max_logprobs: maximum log-probabilities that a request may ask for at each position; -1 allows the whole
             vocabulary.
-        seed: of dummy weights (0 if None), and of requests without a seed of their own (random if None).
+        seed: seed of dummy weights (0 if None), and of requests without their own seed (random if None).
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.
@@ -146,16 +145,16 @@ class Config:
 
     @property
     def max_num_running(self) -> int:
-        """Maximum running sequences such that one token of each fits into a step's token budget."""
+        """Maximum running sequences such that one token of each fits the step's token budget."""
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     def most_logprobs(self, vocab_size: int) -> int:
-        """Return the most log-probabilities at a position of a model with this vocabulary."""
+        """Return the maximum log-probabilities at a position, for a model with this vocabulary."""
         return vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size)
 
 
 class EngineSettings(TypedDict, total=False):
-    """The fields of `Config` besides the model, as keywords of `LLM`, for type checkers and editors."""
+    """Keyword arguments of `LLM` for type checkers and editors: the fields of `Config` except the model."""
 
     tokenizer: str | None
     device: str

@@ -1,4 +1,4 @@
-"""The user's interface: loads a model and completes, scores, embeds and streams prompts."""
+"""User interface: loads a model and completes, scores, embeds and streams prompts."""
 
 from __future__ import annotations
 
@@ -54,23 +54,23 @@ from nanovllm.text.input_processor import pooling_params
 from nanovllm.utils.units import format_count
 
 if TYPE_CHECKING:
-    # Of Python 3.11.
+    # Part of `typing` since Python 3.11.
     from typing_extensions import Unpack
 
 Self = TypeVar("Self", bound="LLM")
 
 
 class LLM(ModelClient):
-    """A language model, ready to generate: an engine, or several replicas of it, with a tokenizer.
+    """A loaded language model: one engine or several replicas, with a tokenizer.
 
     Args:
-        model: a folder in the Hub's layout, a GGUF file, which is converted once, or a Hub id, which is fetched unless
-            `HF_HUB_OFFLINE` forbids it.
-        kwargs: settings, which `nanovllm.config.Config` describes: `dtype`, `device`, `max_model_len`,
+        model: a folder in the Hub's layout, a GGUF file, which is converted once, or a Hub id, which is downloaded
+            unless `HF_HUB_OFFLINE` is set.
+        kwargs: settings described in `nanovllm.config.Config`: `dtype`, `device`, `max_model_len`,
             `gpu_memory_utilization`, `tensor_parallel_size`, `data_parallel_size`, `max_num_seqs`, `seed`, and more.
 
     Raises:
-        ValueError: an unknown argument, one out of its range, or a model that cannot be had or is not supported.
+        ValueError: an unknown or invalid argument, or a model that is not available or not supported.
         RuntimeError: a rank failed.
 
     Example:
@@ -86,7 +86,7 @@ class LLM(ModelClient):
 
     @classmethod
     def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
-        """Return a front end of a loaded model."""
+        """Return an `LLM` for a loaded model."""
         llm = cls.__new__(cls)
         ModelClient.__init__(llm, config, loaded)
         return llm
@@ -107,29 +107,29 @@ class LLM(ModelClient):
 
         Args:
             prompts: texts, token ids (lists, tuples, arrays or tensors), or dicts of either (`TextPrompt`,
-                `TokensPrompt`); a single text or dict is a list of one. Anything else that gives such prompts, such as
-                a generator, is read by a thread of its own, a few thousand prompts ahead.
-            sampling_params: one for all prompts, or one each of a list; the defaults if None.
+                `TokensPrompt`); a single text or dict is a list of one. Any other iterable of prompts, such as a
+                generator, is read in a separate thread, a few thousand prompts ahead.
+            sampling_params: one object for all prompts, or a list with one for each; None: the defaults.
             use_tqdm: show a progress bar.
-            priority: of each prompt of a list; lower ones run first, ties as `schedule` says.
+            priority: priority of each prompt in a list; lower numbers run first, ties are ordered by `schedule`.
             on_output: called with each output as it finishes.
-            on_error: what to do where a prompt is out of bounds, which is found when it is met, or its step fails:
-                "raise" drops what is left; "return" puts an output with an `error` there, and goes on with the others.
-            keep: whether outputs are returned; if not, `on_output` gets them, and none is held.
-            schedule: "prefix" runs prompts of equal priority in the order of their tokens (of their texts, if they are
-                more than a thousand; of what a generator gives, within each thousand), so that those which begin alike
-                follow each other and share the prefix cache, however small it is; "arrival" runs them as they are
-                given. The noise of a prompt follows from its place in `prompts` alone.
+            on_error: handling of prompts that are invalid or whose step fails: "raise" drops the remaining requests;
+                "return" gives such a prompt an output with an `error`, and continues.
+            keep: whether to return outputs; otherwise only `on_output` gets them, and they are not stored.
+            schedule: "prefix" runs prompts of equal priority sorted by tokens (by texts, if there are more than a
+                thousand; of other iterables each thousand is sorted), so that prompts with equal prefixes share even
+                a small prefix cache; "arrival" runs them in the given order. A prompt's random numbers depend only on
+                its position in `prompts`.
 
         Returns:
             The outputs in the order of the prompts; an empty list unless `keep`.
 
         Raises:
-            ValueError: one of the prompts or parameters is out of bounds; says which. Of up to a thousand prompts none
-                was begun.
-            StepError: a step failed, and with it requests of this call; it is a RuntimeError.
+            ValueError: a prompt or parameter is invalid; the message names it. With up to a thousand prompts, nothing
+                was started.
+            StepError: a step failed, and with it requests of this call; a subclass of RuntimeError.
             RuntimeError: another `generate` or `step` of this engine is running, or the engine is closed.
-            KeyboardInterrupt: after a step; the requests of this call are dropped, the engine stays usable.
+            KeyboardInterrupt: raised after a step; the requests of this call are dropped, the engine stays usable.
 
         Example:
             >>> outputs = llm.generate(["Hello", "The sea"], SamplingParams(temperature=0.6, max_tokens=8))
@@ -153,11 +153,11 @@ class LLM(ModelClient):
         schedule: Schedule = "prefix",
         **template: Unpack[ChatTemplateOptions],
     ) -> list[RequestOutput]:
-        """Answer conversations, which the tokenizer's chat template turns into prompts.
+        """Answer conversations, rendered with the tokenizer's chat template.
 
         Args:
-            messages: one conversation, a list of dicts with `role` and `content`, text or OpenAI's parts of type text;
-                or a list of conversations, or what gives conversations.
+            messages: a conversation, which is a list of dicts with `role` and `content`, text or OpenAI's parts of type
+                text; or a list or another iterable of conversations.
             sampling_params, use_tqdm, priority, on_output, on_error, keep, schedule: see `generate`.
             template: see `ChatTemplateOptions`. With `tools`, the calls in an answer are its `tool_calls`.
 
@@ -194,11 +194,11 @@ class LLM(ModelClient):
         *,
         priority: Sequence[int] | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Complete prompts, and yield what is new in them after each step.
+        """Complete prompts, and yield new output after each step.
 
-        An output yielded holds new text, tokens and log-probabilities alone. The last one of a request is `finished`,
-        and has its finish reasons, the prompt's log-probabilities and metrics. Closing the generator aborts what is
-        left. See `generate`.
+        Each yielded output has only new text, tokens and log-probabilities. A request's last output is `finished`, and
+        has the finish reasons, the prompt's log-probabilities and the metrics. Closing the generator aborts unfinished
+        requests. See `generate`.
 
         Example:
             >>> for output in llm.stream("1, 2", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)):
@@ -220,7 +220,7 @@ class LLM(ModelClient):
         priority: Sequence[int] | None = None,
         **template: Unpack[ChatTemplateOptions],
     ) -> Generator[RequestOutput, None, None]:
-        """Answer conversations, and yield what is new in the answers after each step; see `chat` and `stream`.
+        """Answer conversations, and yield new output after each step; see `chat` and `stream`.
 
         Example:
             >>> for output in llm.stream_chat([{"role": "user", "content": "count to 5"}]):
@@ -260,18 +260,18 @@ class LLM(ModelClient):
     ) -> list[ScoreOutput]:
         """Return the log-probabilities of continuations, each after its prompt.
 
-        Texts are encoded together and split at the prompt's length; spaces at a prompt's end count to its continuation.
-        With prefix caching, whole blocks that prompts share are computed once; what lies after the last one (at most
-        `kvcache_block_size - 1` tokens of the prompt) is computed for each continuation.
+        Prompt and continuation are encoded together and split at the prompt's length; spaces at a prompt's end belong
+        to its continuation. With prefix caching, full blocks that prompts share are computed once; the rest of a
+        prompt (at most `kvcache_block_size - 1` tokens) is computed for each continuation.
 
         Args:
-            prompts: texts or token ids, which may not be empty.
+            prompts: texts or token ids, which must not be empty.
             continuations: one for each prompt, of the same kind.
             use_tqdm: show a progress bar.
             schedule: see `generate`.
 
         Raises:
-            ValueError: a continuation without tokens, or see `generate`.
+            ValueError: a continuation has no tokens, or see `generate`.
 
         Example:
             >>> likely, unlikely = llm.score(["1, 2, 3, 4"] * 2, [", 5", ", 9"])
@@ -279,7 +279,7 @@ class LLM(ModelClient):
             True
         """
         pairs = split_pairs(self.input_processor, prompts, continuations)
-        # Equal ones are checked once.
+        # Equal parameters are checked once.
         params = {n: score_params(n) for _, n in pairs}
         tokens, each = [token_ids for token_ids, _ in pairs], [params[n] for _, n in pairs]
         outputs = self.generate(tokens, each, use_tqdm, schedule=schedule)
@@ -290,11 +290,11 @@ class LLM(ModelClient):
     ) -> torch.Tensor:
         """Return normalised hidden states of prompts, [num_prompts, hidden_size] float32 on the CPU.
 
-        Prompts are taken as they are: a model's own prefixes (config_sentence_transformers.json) are for you to write.
+        Prompts are used unchanged: prefixes in a model's config_sentence_transformers.json are not added.
 
         Args:
             prompts: see `generate`.
-            pooling: "last" takes the last token's, "mean" the mean of all; None is `default_pooling`.
+            pooling: "last" takes the last token's state, "mean" the mean of all; None is `default_pooling`.
             use_tqdm: show a progress bar.
             schedule: see `generate`.
 
@@ -325,15 +325,16 @@ class LLM(ModelClient):
 
         Args:
             query, documents: texts.
-            top_n: how many to return; all if None.
+            top_n: number of documents to return; all if None.
             by: "embedding" scores by the cosine of embeddings, "judgement" by the probability that the model answers
-                "yes" to Qwen3-Reranker's prompt; None takes this for models with "reranker" in their names, else that.
-            instruction: what a judge is told to look for; None for passages that answer a web search.
-            pooling: of embeddings; see `embed`.
+                "yes" to Qwen3-Reranker's prompt; None is "judgement" for models with "reranker" in their names, else
+                "embedding".
+            instruction: task description for "judgement"; None: find passages that answer a web search.
+            pooling: pooling of embeddings; see `embed`.
             use_tqdm: show a progress bar.
 
         Raises:
-            ValueError: what is given is no text, an unknown `by`, or see `generate`.
+            ValueError: an argument is not text, `by` is unknown, or see `generate`.
 
         Example:
             >>> best = llm.rank("Monday", ["2, 3, 5, 7", "Tuesday"])[0]
@@ -353,7 +354,7 @@ class LLM(ModelClient):
 
         Args:
             prompts: see `generate`.
-            params: of the search.
+            params: parameters of the search.
             use_tqdm: show a progress bar.
 
         Example:
@@ -375,7 +376,7 @@ class LLM(ModelClient):
         return [beam_search_output(search, self.tokenizer) for search in searches]
 
     def _run_searches(self, searches: list[BeamSearch], use_tqdm: bool) -> None:
-        """Run searches to their ends; the beams of all of them are a batch, whose outputs the next one extends."""
+        """Run searches to their ends; each batch has the beams of all searches, which its outputs extend."""
         states: list[RequestState] = []
 
         def fill(pending: News) -> None:
@@ -394,7 +395,7 @@ class LLM(ModelClient):
                 progress.update(len(news))
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
-        """Draw batch size, cache use and tokens per second since the engine began; see `stats_plot.plot_stats`.
+        """Plot batch size, cache use and tokens per second since the engine started; see `stats_plot.plot_stats`.
 
         Example:
             >>> llm.plot_stats("run.png")
@@ -403,19 +404,19 @@ class LLM(ModelClient):
 
     @contextmanager
     def trace(self, file: str | os.PathLike[str]) -> Iterator[None]:
-        """Write a timeline of what runs inside the `with` block, which https://ui.perfetto.dev opens.
+        """Write a timeline of the `with` block, for https://ui.perfetto.dev.
 
-        It has the engine's steps with what is in their batches (on the host, their launch and the wait for their
-        results; on the device, from their launch or the end of the step before to the end of that wait; a CPU does the
-        work in the launch), and the life of each request: queued, prefill, decode. Times are the host's; what was
-        before the block is cut off, and a step whose launch failed is left out. The format is Chrome's trace event
-        format. What is not traced costs nothing.
+        It shows the engine's steps with their batches (on the host, the launch and the wait for results; on the device,
+        from the launch or the end of the previous step to the end of that wait; a CPU does the work in the launch), and
+        the phases of each request: queued, prefill, decode. Times are the host's; events before the block are cut off,
+        and steps whose launch failed are omitted. The format is Chrome's trace event format. Without a trace there is
+        no cost.
 
         Args:
-            file: is written at the end of the block.
+            file: path, written at the end of the block.
 
         Raises:
-            ValueError: another trace of this engine has not ended.
+            ValueError: another trace of this engine is active.
             OSError: the file cannot be written.
 
         Example:

@@ -1,4 +1,4 @@
-"""Outputs of an `LLM`."""
+"""Defines the outputs of an `LLM`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ At_co = TypeVar("At_co", bound="dict[int, Logprob] | None", covariant=True)
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's natural log-probability at one position; its rank there, from 1; and its text."""
+    """One token's natural log-probability at a position, its rank there (from 1), and its text."""
 
     logprob: float
     rank: int | None = None
@@ -23,14 +23,14 @@ class Logprob:
 
 
 def pack_records(values: np.ndarray, token_ids: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    """Return log-probabilities as one record for each position; a shorter record is a prefix of a longer one.
+    """Pack log-probabilities into one record per position; a shorter record is a prefix of a longer one.
 
     Args:
-        values, token_ids: [num_positions, width]; of the position's own token, then of the most likely ones in order.
-        ranks: [num_positions]; of the position's own token, from 1.
+        values, token_ids: [num_positions, width]; the position's own token first, then the most likely ones in order.
+        ranks: [num_positions]; ranks of the positions' own tokens, from 1.
 
     Returns:
-        [num_positions, 1 + 2 * width] int32: the rank, then for each token the bits of its float32 and its id.
+        [num_positions, 1 + 2 * width] int32: the rank, then for each token the bits of its float32 value and its id.
     """
     records = np.empty((len(values), 1 + 2 * values.shape[1]), dtype=np.int32)
     records[:, 0], records[:, 2::2] = ranks, token_ids
@@ -39,26 +39,26 @@ def pack_records(values: np.ndarray, token_ids: np.ndarray, ranks: np.ndarray) -
 
 
 def record_bytes(num_logprobs: int | None) -> int:
-    """Return the size of a record, given the number of most likely tokens; 0 for None."""
+    """Return the size of a record in bytes, given the number of most likely tokens; 0 for None."""
     return 0 if num_logprobs is None else 4 * (1 + 2 * (1 + num_logprobs))
 
 
 class Logprobs(Sequence[At_co]):
-    """Log-probabilities at consecutive positions: a read-only list of dicts, by token id, of `Logprob`.
+    """Log-probabilities at consecutive positions: a read-only list of dicts from token id to `Logprob`.
 
-    A dict has the position's own token and the most likely ones, fewer if fewer are possible. It is made when its
-    position is looked at: 256 rows with five each are 1,536 objects a step, which take longer than the step. It
-    compares and prints as the list does, and pickles as the list unless its tokens have no text.
+    A dict has the position's own token and the most likely ones, or fewer if fewer are possible. It is created on
+    access: 256 rows with five tokens each would be 1,536 objects per step, which take longer than the step. This class
+    compares and prints like the list, and pickles as the list unless its tokens have no text.
 
     Args:
-        records: as `pack_records` makes them, or their bytes.
-        width: tokens in a record.
-        decode_token: returns the text of a token; None: they have none.
-        num_missing: positions before the first record that have no log-probabilities, and so are None.
+        records: records made by `pack_records`, or their bytes.
+        width: number of tokens in a record.
+        decode_token: returns a token's text; None: tokens have no text.
+        num_missing: positions before the first record, which are None.
 
     Attributes:
-        token_logprobs: [num_positions] float32; of each position's own token, NaN where there are none.
-        ranks: [num_positions] int32; of the same token, from 1; 0 where there are none.
+        token_logprobs: [num_positions] float32; log-probability of each position's own token, NaN if missing.
+        ranks: [num_positions] int32; the same token's rank, from 1; 0 if missing.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class Logprobs(Sequence[At_co]):
 
     @property
     def token_logprobs(self) -> np.ndarray:
-        """See the class."""
+        """Log-probability of each position's own token, [num_positions] float32; NaN if missing."""
         return np.append(np.full(self._num_missing, math.nan, dtype=np.float32), self._values[:, 0])
 
     @property
     def ranks(self) -> np.ndarray:
-        """See the class."""
+        """Rank of each position's own token, [num_positions] int32, from 1; 0 if missing."""
         return np.append(np.zeros(self._num_missing, dtype=np.int32), self._records[:, 0])
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Logprobs(Sequence[At_co]):
         missing: Any = None
         for _ in range(self._num_missing):
             yield missing
-        # All at once: one number at a time would take several times longer.
+        # Convert all at once, several times faster than one number at a time.
         token_ids, ranks = self._records[:, 2::2].tolist(), self._records[:, 0].tolist()
         for values, ids, rank in zip(self._values.tolist(), token_ids, ranks, strict=True):
             logprobs: Any = self._dict(values, ids, rank)
@@ -127,13 +127,13 @@ class Logprobs(Sequence[At_co]):
         return repr(list(self))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        # A tokenizer, which decodes the tokens, does not belong in a pickle.
+        # Pickle the list: a pickle should not contain the tokenizer behind `decode_token`.
         if self._decode_token is not None:
             return list, (list(self),)
         return Logprobs, (self._records, self._width, None, self._num_missing)
 
     def with_texts(self, decode_token: Callable[[int], str | None]) -> Logprobs[At_co]:
-        """Return the same with the texts of tokens."""
+        """Return a copy whose tokens have texts."""
         return Logprobs(self._records, self._width, decode_token, self._num_missing)
 
     def first(self, count: int) -> Logprobs[At_co]:
@@ -141,7 +141,7 @@ class Logprobs(Sequence[At_co]):
         return self._stretch(0, count)
 
     def sum(self) -> float:
-        """Return the sum of the positions' own tokens."""
+        """Return the sum over the positions' own tokens."""
         return float(self.token_logprobs.sum(dtype=np.float64))
 
     @property
@@ -161,10 +161,10 @@ class Logprobs(Sequence[At_co]):
     def _dict(self, values: list[float], token_ids: list[int], rank: int) -> dict[int, Logprob]:
         own, decode = token_ids[0], self._decode_token or _no_text
         found = {own: Logprob(values[0], rank, decode(own))}
-        # The most likely tokens are in order; the position's own may be one of them.
+        # The most likely tokens are in order; the position's own token may be among them.
         for place in range(1, len(token_ids)):
             token_id, value = token_ids[place], values[place]
-            # Tokens that cannot come are left out: there may be fewer possible ones, and the rest need not be tokens.
+            # Omit impossible tokens: if fewer are possible, the remaining entries may not be tokens.
             if token_id not in found and value > -math.inf:
                 found[token_id] = Logprob(value, place, decode(token_id))
         return found
@@ -175,11 +175,11 @@ def _no_text(token_id: int) -> None:
 
 
 class _TokenArray(Protocol):
-    """Token ids as an array or a tensor, which `Sequence` does not take for one."""
+    """Token ids as an array or a tensor, which are not a `Sequence`."""
 
     @property
     def ndim(self) -> int:
-        """Dimensions: 2 for several prompts of one length."""
+        """Number of dimensions: 2 for several prompts of equal length."""
 
     def tolist(self) -> Any:
         """Return the ids as lists."""
@@ -197,7 +197,7 @@ class _Text(TypedDict):
 
 
 class TextPrompt(_Text, _Salted):
-    """A prompt as text. It shares blocks of the prefix cache with prompts of the same `cache_salt` alone.
+    """A prompt as text. It shares prefix cache blocks only with prompts of the same `cache_salt`.
 
     Example:
         >>> outputs = llm.generate(TextPrompt(prompt="Hello", cache_salt="of one user"))
@@ -209,7 +209,7 @@ class _TokenIds(_Salted):
 
 
 class TokensPrompt(_TokenIds, total=False):
-    """A prompt as token ids; its text, if it has one, is only shown.
+    """A prompt as token ids; its optional text is only for display.
 
     Example:
         >>> outputs = llm.generate([TokensPrompt(prompt_token_ids=[5, 6]), TokensPrompt(prompt_token_ids=[7])])
@@ -219,20 +219,20 @@ class TokensPrompt(_TokenIds, total=False):
 
 
 Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007
-"""Besides sequences of token ids."""
+"""A single prompt, other than a sequence of token ids."""
 
-# Any iterable of them, such as a generator, is taken too.
+# Any other iterable of prompts, such as a generator, is accepted too.
 Prompts = Union[Prompt, Iterable[Union[Prompt, TokenIds]], Iterable[Any], _TokenArray]  # noqa: UP007
-"""What `LLM.generate` takes: one prompt, or several."""
+"""Prompts for `LLM.generate`: one, or several."""
 
 
 _WHEN_ASKED_FOR: Any = None
-"""Stands for a list that is made on first access; see `_made_when_asked_for`."""
+"""Marks a list that is created on first access; see `_made_when_asked_for`."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function that a model asks for."""
+    """A function call requested by the model."""
 
     name: str
     arguments: dict[str, Any]
@@ -243,15 +243,15 @@ class CompletionOutput:
     """One of a request's outputs.
 
     Attributes:
-        index: of the outputs of its request.
-        text: without special tokens, unless asked for; empty without a tokenizer.
-        token_ids: the generated tokens, with the EOS or stop token that ended them.
-        cumulative_logprob: sum of the tokens' log-probabilities; None unless `logprobs` was asked for.
-        logprobs: for each token the most likely tokens' and its own, by token id, fewer if fewer are possible;
-            None unless asked for. A `nanovllm.outputs.Logprobs`, which is a read-only list.
-        finish_reason: "stop", "length", "abort" or "error"; None while it goes on.
-        stop_reason: the text or the token id that ended it; None at an EOS and at the full length.
-        tool_calls: of an answer of `LLM.chat` with `tools`: the calls that its text asks for; the text has them too.
+        index: index among the request's outputs.
+        text: the text, by default without special tokens; empty without a tokenizer.
+        token_ids: the generated tokens, including a final EOS or stop token.
+        cumulative_logprob: sum of the tokens' log-probabilities; None unless `logprobs` was requested.
+        logprobs: for each token the log-probabilities of the most likely tokens and its own, by token id, fewer if
+            fewer are possible; None unless requested. A `nanovllm.outputs.Logprobs`, which is a read-only list.
+        finish_reason: "stop", "length", "abort" or "error"; None while unfinished.
+        stop_reason: the stop string or token id that ended it; None at an EOS and at the length limit.
+        tool_calls: calls in an answer of `LLM.chat` with `tools`; they also remain in the text.
     """
 
     index: int
@@ -269,9 +269,9 @@ class RequestMetrics:
     """Times of one request, in seconds.
 
     Attributes:
-        arrival_time: when it was queued, by `time.monotonic`.
-        queue_time: until it was first scheduled.
-        time_to_first_token, total_time: since its arrival; None until they are known.
+        arrival_time: time when it was queued, by `time.monotonic`.
+        queue_time: time until it was first scheduled.
+        time_to_first_token, total_time: times since its arrival; None until known.
     """
 
     arrival_time: float
@@ -285,7 +285,7 @@ _KEYS = ("text", "token_ids", "finish_reason", "num_cached_tokens")
 
 @dataclass(slots=True)
 class RequestOutput(Mapping[str, Any]):
-    """A request and its outputs; also a mapping with nano-vLLM's keys, of the first output.
+    """A request and its outputs; also supports nano-vLLM's keys, for the first output.
 
     Example:
         >>> (output,) = llm.generate("Hello")
@@ -293,17 +293,17 @@ class RequestOutput(Mapping[str, Any]):
         True
 
     Attributes:
-        request_id: as `add_request` returned it, or as it was given to `AsyncLLM`.
-        prompt: the text, if the request was one.
-        prompt_token_ids: the prompt's tokens; a list, which is made of an array when it is asked for.
-        outputs: `SamplingParams.n` of them; of a stream, what is new.
+        request_id: the id returned by `add_request`, or given to `AsyncLLM`.
+        prompt: the prompt's text, if given.
+        prompt_token_ids: the prompt's tokens; the list is created from an array on first access.
+        outputs: `SamplingParams.n` outputs; in a stream only their new parts.
         finished: whether all outputs are complete.
-        prompt_logprobs: for each token of the prompt the most likely tokens' and its own, by token id; None for
-            the first and for those before `prompt_logprobs_start`. None as a whole unless asked for.
+        prompt_logprobs: for each token of the prompt the log-probabilities of the most likely tokens and its own, by
+            token id; None for the first token and for tokens before `prompt_logprobs_start`. None unless requested.
         num_cached_tokens: prompt tokens found in the prefix cache.
         metrics: the request's times.
-        hidden_states: of `embed`: sums over parts of the prompt, [hidden_size] float32 each.
-        error: why it has failed; None unless it has, and `generate` was to return errors.
+        hidden_states: for `embed`: sums over parts of the prompt, [hidden_size] float32 each.
+        error: the error message of a failed request, if `generate` returns errors; else None.
     """
 
     request_id: int | str = field(compare=False)
@@ -330,15 +330,15 @@ class RequestOutput(Mapping[str, Any]):
 
 
 def _made_when_asked_for(cls: type, name: str, make: Callable[[Any], list[Any]]) -> None:
-    """Turn a field into a property, whose list is made on first access.
+    """Turn a field into a property whose list is created on first access.
 
-    A list of token ids takes as long to make as the rest of an output, and nine times the room of an array; one that
-    is empty is work for the garbage collector.
+    A list of token ids takes as long to create as the rest of an output, and nine times the memory of an array; even an
+    empty list costs the garbage collector time.
 
     Args:
         cls: the dataclass.
-        name: of the field, which may be given something else than a list.
-        make: returns the list of that.
+        name: name of the field, which may be initialised with another value than a list.
+        make: converts that value to the list.
     """
     slot = vars(cls)[name]
 
@@ -364,7 +364,7 @@ _made_when_asked_for(RequestOutput, "hidden_states", _as_list)
 def failed_output(
     request_id: int, error: Exception, prompt: str | None, prompt_token_ids: array[int] | None = None
 ) -> RequestOutput:
-    """Return the output of a request that has failed."""
+    """Return the output of a failed request."""
     item = CompletionOutput(0, "", [], finish_reason="error")
     # The field takes an array as well.
     tokens: Any = [] if prompt_token_ids is None else prompt_token_ids
@@ -378,8 +378,8 @@ class ScoreOutput:
     Attributes:
         token_ids: the continuation's tokens.
         token_logprobs: their log-probabilities.
-        logprob: the sum of these.
-        is_greedy: whether each is the most likely token at its position.
+        logprob: sum of the log-probabilities.
+        is_greedy: whether every token is the most likely one at its position.
     """
 
     token_ids: list[int]
@@ -390,10 +390,10 @@ class ScoreOutput:
 
 @dataclass
 class RankedDocument:
-    """A document, and how relevant it is to a query.
+    """A document with its relevance to a query.
 
     Attributes:
-        index: its place among the documents that were given.
+        index: its index in the given documents.
         score: a cosine, -1 ... 1, or a probability, 0 ... 1.
         document: its text.
     """
@@ -422,14 +422,13 @@ class BeamSearchOutput:
 
 
 class StepResult(NamedTuple):
-    """What a step has brought, as `LLM.step` returns it.
+    """The result of `LLM.step`.
 
     Attributes:
-        finished: finished requests by id, also of earlier steps whose results were not collected.
-        new_token_ids: tokens that this step added, by request id; further outputs of a request have ids of their own.
-        num_prefill_tokens: prompt tokens that were computed: not in the prefix cache, and again for preempted
-            requests compute again.
-        num_output_tokens: how many new tokens there are.
+        finished: finished requests by id, including uncollected results of earlier steps.
+        new_token_ids: tokens added by this step, by request id; additional outputs of a request have their own ids.
+        num_prefill_tokens: computed prompt tokens: excludes prefix cache hits, includes recomputation after preemption.
+        num_output_tokens: number of new tokens.
     """
 
     finished: list[tuple[int, RequestOutput]]
@@ -439,9 +438,9 @@ class StepResult(NamedTuple):
 
 
 class StepError(RuntimeError):
-    """A step failed, and with it the requests `request_ids`; the cause is the exception's `__cause__`.
+    """A step failed, and with it the requests `request_ids`; `__cause__` is the cause.
 
-    It can be pickled, as a pool of processes does with exceptions, but for its cause.
+    It can be pickled, as process pools require, but without its cause.
     """
 
     def __init__(self, message: str, request_ids: list[int], cause: BaseException | None = None) -> None:
@@ -450,5 +449,5 @@ class StepError(RuntimeError):
         self.__cause__ = cause
 
     def __reduce__(self) -> tuple[type[StepError], tuple[str, list[int]]]:
-        # A cause may be anything, and the message says what it was.
+        # The cause may not be picklable, and the message describes it.
         return type(self), (str(self), self.request_ids)

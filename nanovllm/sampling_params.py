@@ -1,4 +1,4 @@
-"""Sampling parameters: how a request is sampled, and when it ends."""
+"""Defines sampling parameters, which control how a request is sampled and when it ends."""
 
 from __future__ import annotations
 
@@ -26,31 +26,32 @@ _OFF = {
     "repetition_penalty": 1.0, "logit_bias": None, "bad_words": None, "allowed_token_ids": None, "min_tokens": 0,
     "logprobs": None,
 }  # fmt: skip
-"""Parameters that need more of a step than a temperature, with the values that ask for nothing."""
+"""Parameters beyond the temperature that a step must process, with their neutral values."""
 
 
 @strict_keywords
 @dataclass
 class StructuredOutputsParams:
-    """What an output must match: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
+    """A constraint on outputs: exactly one of `json`, `regex`, `choice`, `grammar` and `json_object`.
 
     Attributes:
-        json: a JSON schema, as a dict or as text, or a pydantic model's class.
+        json: a JSON schema as a dict or as text, or a pydantic model class.
         regex: a regular expression for the whole output.
-        choice: texts; the output is one of them.
+        choice: a list of texts, one of which is the output.
         grammar: a context-free grammar in Lark's syntax, not in GBNF.
         json_object: any JSON object.
-        disable_any_whitespace: where JSON may have white space. None: one space after each comma and colon, as
-            `json.dumps` writes it, unless the schema's "x-guidance" says otherwise; True: nowhere; False: everywhere,
-            which small models fill up to `max_tokens`.
-        whitespace_pattern: a regular expression for the white space that JSON may have everywhere.
-        disable_additional_properties: objects of the schema have only the properties that it names.
-        after_thinking: a model's thoughts, such as those between <think> and </think>, are free; the answer after them
-            must match. The prompt may have begun them; otherwise the model may, if the begin tag is one token. Given as
-            the text that ends them, they have begun in any case, unless the prompt ends with it.
+        disable_any_whitespace: None: JSON has one space after each comma and colon, like `json.dumps`, unless the
+            schema's "x-guidance" says otherwise; True: no white space; False: white space everywhere, which small
+            models fill up to `max_tokens`.
+        whitespace_pattern: a regular expression for the white space allowed in JSON.
+        disable_additional_properties: allow only the properties that the schema names.
+        after_thinking: leave the model's reasoning, such as text between <think> and </think>, unconstrained; only the
+            answer after it must match. The prompt may open the reasoning; otherwise the model may, if the begin tag is
+            a single token. An end tag as the value means that the output begins within the reasoning, unless the prompt
+            ends with this tag.
 
     Raises:
-        ValueError: not exactly one of the five is set; or a value of another type.
+        ValueError: not exactly one of the five is set, or a value has the wrong type.
 
     Example:
         >>> schema = {"type": "object", "properties": {"name": {"type": "string"}}}
@@ -91,45 +92,45 @@ class StructuredOutputsParams:
 class SamplingParams:
     """Sampling parameters of one request, with vLLM's names and meanings.
 
-    Fields can be assigned later; they are checked again when a request is queued, which takes a copy.
+    Fields can be assigned later; they are copied and checked again when a request is queued.
 
     Attributes:
         temperature: divides the logits before the softmax; 0 is greedy.
-        max_tokens: most tokens to generate, at least 1; None goes on up to the model's length.
-        ignore_eos: go on past end-of-sequence tokens.
+        max_tokens: maximum tokens to generate, at least 1; None: up to the model's length.
+        ignore_eos: continue after end-of-sequence tokens.
         seed: makes the request's random draws the same alone, in any batch, and after preemption; in 0 ... 2**64 - 1.
-            Without one (None or -1), it follows from the engine's seed and the request's number.
-        n: number of outputs, each with a seed of its own that follows from the request's.
+            None and -1 derive a seed from the engine's seed and the request's number.
+        n: number of outputs, each with its own seed derived from the request's.
         top_p: keep the most likely tokens whose probabilities add up to it, in (0, 1] (nucleus sampling, Holtzman et
             al. 2020, arXiv:1904.09751). Applied after `min_p` and `top_k`.
         top_k: keep this number of the most likely tokens; 0 and -1 keep all. Applied after `min_p`.
         min_p: keep tokens that are at least this fraction as likely as the most likely one, in 0 ... 1 (Nguyen et al.
             2024, arXiv:2407.01082).
         presence_penalty: subtracted from the logits of tokens that are in the output, in -2 ... 2.
-        frequency_penalty: subtracted once for each time that a token is in the output, in -2 ... 2.
-        repetition_penalty: divides positive logits of tokens in prompt or output, multiplies negative ones; above 0
+        frequency_penalty: subtracted once for each occurrence of a token in the output, in -2 ... 2.
+        repetition_penalty: divides positive logits of tokens in prompt or output, and multiplies negative ones; above 0
             (CTRL, Keskar et al. 2019, arXiv:1909.05858).
         logit_bias: added to the logits of these token ids, in -100 ... 100.
-        bad_words: texts that the output must not contain as tokens.
+        bad_words: texts whose tokens the output must not contain.
         allowed_token_ids: the only tokens that may be generated.
-        min_tokens: no EOS, no token of `stop_token_ids` and no end at `stop` before this number of tokens, unless
+        min_tokens: minimum tokens before EOS, a token of `stop_token_ids` or a stop string may end the output, unless
             nothing else is allowed, as at the end of a structured output.
         stop: texts that end the output.
-        include_stop_str_in_output: leave the text that ended the output at its end.
-        stop_token_ids: tokens that end the output, as EOS does.
-        logprobs: log-probabilities of the sampled token and of this number of most likely ones, at each position; -1
-            gives the whole vocabulary. At most the engine's `max_logprobs`.
+        include_stop_str_in_output: keep the stop string that ended the output in its text.
+        stop_token_ids: tokens that end the output, like EOS.
+        logprobs: return log-probabilities of the sampled token and of this number of most likely tokens at each
+            position; -1 returns the whole vocabulary. At most the engine's `max_logprobs`.
         prompt_logprobs: the same for the prompt's tokens.
-        prompt_logprobs_start: position of the prompt from which on they are computed; the prefix cache serves the
+        prompt_logprobs_start: first position of the prompt for which they are computed; the prefix cache serves the
             tokens before it.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: separate special tokens by spaces in the text.
-        detokenize: make text of the tokens.
+        detokenize: decode the tokens to text.
         structured_outputs: a JSON schema, regular expression, choice or grammar that the output must match; see
             `StructuredOutputsParams`.
 
     Raises:
-        ValueError: a value out of its range, a contradiction, or an unknown keyword.
+        ValueError: an invalid value, a contradiction, or an unknown keyword.
 
     Example:
         >>> params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=100, stop=["."], seed=1)
@@ -165,12 +166,12 @@ class SamplingParams:
         self._check()
 
     def checked(self) -> SamplingParams:
-        """Return a copy whose values are in range and of the documented types.
+        """Return a checked copy, with values of the documented types.
 
         Raises:
-            ValueError: a value out of its range, or a contradiction.
+            ValueError: an invalid value, or a contradiction.
         """
-        # A quarter of the time of `copy.copy`, for lists with parameters for each of many prompts.
+        # Takes a quarter of the time of `copy.copy`, for long lists of parameters.
         params = object.__new__(type(self))
         params.__dict__.update(self.__dict__)
         params._check()
@@ -178,17 +179,17 @@ class SamplingParams:
 
     @property
     def has_extra(self) -> bool:
-        """Whether a step must know more than the temperature: as the values were when they were checked."""
+        """Whether a step must know more than the temperature, as of the last check."""
         return self._has_extra
 
     @property
     def uses_penalties(self) -> bool:
-        """Whether the tokens so far change the logits."""
+        """Whether the tokens so far affect the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @classmethod
     def from_model(cls, folder: str | os.PathLike[str]) -> SamplingParams:
-        """Return what `generation_config.json` in a model's folder recommends; the defaults without that file."""
+        """Return the recommendations of `generation_config.json` in a model's folder; the defaults without the file."""
         return cls(**recommended_values(folder))
 
     def _check(self) -> None:
@@ -218,11 +219,11 @@ class SamplingParams:
         self._check_lists()
         self._check_contradictions()
         own = self.__dict__
-        # Once for all requests that share them; it is no field.
+        # Computed once for all requests that share the parameters; not a field.
         self._has_extra = any(own[name] != value for name, value in _OFF.items())
 
     def _check_lists(self) -> None:
-        """Check what holds several values; an empty one is None, but for `allowed_token_ids`."""
+        """Check lists and dicts; an empty one becomes None, except `allowed_token_ids`."""
         self.stop = check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop) or None
         self.bad_words = check_strings("bad_words", self.bad_words) or None
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -236,7 +237,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias maps token ids to numbers, not {self.logit_bias!r:.80}")
-            # Keys of JSON objects are strings. Python reads other digits too, and refuses very long numbers.
+            # Keys of JSON objects are strings. Python also accepts non-ASCII digits, and refuses very long numbers.
             items = (
                 (int(k) if isinstance(k, str) and _TOKEN_ID.fullmatch(k) else k, v) for k, v in self.logit_bias.items()
             )
@@ -258,7 +259,7 @@ class SamplingParams:
 
 
 def recommended_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the sampling parameters that `generation_config.json` in a model's folder sets, by name; not checked."""
+    """Return the unchecked sampling parameters in `generation_config.json` of a model's folder, by name."""
     path = os.path.join(os.fspath(folder), "generation_config.json")
     config = read_json(path) if os.path.isfile(path) else {}
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
@@ -269,14 +270,14 @@ def recommended_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SamplingExtra:
-    """What a running sequence asks of sampling beyond its temperature.
+    """Sampling parameters of a running sequence beyond its temperature.
 
     Attributes:
-        params: the request's.
-        token_ids: prompt and output so far, if their tokens are penalised; else empty.
-        num_prompt_tokens: how many tokens are the prompt's.
-        end_token_ids: tokens that are forbidden before `params.min_tokens`.
-        bad_token_ids: tokens that are always forbidden.
+        params: the request's sampling parameters.
+        token_ids: prompt and output so far, if there are penalties; else empty.
+        num_prompt_tokens: number of tokens in the prompt.
+        end_token_ids: tokens forbidden before `params.min_tokens`.
+        bad_token_ids: tokens always forbidden.
         is_masked: whether the host masks its tokens.
     """
 
@@ -295,13 +296,13 @@ class BeamSearchParams:
 
     Attributes:
         beam_width: number of beams, and of outputs.
-        max_tokens: the most tokens to generate.
-        ignore_eos: go on past end-of-sequence tokens.
-        temperature: of the log-probabilities that are added up, unless the engine has `logprobs_mode="raw_logprobs"`.
-        length_penalty: a beam's score is its log-probability over its number of tokens to this power.
+        max_tokens: maximum tokens to generate.
+        ignore_eos: continue after end-of-sequence tokens.
+        temperature: temperature of the summed log-probabilities, unless the engine has `logprobs_mode="raw_logprobs"`.
+        length_penalty: a beam's score is its log-probability divided by its number of tokens to this power.
 
     Raises:
-        ValueError: a value out of its range, or an unknown keyword.
+        ValueError: an invalid value, or an unknown keyword.
 
     Example:
         >>> params = BeamSearchParams(beam_width=4, max_tokens=50, length_penalty=0.8)

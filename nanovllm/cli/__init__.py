@@ -24,8 +24,8 @@ from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import CommandParser, add_flags, flag_dest
 
 IMPORT_STARTED = time.perf_counter()
-"""Before the imports of a command's modules, which take seconds."""
-# What imports torch is imported by the command that needs it, so that help and errors come at once.
+"""Time before a command's modules are imported, which takes seconds."""
+# Modules that import torch are imported by the command that needs them, so that help and errors appear at once.
 _WITH_OWN_PARSER = {
     "bench": "nanovllm.cli.bench",
     "eval": "nanovllm.integrations.lm_eval",
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code.
 
     Args:
-        arguments: the command line; the process's if None.
+        arguments: the command line; None: the process's.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in _WITH_OWN_PARSER:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(own, partial(_run_module, own, rest))
     commands, parser = make_parsers()
     if "_ARGCOMPLETE" in os.environ:
-        # Set by the shell that `register-python-argcomplete` has told of this command.
+        # Set by a shell with completion by `register-python-argcomplete`.
         import_module("argcomplete").autocomplete(parser)
     if not arguments:
         parser.print_help()
@@ -68,14 +68,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, command: Callable[[], int | None]) -> int:
-    """Return the exit code of a command; what ends it from outside is said in one line."""
+    """Run a command and return its exit code; external failures are reported in one line."""
     try:
         return command() or 0
     except KeyboardInterrupt:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
         return 130
     except OSError as error:
-        # Such as a full disk, or a pipe without a reader.
+        # Such as a full disk, or a closed pipe.
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 1
 
@@ -84,7 +84,7 @@ def _run_module(name: str, arguments: list[str]) -> int | None:
     try:
         command = _load(_WITH_OWN_PARSER[name]).main
     except ImportError as error:
-        # An extra that is not installed; the message says how to install it.
+        # A missing extra; the message tells how to install it.
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 1
     code: int | None = command(arguments)
@@ -96,7 +96,7 @@ def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments:
     model = flag_dest(Config, "model")
     words = [word for word in rest if word == "-" or not word.startswith("-")]
     if options.command == "generate" and getattr(options, model) == BUNDLED_MODEL and len(words) == len(rest) == 1:
-        # argparse wants all positionals in one place: of `MODEL --flag 1 PROMPT` it takes the first for the prompt.
+        # argparse needs adjacent positionals: in `MODEL --flag 1 PROMPT` it would take MODEL as the prompt.
         setattr(options, model, options.prompt)
         options.prompt = rest.pop()
     if rest:
@@ -111,7 +111,7 @@ def _load(module: str) -> ModuleType:
 
 @contextmanager
 def spinner(text: str) -> Iterator[None]:
-    """Show a text with a spinner on the terminal, if there is one, until the `with` block ends."""
+    """Show a text with a spinner on the terminal, if any, during the `with` block."""
     if not sys.stderr.isatty():
         yield
         return
@@ -134,7 +134,7 @@ def _spin(text: str, ended: Event) -> None:
 
 
 def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
-    """Return the parsers of commands by name, and the parser of the whole command line."""
+    """Return the parser of each command by name, and the parser of the whole command line."""
     parser = CommandParser("nanovllm", description="Inference of large language models, offline or as a server.")
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -190,12 +190,12 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
     for command in engines.values():
         add_flags(command, Config, "engine", positional="model", model=BUNDLED_MODEL)
         if command is not serve:
-            # Both classes have a seed.
+            # Both `Config` and `SamplingParams` have a seed.
             renamed = {"seed": "sampling_seed"}
             add_flags(command, SamplingParams, "sampling", renamed=renamed, description=_SAMPLING_DEFAULTS)
     # Last, so that it follows the model.
     generate.add_argument("prompt", metavar="PROMPT", help="the text; - is the standard input")
-    # They have parsers of their own, which need torch; these entries are for the help.
+    # Their own parsers need torch; these entries are for the help.
     commands.add_parser("bench", help="measure throughput", add_help=False)
     commands.add_parser("merge", help="join the results of `run --shard`", add_help=False)
     commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)

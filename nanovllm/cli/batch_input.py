@@ -1,4 +1,4 @@
-"""Inputs of `nanovllm run`: JSON lines, plain or compressed, from a file, an object store or a stream."""
+"""Reads inputs of `nanovllm run`: JSON lines, plain or compressed, from a file, an object store or a stream."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from nanovllm.cli.batch_output import AnsweredRequests, request_digest
 from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
-# First bytes, and the module that reads what follows; Python has `compression.zstd` from 3.14 on.
+# Magic bytes, and the module that decompresses; `compression.zstd` is in Python 3.14 and later.
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"\x28\xb5\x2f\xfd": "compression.zstd"}
 
 
@@ -26,12 +26,12 @@ class UnreadableInputError(ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """A share of an input's lines; all shards together are the whole input.
+    """A share of an input's lines; all shards together cover the input.
 
     Attributes:
-        index: of the shard, from 0.
+        index: the shard's index, from 0.
         count: number of shards.
-        num_lines: of the input, whose stretch `index` of `count` the shard is; None: every `count`th line.
+        num_lines: lines of the input, for a contiguous shard; None: every `count`th line.
     """
 
     index: int = 0
@@ -40,10 +40,10 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """Return the shard that `index/count` names.
+        """Parse `index/count`.
 
         Raises:
-            ValueError: the text is no such pair, or the index is out of range.
+            ValueError: the text has another form, or the index is out of range.
         """
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         if found is None:
@@ -54,7 +54,7 @@ class Shard:
         return cls(index, count)
 
     def contiguous(self, num_lines: int) -> Shard:
-        """Return the shard of neighbouring lines, so that equal prefixes stay together."""
+        """Return the shard as contiguous lines, so that equal prefixes stay together."""
         return replace(self, num_lines=num_lines)
 
     def takes(self, number: int) -> bool:
@@ -65,19 +65,19 @@ class Shard:
 
 
 WHOLE = Shard()
-"""All lines, in one run."""
+"""The shard of all lines."""
 
 
 class UnansweredLines:
-    """The lines of a source that are not blank, and whose requests have no answer.
+    """The lines of a source that are not blank and not answered yet.
 
     Args:
-        source: gives lines.
-        answered: requests that are not wanted.
-        shard: of the lines.
+        source: an iterable of lines.
+        answered: requests with an answer, which are skipped.
+        shard: the shard of lines to read.
 
     Attributes:
-        num_lines: lines of the source so far.
+        num_lines: number of the source's lines so far.
     """
 
     def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, shard: Shard = WHOLE) -> None:
@@ -87,7 +87,7 @@ class UnansweredLines:
         self.num_lines = 0
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
-        """Iterate over the lines, each with its number, from 1, and its digest."""
+        """Yield each line with its number, from 1, and its digest."""
         for number, line in enumerate(self._source, 1):
             self.num_lines = number
             if not self._shard.takes(number):
@@ -98,15 +98,15 @@ class UnansweredLines:
 
 
 class InputFile:
-    """A file, local or one that fsspec opens, or the standard input for "-".
+    """An input file, local or opened by fsspec, or the standard input for "-".
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Attributes:
-        path: the same.
-        is_stream: whether it is no regular file: it may be slow, and may end because its writer was killed.
-        lines: its lines. The first bytes of a file are read at once, the first bytes of a stream with the first line.
+        path: path of the file.
+        is_stream: whether it is not a regular file: it may be slow, and may end because its writer was killed.
+        lines: its lines. A file's first bytes are read at once, a stream's with the first line.
 
     Raises:
         OSError: the file cannot be read.
@@ -122,23 +122,23 @@ class InputFile:
         name = "the standard input" if path == "-" else path
         self.lines = _read_later(self._file, name) if self.is_stream else read_lines(self._file, name)
         if is_url(path):
-            # Some file systems give one file, with one position, to all who open it; others read ahead until it closes.
+            # Some file systems share one position among all readers of a file; others read ahead until it is closed.
             self._file.close()
             self.lines = self.lines_again()
 
     def fileno(self) -> int | None:
-        """Return the descriptor of the open file; None of one that fsspec has opened."""
+        """Return the open file's descriptor; None for a file opened by fsspec."""
         return None if is_url(self.path) else int(self._file.fileno())
 
     def count_unanswered(self, answered: AnsweredRequests, shard: Shard) -> int | None:
-        """Return the number of lines to be answered; None of a stream, which cannot be read twice."""
+        """Return the number of lines to answer; None for a stream, which cannot be read twice."""
         if self.is_stream:
             return None
         lines = enumerate(self.lines_again(), 1)
         return sum(shard.takes(number) and not answered.holds(number, request_digest(line)) for number, line in lines)
 
     def require_unchanged(self, answered: AnsweredRequests, shard: Shard) -> None:
-        """Raise ValueError if there is an answer to another request than a line's, or to a line of another shard."""
+        """Raise ValueError if an answer belongs to a changed line, or to a line of another shard."""
         left = len(answered)
         for number, line in enumerate(self.lines_again(), 1):
             if not answered.has(number):
@@ -153,7 +153,7 @@ class InputFile:
             raise ValueError(f"{self.path} is not the input that the output has answers to: {left} lines are gone")
 
     def lines_again(self) -> Iterator[bytes]:
-        """Read the lines from the first one; a ValueError if this is a stream."""
+        """Read the lines again from the first one; ValueError for a stream."""
         if self.is_stream:
             raise ValueError(f"{self.path} is a stream, which cannot be read twice: give a file")
         with _open(self.path) as file:
@@ -165,20 +165,20 @@ def _open(path: str) -> Any:
         files, found = filesystem(path)
         with storage_errors(path):
             return files.open(found, "rb")
-    # Not `sys.stdin`, whose lock the interpreter wants at its end, while a thread may hold it.
+    # Not `sys.stdin`: the interpreter acquires its lock at exit, while a thread may hold it.
     return open(0 if path == "-" else path, "rb", closefd=path != "-")
 
 
 def _read_later(file: Any, name: str) -> Iterator[bytes]:
-    """Read a stream's lines, and look at none of its bytes before: they may come late."""
+    """Read a stream's lines lazily: even its first bytes may arrive late."""
     yield from read_lines(file, name)
 
 
 def read_lines(file: Any, name: str) -> Iterator[bytes]:
-    """Return the lines of a file, which its first bytes show to be compressed or plain.
+    """Return the lines of a file; compression is detected by its first bytes.
 
     Raises:
-        OSError: it cannot be read, at once or later.
+        OSError: it cannot be read, now or later.
         UnreadableInputError: it is not JSON lines.
     """
     with _reading(name):
@@ -190,7 +190,7 @@ def read_lines(file: Any, name: str) -> Iterator[bytes]:
 
 
 def _plain(reader: io.BufferedReader, name: str) -> io.BufferedReader:
-    """Return what reads a file's decompressed bytes, without a byte order mark."""
+    """Return a reader of a file's decompressed bytes, without a byte order mark."""
     head = reader.peek(1)
     for magic, module in _COMPRESSED.items():
         if head.startswith(magic):
@@ -214,7 +214,7 @@ def _lines(reader: io.BufferedReader, name: str) -> Iterator[bytes]:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turn errors of reading into an OSError with the file's name; each kind of compression has its own errors."""
+    """Convert read errors to an OSError with the file's name; each compression module has its own errors."""
     try:
         yield
     except UnreadableInputError:

@@ -1,7 +1,7 @@
-"""Lines of `nanovllm run`: requests, and the answers or errors that are written for them.
+"""Parses request lines of `nanovllm run`, and formats answers and errors as result lines.
 
-A request is `{"prompt": ...}` or `{"messages": ...}` with sampling parameters beside it, or one of OpenAI's batch API,
-which `openai_format` translates. A result has the number of the line that it belongs to.
+A request is `{"prompt": ...}` or `{"messages": ...}` with sampling parameters, or a request of OpenAI's batch API,
+which `openai_format` translates. A result has the number of its line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TEMPLATE = ChatTemplateOptions.__annotations__.keys()
 _OWN = {"prompt", "messages", *_IDS, *SAMPLING_FIELDS, *_TEMPLATE}
 _OPENAI_ONLY = {"url", "body", "method"}
 _ENCODING = ("add_special_tokens", "truncate_prompt_tokens", "cache_salt")
-# What `render_text` and `apply_chat_template` decide themselves.
+# Options that `render_text` and `apply_chat_template` set themselves.
 _RESERVED = {"tokenizer", "conversation", "tokenize"}
 _encode = json.JSONEncoder(allow_nan=False).encode
 
@@ -48,12 +48,12 @@ class BatchRequest:
 
     Attributes:
         prompt: a text, token ids, or both with a salt; None for a conversation.
-        params: how the answer is sampled.
+        params: the sampling parameters.
         messages: a conversation; None for a prompt.
         template: options of `render_text`.
-        answer: how the answer to a conversation is taken apart.
+        answer: options for splitting the answer to a conversation.
         asked: the sampling parameters before `answer` constrained them.
-        url: OpenAI's endpoint; None for a line in our own form.
+        url: OpenAI's endpoint; None for a line in this library's form.
         body: the other fields of a request in OpenAI's form.
     """
 
@@ -67,7 +67,7 @@ class BatchRequest:
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, processor: InputProcessor) -> None:
-        """Encode the prompt, if the request says how; otherwise it is encoded together with other lines.
+        """Encode the prompt if the request has encoding options; other prompts are encoded together.
 
         Raises:
             ValueError: the messages do not fit the model's chat template, or a value is out of range.
@@ -84,7 +84,7 @@ class BatchRequest:
         self.prompt, self.messages = encoded if salt is None else {**encoded, "cache_salt": salt}, None
 
     def rendered(self, tokenizer: Any) -> str:
-        """Return the text that the chat template makes of the conversation.
+        """Render the conversation with the chat template.
 
         Raises:
             ValueError: the messages do not fit the model's chat template.
@@ -96,7 +96,7 @@ class BatchRequest:
 
 
 def load_line(text: bytes) -> dict[str, Any]:
-    """Return the JSON object of a line.
+    """Parse a line as a JSON object.
 
     Raises:
         ValueError: the line is not a JSON object.
@@ -111,18 +111,18 @@ def load_line(text: bytes) -> dict[str, Any]:
 
 
 def line_ids(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields by which a line's author finds its answer."""
+    """Return the fields by which a line's author identifies it."""
     return {name: record[name] for name in _IDS if name in record}
 
 
 class RequestParser:
-    """Makes requests of lines; those with equal sampling parameters share them.
+    """Parses lines as requests; requests with equal sampling parameters share one object.
 
     Args:
-        recommended: sampling parameters of the model's `generation_config.json`.
-        chosen: sampling parameters of lines that do not say.
-        form: how the model writes answers.
-        separates: whether thoughts are split off the answers of lines that do not say.
+        recommended: sampling parameters from the model's `generation_config.json`.
+        chosen: default sampling parameters.
+        form: the model's answer format.
+        separates: default for separating reasoning from answers.
     """
 
     def __init__(
@@ -130,18 +130,18 @@ class RequestParser:
     ) -> None:
         self._recommended, self._chosen = recommended, chosen
         self._form, self._separates = form, separates
-        # By the values that lines give, as far as these are no lists.
+        # Keyed by the values in lines, except lists.
         self._params: dict[Any, SamplingParams] = {}
 
     def parse(self, record: Mapping[str, Any]) -> BatchRequest:
-        """Return the request of a line's object.
+        """Return the request of a parsed line.
 
         Raises:
-            ValueError: an unknown field, or a bad value.
+            ValueError: an unknown field, or an invalid value.
         """
         if not record.keys().isdisjoint(_OPENAI_ONLY):
             return self._parse_openai(record)
-        # null stands for what is not given, as in tables that lack it.
+        # null means a missing value, as in exported tables.
         record = {name: value for name, value in record.items() if value is not None}
         _refuse_unknown(record, _OWN)
         if ("prompt" in record) == ("messages" in record):
@@ -159,7 +159,7 @@ class RequestParser:
         return request
 
     def _sampling_params(self, values: dict[str, Any]) -> SamplingParams:
-        # Types too: True is 1.
+        # Include types in the key: True equals 1.
         key = *values.items(), *map(type, values.values())
         given = {"max_tokens": None, **self._recommended, **self._chosen, **values}
         try:
@@ -177,7 +177,7 @@ class RequestParser:
             raise ValueError(f"the request must be a POST to {' or '.join(ENDPOINTS)}, not {url!r:.80}")
         if not isinstance(body, dict):
             raise ValueError("body must be an object")
-        # null stands for what is not given.
+        # null means a missing value.
         given = {name: value for name, value in body.items() if value is not None}
         endpoint = ENDPOINTS[url]
         _refuse_unknown(given, {endpoint.content, *endpoint.fields, *SAMPLING_FIELDS})
@@ -187,12 +187,12 @@ class RequestParser:
         content = given.pop(endpoint.content)
         if endpoint.is_chat:
             return self._parse_chat(BatchRequest(None, params, content, asked=params, url=url, body=given))
-        # The API takes a list of prompts; a list of one is a prompt.
+        # The API accepts a list of prompts; a list of one is a prompt.
         is_single = isinstance(content, list) and len(content) == 1 and not isinstance(content[0], int)
         return BatchRequest(_check_prompt(content[0] if is_single else content), params, url=url, body=given)
 
     def _parse_chat(self, request: BatchRequest) -> BatchRequest:
-        """Complete a chat by what its body says of tools, thoughts and the chat template."""
+        """Complete a chat request with the tools, reasoning and template options in its body."""
         body = request.body
         separates = body.get("separate_reasoning", self._separates)
         check_bool("separate_reasoning", separates)
@@ -219,14 +219,14 @@ def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def _check_prompt(prompt: Any) -> str | list[int]:
-    # What a list holds is checked when the request is queued.
+    # The items of a list are checked when the request is queued.
     if not isinstance(prompt, (str, list)):
         raise ValueError(f"a prompt is a string or a list of token ids, not {prompt!r:.80}")
     return prompt
 
 
 def _template(options: Any) -> dict[str, Any]:
-    """Return the options of `render_text` for the options of a chat template."""
+    """Return options of `render_text` for a chat template's options."""
     variables = options.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict) or variables.keys() & _RESERVED:
         raise ValueError(f"chat_template_kwargs must be an object without {', '.join(sorted(_RESERVED))}")
@@ -236,13 +236,13 @@ def _template(options: Any) -> dict[str, Any]:
 def result_line(
     line: int, ids: Mapping[str, Any], output: RequestOutput, request: BatchRequest, model: str
 ) -> dict[str, Any]:
-    """Return the answer to a line. All but OpenAI's `created` and the ids of calls is the same in every run.
+    """Return the answer to a line, reproducible except for OpenAI's `created` and the ids of calls.
 
     Args:
-        line: its number, from 1.
-        ids: what its author called it.
-        output: of its request.
-        request: what was asked for; the answer has the same form.
+        line: the line's number, from 1.
+        ids: the author's ids of the line.
+        output: the request's output.
+        request: the request, which determines the form of the answer.
         model: the model's name.
     """
     if request.url is None:
@@ -291,12 +291,12 @@ def _completion(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
 
 
 def error_line(line: int, ids: Mapping[str, Any], code: str, message: str) -> dict[str, Any]:
-    """Return the error of a line; both forms of lines have the same."""
+    """Return the error of a line; its form is the same for all requests."""
     return {"line": line, **ids, "response": None, "error": {"code": code, "message": message}}
 
 
 def encode_line(result: Mapping[str, Any]) -> bytes:
-    """Return a result as a line. Characters beyond ASCII are escaped: some of them end lines for some readers."""
+    """Return a result as a line. Non-ASCII characters are escaped: some of them are line breaks for some readers."""
     return _encode(result).encode() + b"\n"
 
 

@@ -1,9 +1,9 @@
-"""Outputs of `nanovllm run`: results that a killed run leaves behind, and a later run continues.
+"""Writes outputs of `nanovllm run`, which a later run can resume after a kill.
 
-An answer begins with the number of its line, the digest of its run (the model and the flags that set answers) and the
-digest of its request (the line's bytes): all that a later run reads of it. Results are appended, one line each. Until
-a run ends, a line whose request changed or failed can have an older result above its newest one; the end leaves one
-result of each line.
+An answer begins with its line number, the digest of its run (the model and the flags that affect answers) and the
+digest of its request (the line's bytes): all that a later run reads. Results are appended, one per line. During a run,
+a line whose request changed or failed may have an older result above its newest one; at the end one result of each
+line remains.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from nanovllm.config import Config
 from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
 _HEADER = re.compile(rb'\{"line": (\d{1,15}), "run": "([0-9a-f]{16})", "request": "([0-9a-f]{16})"')
-# Other settings change how fast an answer comes, or which lines fail.
+# Settings that affect answers; others affect only speed, or which lines fail.
 _SETTINGS = (
     "revision", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "logprobs_mode", "seed",
 )  # fmt: skip
 _START = b'{"line": '
 _COMPRESSED: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
-"""Modules that compress outputs, by the ends of their names."""
+"""Modules that compress outputs, by file extension."""
 
 
 def request_digest(line: bytes) -> int:
-    """Return 64 bits that tell a line from others in its place; 0 for a blank line alone."""
+    """Return a 64-bit digest of a line; 0 only for a blank line."""
     text = line.strip()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big") or 1 if text else 0
 
 
 def run_digest(config: Config, defaults: Mapping[str, Any]) -> str:
-    """Return a digest that differs between runs whose answers to the same line differ.
+    """Return a digest of everything that affects answers, except the line itself.
 
     Args:
         config: the engine's settings.
-        defaults: sampling parameters of lines that do not say.
+        defaults: default sampling parameters.
     """
     model = os.path.realpath(config.model) if os.path.exists(config.model) else config.model
     settings = [model, *(getattr(config, name) for name in _SETTINGS)]
@@ -61,27 +61,27 @@ def run_digest(config: Config, defaults: Mapping[str, Any]) -> str:
 
 
 def answer_header(line: int, run: str, request: int) -> dict[str, Any]:
-    """Return the fields that an answer begins with."""
+    """Return the first fields of an answer."""
     return {"line": line, "run": run, "request": f"{request:016x}"}
 
 
 def parse_header(result: bytes) -> tuple[int, str, int] | None:
-    """Return the line's number, the run's digest and the request's digest; None if the result is no answer."""
+    """Return the line's number, the run's digest and the request's digest; None if the result is not an answer."""
     match = _HEADER.match(result)
     return None if match is None else (int(match[1]), match[2].decode(), int(match[3], 16))
 
 
 class AnsweredRequests:
-    """The requests that a file has answers to: 8 bytes a line, so that a file larger than the memory fits.
+    """The answered requests of a file, in 8 bytes per line, so that files larger than the memory work.
 
     Attributes:
-        num_unchanged: lines so far whose answer holds.
-        num_changed: lines so far whose answer is one to another request.
-        num_gone: answers so far whose line is blank or not there any more.
+        num_unchanged: lines so far with a valid answer.
+        num_changed: lines so far that changed since they were answered.
+        num_gone: answers so far whose line is blank or gone.
     """
 
     def __init__(self) -> None:
-        # Digests by line number; 0 where there is no answer.
+        # Digests by line number; 0 for no answer.
         self._digests = array("Q")
         self.num_unchanged = self.num_changed = self.num_gone = 0
 
@@ -89,7 +89,7 @@ class AnsweredRequests:
         return len(self._digests) - self._digests.count(0)
 
     def add(self, number: int, digest: int) -> None:
-        """Note the newest result of a line; a digest of 0 stands for a failure."""
+        """Record the newest result of a line; a digest of 0 means a failure."""
         missing = number + 1 - len(self._digests)
         if missing > 0 and digest:
             self._digests.frombytes(bytes(missing * self._digests.itemsize))
@@ -97,15 +97,15 @@ class AnsweredRequests:
             self._digests[number] = digest
 
     def has(self, number: int) -> bool:
-        """Return whether a line has an answer, whatever its request is."""
+        """Return whether a line has an answer, valid or not."""
         return self._get(number) != 0
 
     def holds(self, number: int, digest: int) -> bool:
-        """Return whether a line is blank, or its answer holds."""
+        """Return whether a line is blank or has a valid answer."""
         return digest == 0 or self._get(number) == digest
 
     def check(self, number: int, digest: int) -> bool:
-        """Return the same as `holds`, count the line, and forget an answer that does not hold."""
+        """Return `holds`, count the line, and forget an invalid answer."""
         answered = self._get(number)
         if answered == digest:
             self.num_unchanged += digest != 0
@@ -124,7 +124,7 @@ class AnsweredRequests:
         return is_answer
 
     def forget_after(self, number: int) -> None:
-        """Forget the answers to all lines after this one, which is the input's last."""
+        """Forget the answers to lines after the input's last line."""
         before = len(self)
         del self._digests[number + 1 :]
         self.num_gone += before - len(self)
@@ -137,9 +137,9 @@ class StoredResult(NamedTuple):
     """A result in an output.
 
     Attributes:
-        number: of the line that it belongs to, from 1.
-        run: digest of its run; None of a failure.
-        request: digest of its request; 0 of a failure.
+        number: number of its line, from 1.
+        run: digest of its run; None for a failure.
+        request: digest of its request; 0 for a failure.
         text: the whole line.
     """
 
@@ -150,11 +150,11 @@ class StoredResult(NamedTuple):
 
 
 def stored_results(lines: Iterable[bytes], path: str) -> Iterator[StoredResult]:
-    """Yield the results that lines hold, without what a kill has left of the last one.
+    """Yield the results in an output's lines, except an incomplete last one.
 
     Args:
-        lines: of an output.
-        path: of the output, for messages.
+        lines: lines of an output.
+        path: path of the output, for messages.
 
     Raises:
         ValueError: a line is not a result.
@@ -170,7 +170,7 @@ def stored_results(lines: Iterable[bytes], path: str) -> Iterator[StoredResult]:
 
 
 def check_run(result: StoredResult, run: str, path: str) -> None:
-    """Raise ValueError if a result is an answer of another run."""
+    """Raise ValueError if a result is another run's answer."""
     if result.run not in (None, run):
         raise ValueError(
             f"{path} has answers of another model or with other parameters: repeat those, give another output, or "
@@ -179,7 +179,7 @@ def check_run(result: StoredResult, run: str, path: str) -> None:
 
 
 def _failed_line(line: bytes, path: str, number: int) -> int:
-    """Return the number of the line whose error a result without digests is."""
+    """Return the line number of an error, a result without digests."""
     try:
         result = json.loads(line) if line.startswith(_START) else {}
     except ValueError:
@@ -198,15 +198,15 @@ def _failed_line(line: bytes, path: str, number: int) -> int:
 class ResultFile:
     """Appends results to a file, or writes them to a stream ("-" is the standard output).
 
-    An output that fsspec opens, or that is compressed, is written in whole when the run ends or is interrupted; until
-    then its results are in a temporary file.
+    A compressed output, or one opened by fsspec, is written as a whole when the run ends or is interrupted; until then
+    its results are in a temporary file.
 
     Args:
-        path: of the file; created if there is none.
+        path: path of the file, which is created if missing.
 
     Attributes:
-        is_stream: whether it is a pipe, a terminal or another device, which has no results to go on with.
-        answered: requests with an answer in the file.
+        is_stream: whether it is a pipe, a terminal or another device, which cannot be resumed.
+        answered: answered requests in the file.
 
     Raises:
         OSError: the file cannot be opened.
@@ -216,10 +216,10 @@ class ResultFile:
     def __init__(self, path: str) -> None:
         self.answered = AnsweredRequests()
         self.is_stream = path == "-" or _is_stream(path)
-        # Where the results are copied to at the end; None if they are there already.
+        # The final destination of the results; None if they are written there directly.
         self._copied_to = path if is_url(path) or Path(path).suffix in _COMPRESSED else None
         self._path = _copy_of(path) if self._copied_to else path
-        # Results that were there before this run.
+        # Size of the results of earlier runs.
         self._num_old = self._old_size = 0
         mode = "wb" if self.is_stream else "a+b"
         file = 1 if path == "-" else self._path
@@ -239,17 +239,17 @@ class ResultFile:
             shutil.rmtree(os.path.dirname(self._path), ignore_errors=True)
 
     def is_file(self, descriptor: int | None) -> bool:
-        """Return whether a descriptor belongs to this file; None stands for a file that is not local."""
+        """Return whether a descriptor belongs to this file; None means a file that is not local."""
         return descriptor is not None and not self.is_stream and os.path.sameopenfile(descriptor, self._file.fileno())
 
     def load(self, run: str) -> None:
-        """Find the requests that have an answer, and cut off what a kill left of the last line.
+        """Read the answered requests, and truncate an incomplete last line.
 
         Args:
             run: digest of this run.
 
         Raises:
-            ValueError: the file has answers of another run, or holds something else than results.
+            ValueError: the file has answers of another run, or lines that are not results.
         """
         if self.is_stream:
             return
@@ -263,7 +263,7 @@ class ResultFile:
         self._file.truncate(self._old_size)
 
     def clear(self) -> None:
-        """Remove all that the file holds."""
+        """Remove all results."""
         if not self.is_stream:
             self._file.truncate(0)
 
@@ -271,14 +271,14 @@ class ResultFile:
         """Append results."""
         with named(self._path):
             self._file.write(b"".join(lines))
-            # A line that is not in the file when the process is killed is answered again.
+            # If the process is killed, lines that are not in the file are answered again.
             self._file.flush()
 
     def finish(self) -> None:
-        """Keep of the older results the answers that hold, and all of this run's; nothing can be written then."""
+        """Keep all results of this run and the valid older answers; nothing can be written afterwards."""
         if len(self.answered) != self._num_old:
             path = os.path.realpath(self._path)
-            # A kill leaves it behind, and the run that goes on writes it again.
+            # A kill leaves this file behind, and the resuming run overwrites it.
             with _replaced(path, f"{path}.rewritten", self._file) as file:
                 file.writelines(self._kept_lines())
                 shutil.copymode(path, file.name)
@@ -291,8 +291,8 @@ class ResultFile:
         position = 0
         for line in self._file:
             position += len(line)
-            # Where a run is interrupted, its input may still be read and compared: what is forgotten meanwhile is
-            # kept or not, and the run that goes on compares again.
+            # After an interrupt, another thread may still compare the input: an answer forgotten meanwhile may or may
+            # not be kept, and the resuming run compares again.
             if position > self._old_size or self._still_holds(line):
                 yield line
 
@@ -303,7 +303,7 @@ class ResultFile:
 
 @contextmanager
 def whole_file(path: str) -> Iterator[Any]:
-    """Open a file that is there in whole or not at all; it is compressed if its name ends so.
+    """Open a file for atomic writing, compressed according to its extension.
 
     Raises:
         StorageError: access to the path failed.
@@ -323,7 +323,7 @@ def whole_file(path: str) -> Iterator[Any]:
 
 @contextmanager
 def _replaced(path: str, temporary: str, open_file: Any = None) -> Iterator[Any]:
-    """Open a temporary file that takes the place of another one, which may be open, unless the `with` block raises."""
+    """Open a temporary file that replaces another one, which may be open, unless the `with` block raises."""
     whole = Path(temporary)
     try:
         with whole.open("wb") as file:
@@ -331,7 +331,7 @@ def _replaced(path: str, temporary: str, open_file: Any = None) -> Iterator[Any]
             file.flush()
             os.fsync(file.fileno())
         if open_file is not None and sys.platform == "win32":
-            # An open file cannot be replaced there.
+            # Windows cannot replace an open file.
             open_file.close()
         os.replace(whole, path)
     except BaseException:
@@ -340,7 +340,7 @@ def _replaced(path: str, temporary: str, open_file: Any = None) -> Iterator[Any]
 
 
 def _copy_of(path: str) -> str:
-    """Return a file in a temporary folder with the decompressed results of an output, none if it is not there."""
+    """Return a temporary file with the decompressed results of an output; empty if it does not exist."""
     copy = Path(tempfile.mkdtemp(prefix="nanovllm-results-"), "results.jsonl")
     with storage_errors(path), copy.open("wb") as file:
         files, found = filesystem(path)
@@ -353,7 +353,7 @@ def _copy_of(path: str) -> str:
 
 @contextmanager
 def named(path: str) -> Iterator[None]:
-    """Add a file's name to errors: the system names none if a disk is full, say."""
+    """Add a file's name to errors: some of the system's, as for a full disk, lack it."""
     try:
         yield
     except OSError as error:
@@ -369,7 +369,7 @@ def _is_stream(path: str) -> bool:
 
 
 def _lock(file: Any, path: str, local: str) -> None:
-    """Lock an output, whose results are in a local file, until it is closed: two runs would write the same lines."""
+    """Lock an output in a local file until it is closed, since two runs would write the same lines."""
     if sys.platform == "win32":
         return
     import fcntl  # noqa: PLC0415
@@ -379,7 +379,7 @@ def _lock(file: Any, path: str, local: str) -> None:
     except BlockingIOError as error:
         raise ValueError(f"{path} is being written by another run") from error
     except OSError as error:
-        # Some network file systems have no locks.
+        # Some network file systems do not support locks.
         warnings.warn(f"{path} cannot be locked ({error}): see that no other run writes to it", stacklevel=2)
     if not os.path.samestat(os.fstat(file.fileno()), os.stat(local)):
         raise ValueError(f"{path} was being written by another run, which has replaced it")

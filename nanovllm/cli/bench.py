@@ -1,10 +1,10 @@
-"""Throughput against what the machine physically can: `nanovllm bench [--workload all] [--shape 8B]`.
+"""Compares throughput with the machine's physical limit: `nanovllm bench [--workload all] [--shape 8B]`.
 
-On a GPU, random weights of a published Qwen3 shape; without one, the bundled checkpoint and less work. Each workload
-runs twice with fresh prompts, after one round that does not count, and the better round counts; `square`, which takes
-minutes and is not part of `all`, once. The floor is the time that the machine, at the read bandwidth and matmul rate
-measured in the same run, cannot beat: for each decode step the longer of reading the weights and doing the products'
-arithmetic, plus reading the live keys and values; then the arithmetic of the prefill. The last line is JSON.
+On a GPU it uses random weights of a published Qwen3 shape; without one, the bundled checkpoint and less work. Each
+workload runs a warm-up round and two rounds with new prompts, and the better one counts; `square`, which takes minutes
+and is not part of `all`, runs once. The floor is the minimum time at the read bandwidth and matmul rate measured in the
+same run: for each decode step the longer of reading the weights and computing the products, plus reading the live keys
+and values; then the arithmetic of the prefill. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 ROUNDS = 2
 ON_GPU = torch.cuda.is_available()
 
-# hidden_size, intermediate_size (of a mixture: an expert's), layers, heads, KV heads, tied embeddings
+# hidden_size, intermediate_size (of one expert in a mixture), layers, heads, KV heads, tied embeddings
 SHAPES = {
     "0.6B": (1024, 3072, 28, 16, 8, True),
     "1.7B": (2048, 6144, 28, 16, 8, True),
@@ -47,16 +47,16 @@ SHAPES = {
     "32B": (5120, 25600, 64, 64, 8, False),
     "30B-A3B": (2048, 768, 48, 32, 4, False),
 }
-# experts, and how many of them compute a token
+# experts, and experts per token
 EXPERTS = {"30B-A3B": (128, 8)}
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
 LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
-"""A workload of minutes, and how many sequences an engine is to run at once for it."""
+"""A workload that takes minutes, and the `max_num_seqs` for it."""
 
 
 @dataclass
 class Workload:
-    """Prompts, and how many tokens each is to get; the first `shared_prefix` tokens of all prompts are the same."""
+    """Prompts with their output lengths; all prompts share the first `shared_prefix` tokens."""
 
     name: str
     prompts: list[list[int]]
@@ -65,7 +65,7 @@ class Workload:
 
 
 def make_workload(name: str, seed: str, llm: LLM) -> Workload:
-    """Draw a workload; without a GPU requests and lengths are smaller."""
+    """Draw a workload; without a GPU it has fewer and shorter requests."""
     rng, vocab_size, scale = Random(f"{name} {seed}"), llm.model_config.vocab_size, 1 if ON_GPU else 1 / 16
 
     def tokens(count: int) -> list[int]:
@@ -91,7 +91,7 @@ def make_workload(name: str, seed: str, llm: LLM) -> Workload:
 
 
 def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
-    """The lengths of nano-vLLM's benchmark, the same in every round: its seed, and its order of draws."""
+    """Return the lengths of nano-vLLM's benchmark (its seed and order of draws), the same in every round."""
     rng, prompt_lens = Random(0), []
     for _ in range(count):
         prompt_lens.append(rng.randint(low, high))
@@ -101,7 +101,7 @@ def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
 
 
 def shape_folder(shape: str) -> str:
-    """Write the config.json of a published shape to a temporary folder, which stays."""
+    """Write the config.json of a published shape to a temporary folder, which is not removed."""
     hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
     folder = Path(tempfile.mkdtemp(prefix=f"qwen3-{shape}-"))
     config = {
@@ -122,7 +122,7 @@ def shape_folder(shape: str) -> str:
 
 @dataclass
 class Ceilings:
-    """What the machine gives: bytes/s reading, FLOP/s of a large product in the model's dtype."""
+    """Measured limits of the machine: read bandwidth in bytes/s, FLOP/s of a large product in the model's dtype."""
 
     read_bandwidth: float
     matmul_rate: float
@@ -130,13 +130,13 @@ class Ceilings:
 
 @dataclass
 class ModelWeights:
-    """Numbers of a model's weights.
+    """Weight counts of a model.
 
     Attributes:
-        dense: of all layers, without experts.
-        head: of the LM head.
-        expert: of one expert of each layer that has them.
-        num_experts, top_k: of each such layer.
+        dense: weights of all layers, without experts.
+        head: weights of the LM head.
+        expert: weights of one expert per layer, summed over layers with experts.
+        num_experts, top_k: experts of such a layer, and experts per token.
     """
 
     dense: int
@@ -147,7 +147,7 @@ class ModelWeights:
 
     @classmethod
     def of(cls, model: ModelConfig) -> ModelWeights:
-        """Count them."""
+        """Count the weights of a model."""
         hidden, experts = model.hidden_size, model.experts
         attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim
         num_mixtures = sum(layer.has_experts for layer in model.layers)
@@ -161,17 +161,17 @@ class ModelWeights:
 
     @property
     def of_row(self) -> int:
-        """Return the weights of the layers that one row multiplies."""
+        """Return the layer weights that one row is multiplied by."""
         return self.dense + self.top_k * self.expert
 
     def read_by(self, num_rows: int) -> float:
-        """Return the weights that are read for so many rows, whose experts are chosen at random."""
+        """Return the expected number of weights read for `num_rows`, with random experts."""
         num_chosen = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
         return self.dense + self.head + num_chosen * self.expert
 
 
 def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
-    """The time that the work takes at the ceilings: see the module."""
+    """Return the minimum time of the work at the ceilings; see the module."""
     model, itemsize = llm.model_config, 2 if ON_GPU else 4
     weights = ModelWeights.of(model)
     layer_itemsize = 1 if model.quantization is not None else itemsize
@@ -181,12 +181,12 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
 
     lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
     computed = sum(end - start for end, start in lens)
-    # Each token's scores and weighted values over all tokens up to itself.
+    # Attention: scores and weighted values of each token over all tokens up to itself.
     attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
     flops = 2 * weights.of_row * computed + 2 * weights.head * len(lens) + 4 * model.num_layers * heads_size * attended
     seconds = flops / ceilings.matmul_rate
 
-    # The first token of a request comes from its prefill; each decode step gives one to all that are live.
+    # The prefill computes a request's first token; each decode step adds one to all live requests.
     waiting = [(len(p), n - 1) for p, n in zip(work.prompts, work.output_lens, strict=True) if n > 1][::-1]
     live: list[tuple[int, int]] = []
     while waiting or live:
@@ -198,14 +198,14 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
         seconds += max(weight_seconds, 2 * (weights.of_row + weights.head) * len(live) / ceilings.matmul_rate)
         seconds += kv_tokens * kv_bytes / ceilings.read_bandwidth
         live = [(context + 1, left - 1) for context, left in live if left > 1]
-    # Ranks on the CPU share one machine.
+    # CPU ranks share one machine.
     return seconds / (llm.config.tensor_parallel_size if ON_GPU else 1)
 
 
 def measure_ceilings() -> Ceilings:
-    """Measure the read bandwidth (a sum over a large tensor) and the matmul rate, the best of several tries.
+    """Measure read bandwidth (a sum over a large tensor) and matmul rate, each the best of several tries.
 
-    Beside an engine, which leaves some of the GPU's memory.
+    Runs beside an engine, in the GPU memory that it leaves.
     """
     device, synchronize = ("cuda", torch.cuda.synchronize) if ON_GPU else ("cpu", lambda: None)
     num_bytes = min(2**32, torch.cuda.mem_get_info()[0] // 2) if ON_GPU else 2**30
@@ -226,7 +226,7 @@ def measure_ceilings() -> Ceilings:
 
 @dataclass
 class Result:
-    """One workload's better round."""
+    """The better round of one workload."""
 
     workload: str
     gpus: int
@@ -240,7 +240,7 @@ class Result:
 
 
 def run(llm: LLM, work: Workload) -> float:
-    """Return the seconds that a workload takes; a wrong token count ends the program."""
+    """Return the seconds that a workload takes; exit the program on a wrong token count."""
     params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True) for n in work.output_lens]
     started = time.perf_counter()
     outputs = llm.generate(work.prompts, params, use_tqdm=False)
@@ -251,7 +251,7 @@ def run(llm: LLM, work: Workload) -> float:
 
 
 def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
-    """Run a workload once, and compare its time with its floor."""
+    """Run a workload once, and compare its time with the floor."""
     seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
     inputs, outputs, gpus = sum(map(len, work.prompts)), sum(work.output_lens), llm.config.tensor_parallel_size
     return Result(
@@ -268,9 +268,9 @@ def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
 
 
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
-    """Print and return the better of a workload's rounds. One is run before, since steps capture graphs as needed.
+    """Print and return the better of a workload's rounds, after a warm-up round in which graphs are captured.
 
-    A round of `LONG_WORKLOAD` takes minutes, beside which graphs are nothing: there is only one.
+    `LONG_WORKLOAD` has only one round: it takes minutes, so that graph capture is negligible.
     """
     num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
     if num_rounds > 1:
@@ -284,7 +284,7 @@ def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
 
 
 def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
-    """Construct the engine and get a first token, and say how long that took."""
+    """Construct the engine, generate a first token, and print how long that took."""
     started = time.perf_counter()
     with user_errors(options.parser):
         llm = LLM(
@@ -305,7 +305,7 @@ def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
 
 
 def profile(llm: LLM, work: Workload, file: str) -> None:
-    """Write a trace of one round, which Perfetto and chrome://tracing open."""
+    """Write a trace of one round for Perfetto or chrome://tracing."""
     with torch.profiler.profile() as trace:
         run(llm, work)
     trace.export_chrome_trace(file)
@@ -313,7 +313,7 @@ def profile(llm: LLM, work: Workload, file: str) -> None:
 
 
 def plot(results: list[Result], title: str, file: str) -> None:
-    """Draw each workload's throughput as a share of what its floor allows."""
+    """Draw each workload's throughput as a share of its maximum by the floor."""
     import matplotlib.pyplot as plt  # noqa: PLC0415
 
     figure, axes = plt.subplots(figsize=(8, 0.6 * len(results) + 1.6), layout="constrained")
@@ -328,7 +328,7 @@ def plot(results: list[Result], title: str, file: str) -> None:
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Command line, with what depends on the machine filled in."""
+    """Parse the command line, with defaults that depend on the machine."""
     parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, LONG_WORKLOAD, "all"])
     parser.add_argument("--shape", default="0.6B", choices=SHAPES, help="a published Qwen3 shape, random weights")
@@ -349,10 +349,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def measure_apart(size: int, arguments: Sequence[str]) -> list[Result]:
-    """Run this program again, in a process of its own, for one tensor-parallel size; no results if that fails."""
+    """Run this program in a separate process for one tensor-parallel size; no results if that fails."""
     changes = ["--tensor-parallel-size", str(size), "--plot", "", "--profile", ""]
     command = [sys.executable, "-m", "nanovllm.cli.bench", *arguments, *changes]
-    # The package need not be installed: `python bench.py` finds it beside the script.
+    # The package may not be installed: `python bench.py` finds it beside the script.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     lines: list[str] = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
@@ -370,14 +370,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the machine, run the workloads, print the table and the JSON.
 
     Args:
-        arguments: the command line; the process's if None.
+        arguments: the command line; None: the process's.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
     names = WORKLOADS if options.workload == "all" else (options.workload,)
     first, *others = options.tensor_parallel_size
     model_name = options.model or f"Qwen3-{options.shape} (random weights)"
-    # Before anything begins CUDA, as in a program of its own: an engine's start depends on that.
+    # Before CUDA is initialised, since an engine's start depends on that.
     with make_llm(options, first) as llm:
         ceilings = measure_ceilings()
         torch.cuda.empty_cache()

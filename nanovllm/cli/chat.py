@@ -1,4 +1,4 @@
-"""`nanovllm generate` and `chat`: an answer, or a conversation, in the terminal."""
+"""Commands `nanovllm generate` and `chat`: an answer, or a conversation, in the terminal."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ A real model: nanovllm generate --model Qwen/Qwen3-0.6B"""
 _CHAT_ABILITY = "counts, adds, sorts and lists primes"
 _RAW_ABILITY = "has learned chats alone, and makes no sense of other text"
 _MODEL_NAME = re.compile(r"[\w.~-]*(/[\w.-]+)+/?")
-"""A path or a Hub id, which as a prompt would make no sense."""
+"""Matches a path or a Hub id, which is probably not meant as a prompt."""
 
 
 def check_flags(options: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
-    """Return the engine's settings, and the sampling parameters that flags set.
+    """Return the engine's settings and the sampling parameters set by flags.
 
     Raises:
         ValueError: a value is out of range.
@@ -51,13 +51,13 @@ def check_flags(options: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
 
 
 def check_single_output(values: Mapping[str, Any]) -> None:
-    """Raise if flags ask for several outputs, where one is printed as it comes."""
+    """Raise if flags ask for several outputs, since the only one is printed as it is generated."""
     if values.get("n", 1) != 1:
         raise ValueError("one answer is printed: n must be 1")
 
 
 def sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters of flags, and the model's recommendations where there is no flag.
+    """Return sampling parameters from flags, with the model's recommendations as defaults.
 
     Raises:
         ValueError: a value is out of range.
@@ -71,7 +71,7 @@ def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     with user_errors(parser):
         config, values = check_flags(options)
         check_single_output(values)
-        # The shell's last line break is no part of the prompt.
+        # The trailing line break is not part of the prompt.
         prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
         if not prompt:
             raise ValueError("the prompt is empty")
@@ -96,15 +96,15 @@ def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 class Conversation:
-    """A conversation, and the model that takes part in it.
+    """A conversation with a model.
 
     Args:
-        llm: answers.
-        params: how answers are sampled.
-        system: the system message; None for none.
+        llm: the model.
+        params: sampling parameters of answers.
+        system: the system message, if any.
 
     Attributes:
-        messages: so far.
+        messages: messages so far.
     """
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
@@ -114,14 +114,14 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all but the system message."""
+        """Forget everything but the system message."""
         self.messages: list[dict[str, Any]] = [*self._system]
 
     def answer(self, text: str) -> None:
-        """Print the answer to a message as it comes. Ctrl-C stops it; what is printed then counts as said.
+        """Print the answer to a message as it is generated. Ctrl-C stops it; the conversation keeps the printed part.
 
         Raises:
-            ValueError: the conversation is too long, or does not fit the chat template; the message is forgotten.
+            ValueError: the conversation is too long, or does not fit the chat template; the message is dropped.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = render_chat(self._llm.tokenizer, messages, add_generation_prompt=True)
@@ -136,7 +136,7 @@ class Conversation:
 
 
 def talk(conversation: Conversation) -> None:
-    """Answer lines of the standard input until it ends."""
+    """Answer lines of the standard input until its end."""
     while True:
         try:
             if not _turn(conversation):
@@ -169,7 +169,7 @@ def _turn(conversation: Conversation) -> bool:
 
 
 def banner(llm: LLM) -> str:
-    """Return the first lines of a conversation: the model, its size, its device, and how to get help."""
+    """Return the introduction: the model, its size, its device, and how to get help."""
     name, size = Path(llm.config.model).name, format_count(llm.num_parameters)
     device = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "the CPU"
     lines = [f"nanovllm {__version__}: {name}, {size} parameters, {llm.dtype} on {device}".replace("torch.", "")]
@@ -181,7 +181,7 @@ def banner(llm: LLM) -> str:
 def chat(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command and return its exit code."""
     with suppress(ImportError):
-        # Gives `input` a line to edit; some systems lack it.
+        # Adds line editing to `input`; some systems lack it.
         import readline  # noqa: F401, PLC0415
     with user_errors(parser):
         config, values = check_flags(options)

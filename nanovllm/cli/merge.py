@@ -1,4 +1,4 @@
-"""`nanovllm merge`: joins the outputs of the shards of an input, if they answer each of its lines, once."""
+"""Command `nanovllm merge`: joins outputs of shards, if they answer each line of the input exactly once."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
 
 class ShardOutputs:
-    """The results of all shards.
+    """Results of all shards.
 
     Args:
-        paths: of their files.
+        paths: paths of the outputs.
 
     Attributes:
-        answered: the answers' lines and requests; 8 bytes a line.
-        failed: lines with an error and without an answer.
+        answered: answered lines and their requests, in 8 bytes per line.
+        failed: lines with an error and no answer.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: a line is no result, or is answered twice, or answers are of different runs.
+        ValueError: a line is not a result, is answered twice, or answers are from different runs.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class ShardOutputs:
         self.failed = {number for number in self.failed if not self.answered.has(number)}
 
     def check(self, source: InputFile) -> None:
-        """Raise ValueError if a line of the input has no result, or a result is of another line."""
+        """Raise ValueError if a line of the input has no result, or a result belongs to another line."""
         num_results, number = len(self.answered) + len(self.failed), 0
         for number, line in enumerate(source.lines, 1):
             digest = request_digest(line)
@@ -65,7 +65,7 @@ class ShardOutputs:
             raise ValueError(f"there are results of {num_results} lines after the last of {source.path}, {number}")
 
     def results(self) -> Iterator[bytes]:
-        """Yield the answers, and one error of each line that failed."""
+        """Yield the answers, and one error for each failed line."""
         failed = set(self.failed)
         for _, result in self._read():
             if result.run is not None:
@@ -83,7 +83,7 @@ class ShardOutputs:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 if a line has failed."""
+    """Run the command and return its exit code: 1 if a line failed."""
     parser = CommandParser(
         "nanovllm merge",
         description="Join the outputs of `nanovllm run --shard`. Each line of the input must have one answer, or an "

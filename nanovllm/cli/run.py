@@ -1,6 +1,6 @@
-"""`nanovllm run`: answers the lines of a file, in the order in which they finish.
+"""Command `nanovllm run`: answers the lines of a file, in the order in which they finish.
 
-The engine always has waiting requests beside the running ones, so the batch stays full until the input ends.
+The engine always has waiting requests, so the batch stays full until the input ends.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from nanovllm.utils.flags import user_errors
 
 
 class Line(NamedTuple):
-    """A line of the input.
+    """An input line.
 
     Attributes:
-        number: of the line, from 1.
-        digest: of the line.
-        ids: what its author called it.
-        request: what it asks for; None if it cannot be read.
+        number: number of the line, from 1.
+        digest: digest of the line.
+        ids: the author's ids of the line.
+        request: the parsed request; None if it is invalid.
     """
 
     number: int
@@ -52,20 +52,20 @@ class Line(NamedTuple):
 class BatchRun:
     """Answers lines.
 
-    The engine has at most so many lines as jobs have prompts there; two chunks of lines wait, prepared, and one is
+    The number of lines in the engine is limited like a job's prompts; two prepared chunks of lines wait, and one is
     being read.
 
     Args:
-        llm: answers.
-        lines: what is to be answered.
-        parser: makes requests of them.
+        llm: the model.
+        lines: lines to answer.
+        parser: parses lines as requests.
         run: digest of the run.
-        write: takes lines of the output.
-        num_lines: how many there are; None if it is not known.
-        chunk_size: lines that are prepared in one call.
+        write: writes output lines.
+        num_lines: number of lines; None if unknown.
+        chunk_size: lines prepared in one call.
 
     Attributes:
-        num_answered, num_failed: lines so far.
+        num_answered, num_failed: answered and failed lines so far.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class BatchRun:
 
         Raises:
             OSError: a file cannot be read or written.
-            RuntimeError: the engine is closed, since the device is lost.
+            RuntimeError: the engine is closed because the device is lost.
         """
         client = self._llm.engine_client
         with (
             ReadAhead(self._lines, self._prepare, self._chunk_size) as lines,
-            # No progress bar without a terminal.
+            # None disables the progress bar without a terminal.
             Progress(client.engine, self._num_lines, "line", disable=None) as progress,
         ):
 
@@ -146,13 +146,13 @@ class BatchRun:
 
     def _seeds(self, lines: list[Line]) -> list[int] | None:
         seed = self._llm.config.seed
-        # The request's number would be another one when a run goes on.
+        # Derive the seed from the line, since request numbers change when a run is resumed.
         return None if seed is None else [Random(f"{seed} {line.number}").getrandbits(64) for line in lines]
 
     def _answer(self, done: Done) -> None:
-        """Write what has finished."""
+        """Write finished results."""
         if any(output.error is not None for _, output in done):
-            # Lines that failed with the device have no result, so that a later run answers them.
+            # Lines that failed with the device get no result, so that a later run answers them.
             self._llm.engine_client.engine.require_open()
         self._write([self._result(item, output) for item, output in done])
 
@@ -165,7 +165,7 @@ class BatchRun:
         try:
             encoded = encode_line(answer_header(line.number, self._run, line.digest) | result)
         except ValueError as error:
-            # JSON has no NaN, which is the log-probability of a token where constraints allow none.
+            # JSON has no NaN, the log-probability of a token if constraints allow no token.
             return self._failure(line, "server_error", f"the answer cannot be written: {error}")
         self.num_answered += 1
         return encoded
@@ -179,14 +179,14 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command and return its exit code: 1 if a line failed."""
     with user_errors(parser):
         config, defaults = check_flags(options)
-        # An unknown name is told before the model is loaded.
+        # Report unknown names before loading the model.
         AnswerFormat(None, options.tool_call_parser, options.reasoning_parser or "auto")
         shard = _shard(options)
         source = InputFile(options.input)
         if options.contiguous:
             shard = shard.contiguous(sum(1 for _ in source.lines_again()))
         results = ResultFile(options.output)
-    # The source stays open: closing it would wait for the thread that reads it.
+    # The source stays open: closing it would wait for the reading thread.
     with results:
         with user_errors(parser):
             parsers = {"tool_call_parser": options.tool_call_parser, "reasoning_parser": options.reasoning_parser}
@@ -202,10 +202,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 requests = RequestParser(recommended, defaults, form, options.reasoning_parser is not None)
             if options.overwrite:
                 results.clear()
-            # For the bar; a large file takes seconds.
+            # For the progress bar; a large file takes seconds.
             num_lines = source.count_unanswered(results.answered, shard) if sys.stderr.isatty() else None
             lines = UnansweredLines(source.lines, results.answered, shard)
-            # What is loaded stays: to look through it for garbage takes as long as thousands of lines.
+            # Loaded objects stay alive: collecting garbage among them takes as long as thousands of lines.
             gc.collect()
             gc.freeze()
             batch = BatchRun(llm, lines, requests, digest, results.write, num_lines=num_lines)
@@ -214,7 +214,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             except UnreadableInputError as error:
                 parser.error(str(error))
             finally:
-                # Native libraries report what is frozen at the end as lost.
+                # Native libraries report objects that are frozen at exit as leaks.
                 gc.unfreeze()
     print(_summary(batch, results.answered, options.output), file=sys.stderr)
     return 1 if batch.num_failed else 0
@@ -234,7 +234,7 @@ def _load_results(
     if options.overwrite:
         return
     results.load(digest)
-    # Other runs answer the lines of other shards.
+    # Lines of other shards are answered by other runs.
     if len(results.answered) and options.shard is not None:
         source.require_unchanged(results.answered, shard)
 
@@ -243,7 +243,7 @@ def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results:
     try:
         batch.run()
         if not source.is_stream:
-            # A stream may have ended early, with the process that wrote it.
+            # A stream ends early if its writer is killed.
             results.answered.forget_after(lines.num_lines)
     finally:
         results.finish()

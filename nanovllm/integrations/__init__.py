@@ -1,1 +1,1 @@
-"""Other libraries' interfaces to the engine; each needs its library, which is an extra."""
+"""Integrations with other libraries; each requires its library, an extra."""

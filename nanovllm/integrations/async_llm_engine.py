@@ -1,4 +1,4 @@
-"""vLLM's names for the engine behind asyncio."""
+"""The asyncio engine with vLLM's names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.unpicklable import Unpicklable
 
 if TYPE_CHECKING:
-    # Of Python 3.11.
+    # Part of `typing` since Python 3.11.
     from typing_extensions import Unpack
 
 
 class AsyncLLMEngine(Unpicklable):
-    """`AsyncLLM` with the method names of vLLM's engine; its outputs hold everything so far.
+    """`AsyncLLM` with the method names of vLLM's engine and cumulative outputs.
 
     Args:
         model, max_pending_requests, kwargs: see `AsyncLLM`.
@@ -46,14 +46,14 @@ class AsyncLLMEngine(Unpicklable):
     async def add_request(
         self, request_id: str, prompt: Prompt | TokenIds, params: SamplingParams, *, priority: int = 0
     ) -> CumulativeStream:
-        """Queue a request and return its outputs, as `generate` yields them; raises as `AsyncLLM.generate` does."""
+        """Queue a request and return its outputs, as `generate` yields them; raises like `AsyncLLM.generate`."""
         outputs = await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id)
         return CumulativeStream(outputs)
 
     async def generate(
         self, prompt: Prompt | TokenIds, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt and yield the whole output so far, whenever there are new tokens; see `AsyncLLM.stream`."""
+        """Complete a prompt and yield the cumulative output whenever there are new tokens; see `AsyncLLM.stream`."""
         outputs = await self.add_request(request_id, prompt, sampling_params, priority=priority)
         async with aclosing(outputs):
             async for output in outputs:
@@ -65,7 +65,7 @@ class AsyncLLMEngine(Unpicklable):
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         return self.async_llm.is_running
 
     @property
@@ -79,7 +79,7 @@ class AsyncLLMEngine(Unpicklable):
 
 
 class CumulativeStream:
-    """The outputs of one request so far: an asynchronous iterator over what an `RequestStream` brings."""
+    """An asynchronous iterator over one request's cumulative outputs."""
 
     def __init__(self, outputs: RequestStream) -> None:
         self._outputs = outputs
@@ -96,7 +96,7 @@ class CumulativeStream:
         return replace(output, outputs=[self._whole[index] for index in sorted(self._whole)])
 
     async def aclose(self) -> None:
-        """Abort the request, unless it has ended."""
+        """Abort the request unless it is finished."""
         await self._outputs.aclose()
 
 

@@ -1,7 +1,7 @@
-"""A model for EleutherAI's lm-evaluation-harness, which importing this module registers as `nanovllm`.
+"""A model for EleutherAI's lm-evaluation-harness; importing this module registers it as `nanovllm`.
 
-The harness (0.4.13) finds models by its registry alone, not by entry points of other packages, so its own command,
-`lm_eval --model nanovllm`, cannot know of this one: `main` registers the model and runs that command.
+The harness (0.4.13) finds models only in its registry, not through entry points of other packages, so its own command
+`lm_eval --model nanovllm` would not find this one: `main` registers the model and runs that command.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.extras import install_hint
 
 try:
-    # Registers the harness's own models, which it leaves out if another one is registered first.
+    # Register the harness's own models first: it skips them once another model is registered.
     import lm_eval.models  # noqa: F401
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
@@ -32,17 +32,17 @@ _MAX_TOKENS_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_comple
 
 @register_model("nanovllm")
 class NanoVLLM(TemplateLM):
-    """Answers the harness's requests with an `LLM`; tokens are those of the harness's own `hf` model.
+    """Answers the harness's requests with an `LLM`; tokenises like the harness's own `hf` model.
 
     Args:
         pretrained: a folder or a Hub id.
-        batch_size, max_batch_size: taken for the harness's sake; the engine batches all requests of a task.
+        batch_size, max_batch_size: ignored; the engine batches all requests of a task.
         add_bos_token: whether texts begin with BOS; None leaves it to the tokenizer.
-        prefix_token_id: what an empty context is; BOS, or EOS where there is none, if None.
-        max_gen_toks: most tokens to generate where a task does not say.
-        device: as in `Config`; the harness says "cuda:0" where its user does not, which on a machine without a GPU is
-            the CPU here, as for its own `hf` model.
-        config: the fields of `nanovllm.config.Config`.
+        prefix_token_id: token that stands for an empty context; None: BOS, or EOS without a BOS.
+        max_gen_toks: maximum tokens to generate, unless a task sets it.
+        device: as in `Config`; the harness's default "cuda:0" means the CPU on a machine without a GPU, as for its own
+            `hf` model.
+        config: fields of `nanovllm.config.Config`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class NanoVLLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context."""
+        """The token that stands for an empty context."""
         if self._prefix_token_id is not None:
             return self._prefix_token_id
         bos = self.tokenizer.bos_token_id
@@ -85,16 +85,16 @@ class NanoVLLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Most tokens that are inputs: the last token of a text is scored and never one."""
+        """Maximum input tokens: the last token of a text is scored, but never an input."""
         return self.llm.limits.max_model_len - 1
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer in the harness's caches."""
+        """The tokenizer's name in the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Return a text's tokens, with no second BOS where it has one, as a chat template writes it."""
+        """Return a text's tokens, without a second BOS if a chat template has written one."""
         if add_special_tokens is None and string.startswith(self.tokenizer.decode([self.prefix_token_id])):
             add_special_tokens = False
         if add_special_tokens is None:
@@ -104,7 +104,7 @@ class NanoVLLM(TemplateLM):
         return token_ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation; without `add_generation_prompt` its last message is left open."""
+        """Render a conversation; without `add_generation_prompt` its last message is left open."""
         text: str = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -119,21 +119,21 @@ class NanoVLLM(TemplateLM):
         """Return log-probabilities of continuations, and whether they are greedy.
 
         Args:
-            requests: of each its key in the cache, its context and its continuation.
-            disable_tqdm: show no progress bar.
-            kwargs: of other models.
+            requests: cache key, context tokens and continuation tokens of each request.
+            disable_tqdm: hide the progress bar.
+            kwargs: options of other models, ignored.
         """
         contexts = [self._truncated(context, self.max_length + 1 - len(tokens)) for _, context, tokens in requests]
         scores = self.llm.score(contexts, [tokens for _, _, tokens in requests], use_tqdm=not disable_tqdm)
         answers = [(score.logprob, score.is_greedy) for score in scores]
         for (key, _, _), answer in zip(requests, answers, strict=True):
-            # Windows of a longer text have no key.
+            # Windows of a longer text have no cache key.
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log-probabilities of whole texts, longer ones in windows that do not overlap."""
+        """Return log-probabilities of whole texts; long texts are split into windows that do not overlap."""
         texts = [request.args[0] for request in requests]
         windows = [self._windows(text) for text in texts]
         flat = [(None, *window) for parts in windows for window in parts]
@@ -144,7 +144,7 @@ class NanoVLLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the texts that follow contexts, without what ended them."""
+        """Return the completions of contexts, without the stop strings."""
         contexts, options = [request.args[0] for request in requests], [request.args[1] for request in requests]
         params = [self._sampling_params(given) for given in options]
         room = [self.max_length - (item.max_tokens or 0) for item in params]
@@ -165,7 +165,7 @@ class NanoVLLM(TemplateLM):
         return [make_disjoint_window(window) for window in windows]
 
     def _truncated(self, token_ids: list[int], length: int) -> list[int]:
-        """Return the last tokens of a context, as many as there is room for."""
+        """Return the last tokens of a context that fit beside the generated ones."""
         if length < 1:
             raise ValueError(f"a request leaves no room for a context in max_model_len={self.max_length + 1}")
         if len(token_ids) > length:
@@ -173,10 +173,10 @@ class NanoVLLM(TemplateLM):
         return token_ids[-length:]
 
     def _sampling_params(self, given: dict[str, Any]) -> SamplingParams:
-        """Return a task's generation options as sampling parameters: greedy unless they say otherwise.
+        """Return a task's generation options as sampling parameters, greedy by default.
 
         Raises:
-            ValueError: an option that sampling parameters have not.
+            ValueError: an unsupported option.
         """
         options = dict(given)
         lengths = [options.pop(name, None) for name in _MAX_TOKENS_NAMES]
@@ -189,7 +189,7 @@ class NanoVLLM(TemplateLM):
         return SamplingParams(
             0.0 if do_sample is False else temperature,
             max_tokens,
-            # Texts do not show special tokens.
+            # Texts do not contain special tokens.
             stop=[text for text in until if text and text not in special],
             stop_token_ids=[special[text] for text in until if text in special],
             **options,
@@ -197,7 +197,7 @@ class NanoVLLM(TemplateLM):
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the harness's command, whose model is this one unless `--model` names another; see `lm_eval --help`."""
+    """Run the harness's command with this model unless `--model` names another; see `lm_eval --help`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     names_model = any(item == "-M" or item.split("=")[0] == "--model" for item in arguments)
     if not names_model and arguments[:1] not in (["ls"], ["validate"]):

@@ -1,7 +1,7 @@
-"""Batch inference with Ray Data: engines in an actor pool, by its public names alone.
+"""Batch inference with Ray Data: engines in a pool of actors, using only Ray's public API.
 
-A row that runs again, in whichever actor, gives the same tokens in float32: its seed is a hash of the config's seed and
-of the row. Importing this needs no torch, so a driver may be without it.
+A row that is retried in any actor gives the same tokens in float32: its seed is a hash of the config's seed and the
+row. Importing this module does not import torch, which a driver may lack.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Map = Callable[[Row], Row]
 
 @dataclass
 class ProcessorConfig:
-    """How a dataset is answered. A bad value is a ValueError.
+    """Settings of a batch job; invalid values raise a ValueError.
 
     Attributes:
-        model_source: a folder that every node has, one that fsspec opens (`s3://`), or a Hub id.
+        model_source: a folder on every node, a URL that fsspec opens (`s3://`), or a Hub id.
         engine_kwargs: settings of `LLM`.
-        sampling_params: of rows that do not say.
-        batch_size: rows of a task, which come back together, and run again together when their actor dies; None: a
-            quarter of `max_num_seqs`. Ray hands out some ten tasks a second, so small ones leave a fast GPU waiting.
-        concurrency: number of actors, or a pair of the least and the most.
-        max_concurrent_batches: of an actor; None: as fit into 1.25 * `max_num_seqs` rows. With more, the first actor
-            that is ready would take what others could do. Rows beyond wait in the actor.
-        should_continue_on_error: whether a row that cannot be answered has an `__inference_error__`, or ends the job.
-        num_gpus: of an actor; None: one for each rank of each replica, none with `device="cpu"`.
-        num_cpus: of an actor.
-        seed: what rows' seeds follow from.
-        sort_by_prefix: run rows that begin alike one after the other; the dataset is read to its end first.
+        sampling_params: defaults for rows without their own.
+        batch_size: rows of a task, which are returned together, and retried together if their actor dies; None: a
+            quarter of `max_num_seqs`. Ray schedules about ten tasks a second, so small ones leave a fast GPU idle.
+        concurrency: number of actors, or a pair of minimum and maximum.
+        max_concurrent_batches: batches of an actor at a time; None: 1.25 * `max_num_seqs` rows. With more, the first
+            ready actor would take work from the others. Rows beyond `max_num_seqs` wait in the actor.
+        should_continue_on_error: whether a failed row gets an `__inference_error__`, instead of failing the job.
+        num_gpus: GPUs of an actor; None: one for each rank of each replica, none with `device="cpu"`.
+        num_cpus: CPUs of an actor.
+        seed: base of the rows' seeds.
+        sort_by_prefix: run rows with equal prefixes one after the other; the whole dataset is read first.
     """
 
     model_source: str
@@ -63,7 +63,7 @@ class ProcessorConfig:
     sort_by_prefix: bool = False
 
     def __post_init__(self) -> None:
-        # Mistakes are raised here, not in an actor that would end.
+        # Raise errors here instead of in an actor.
         _params(self.sampling_params)
         settings = {name: value for name, value in self.engine_kwargs.items() if name != "max_pending_requests"}
         engine = Config(self.model_source, **settings)
@@ -83,38 +83,38 @@ class ProcessorConfig:
 
     @property
     def num_actors(self) -> tuple[int, int]:
-        """The least and the most."""
+        """Minimum and maximum number of actors."""
         given = self.concurrency
         pair = given if isinstance(given, tuple) and len(given) == 2 else (given, given)
         return check_int("concurrency", pair[0]), check_int("concurrency", pair[1])
 
     @property
     def max_rows(self) -> int:
-        """How many rows Ray may hand out to an actor at a time."""
+        """Maximum rows that Ray assigns to an actor at a time."""
         return (self.batch_size or 0) * (self.max_concurrent_batches or 0)
 
 
 def row_seed(seed: int, row: Row) -> int:
-    """Return the seed of a row's sampling: 63 bits of a hash of the job's seed and the row, as `preprocess` made it."""
+    """Return a row's sampling seed: 63 bits of a hash of the job's seed and the row after `preprocess`."""
     text = json.dumps([seed, row], sort_keys=True, default=lambda x: x.tolist() if hasattr(x, "tolist") else repr(x))
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 class EngineActor:
-    """An engine in an actor; the batches that it has at a time share its steps."""
+    """An engine in an actor; concurrent batches share its steps."""
 
     def __init__(self, config: ProcessorConfig) -> None:
         from nanovllm.client.async_llm import AsyncLLM  # noqa: PLC0415 (imports torch)
 
         self._config = config
         self._llm = AsyncLLM(config.model_source, **{"max_pending_requests": config.max_rows, **config.engine_kwargs})
-        # Ray may put rows of several blocks into a task, and so hand out more than `max_rows`.
+        # Ray may put rows of several blocks into a task, and thus exceed `max_rows`.
         self._free = asyncio.Semaphore(self._llm.max_pending_requests)
         self._running = set[Any]()
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Answer a batch."""
-        # The event loop has weak references to tasks alone: without this one the garbage collector could end them.
+        # The event loop holds only weak references to tasks: without this one they could be garbage-collected.
         answers = asyncio.gather(*map(self._answer, map(pickle.loads, batch["row"])))
         self._running.add(answers)
         answers.add_done_callback(self._running.discard)
@@ -126,7 +126,7 @@ class EngineActor:
                 return {**row, **await self._generate(row), "__inference_error__": ""}
         except (ValueError, RuntimeError) as error:
             if self._llm.errored:
-                # Ray starts an actor again whose process has died, and would send more to one that raises.
+                # Ray restarts an actor whose process dies, but would keep sending batches to one that raises.
                 os._exit(1)
             if not self._config.should_continue_on_error:
                 raise
@@ -151,19 +151,19 @@ class EngineActor:
 def build_processor(
     config: ProcessorConfig, preprocess: Map | None = None, postprocess: Map | None = None
 ) -> Callable[[ray.data.Dataset], ray.data.Dataset]:
-    """Return a function that answers a dataset; ValueError if the cluster has no GPU for it, or no CPU to read with.
+    """Return a function that processes a dataset; ValueError if the cluster lacks GPUs, or a CPU for reading.
 
     Args:
-        config: how.
-        preprocess: returns columns to add to a row: `prompt` or `messages`, its own `sampling_params`.
-        postprocess: makes the result of a row that was answered; None: the row and `generated_text`,
-            `generated_tokens`, `num_input_tokens`, `num_generated_tokens`, `__inference_error__`.
+        config: the job's settings.
+        preprocess: returns columns to add to a row: `prompt` or `messages`, and optionally `sampling_params`.
+        postprocess: makes the result of an answered row; None: the row with `generated_text`, `generated_tokens`,
+            `num_input_tokens`, `num_generated_tokens`, `__inference_error__`.
     """
     least, most = config.num_actors
 
     def pack(row: Row) -> Row:
         row = {**row, **(preprocess(row) if preprocess else {})}
-        # As bytes: an Arrow table has one schema, and each row would get the columns of all.
+        # As bytes: an Arrow table has one schema, which would give each row the columns of all rows.
         packed = {"row": pickle.dumps(row)}
         return {**packed, "prefix": str(row.get("prompt") or row.get("messages"))} if config.sort_by_prefix else packed
 
@@ -175,11 +175,11 @@ def build_processor(
         _check_cluster(config, least)
         packed, in_flight = dataset.map(pack), config.max_concurrent_batches
         packed = packed.sort("prefix") if config.sort_by_prefix else packed
-        # A task is one block. A file that is read as one would be one task, of whose batches four run at a time.
+        # A task is one block. A file read as one block would be one task, with only four batches at a time.
         packed = packed.repartition(target_num_rows_per_block=config.batch_size)
         pool = ray.data.ActorPoolStrategy(min_size=least, max_size=most, max_tasks_in_flight_per_actor=in_flight)
         with warnings.catch_warnings():
-            # Of Ray 2.60, whose actors get `max_concurrency` no other way yet.
+            # In Ray 2.60 there is no other way to set `max_concurrency` of actors.
             warnings.filterwarnings("ignore", message="`ray_remote_args`")
             answered = packed.map_batches(
                 EngineActor, fn_constructor_args=(config,), batch_size=config.batch_size, compute=pool,
@@ -203,7 +203,7 @@ def _params(values: Row) -> SamplingParams:
 
 
 def _check_cluster(config: ProcessorConfig, num_actors: int) -> None:
-    """Raise where Ray would wait without a word."""
+    """Raise an error where Ray would wait silently."""
     if not ray.is_initialized():
         ray.init()
     total = ray.cluster_resources()

@@ -1,4 +1,4 @@
-"""Generation for TRL's trainers, in each of their processes: `use_vllm=True` takes nanovllm in vLLM's place."""
+"""Generation for TRL's trainers, in each of their processes: `use_vllm=True` uses nanovllm instead of vLLM."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SUPPORTED: dict[str, list[Any]] = {"mode": ["colocate"], "tensor_parallel_size"
 
 
 class NanoVLLMGeneration(VLLMGeneration):
-    """TRL's `VLLMGeneration`, and its walk over parameters, with an engine of one rank on the trainer's own device.
+    """TRL's `VLLMGeneration`, including its synchronisation of weights, with a one-rank engine on the trainer's device.
 
     Attributes:
-        engine_settings: settings of `LLM` besides those that follow from the trainer's; set it on the class.
+        engine_settings: additional settings of `LLM`; set it on the class.
 
     Raises:
-        ValueError: what is asked for is not supported: server mode, tensor parallelism, images.
+        ValueError: an unsupported request: server mode, tensor parallelism, images.
     """
 
     engine_settings: ClassVar[dict[str, Any]] = {}
@@ -39,7 +39,7 @@ class NanoVLLMGeneration(VLLMGeneration):
         for name, values in _SUPPORTED.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(f"vllm_{name}={value!r} is not supported, only {values}")
-        # Log-probabilities are those that the trainer computes, which knows of no top-k, top-p and min-p.
+        # The trainer computes log-probabilities without top-k, top-p and min-p.
         settings: dict[str, Any] = {
             "device": str(self.accelerator.device), "seed": self.accelerator.process_index,
             "gpu_memory_utilization": self.gpu_memory_utilization, "max_num_seqs": self.max_num_seqs,
@@ -48,7 +48,7 @@ class NanoVLLMGeneration(VLLMGeneration):
         }  # fmt: skip
         settings = {name: value for name, value in settings.items() if value is not None}
         self.llm = LLM(self.model.name_or_path, **(settings | self.engine_settings))
-        # Where TRL looks for the model that takes weights, and for its length.
+        # TRL expects the model that loads weights, and its length, here.
         engine: Any = self.llm.llm_engine
         runner = SimpleNamespace(model=self.llm)
         engine.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
@@ -59,7 +59,7 @@ class NanoVLLMGeneration(VLLMGeneration):
         self.accelerator.wait_for_everyone()
 
     def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
-        """Complete prompts of token ids; see TRL's `VLLMGeneration.generate`."""
+        """Complete prompts given as token ids; see TRL's `VLLMGeneration.generate`."""
         if images is not None and any(images):
             raise ValueError("images are not supported")
         if self._llm_weights_sleeping:
@@ -75,7 +75,7 @@ class NanoVLLMGeneration(VLLMGeneration):
         prompt_ids, token_ids = [o.prompt_token_ids for o in outputs], [c.token_ids for c in completions]
         if self.logprobs is None:
             return prompt_ids, token_ids, None, None
-        # The most likely first, as TRL has them.
+        # Most likely first, as in TRL.
         steps = [[sorted(step.items(), key=lambda item: item[1].rank) for step in c.logprobs] for c in completions]
         values = [[[logprob.logprob for _, logprob in step] for step in each] for each in steps]
         return prompt_ids, token_ids, values, [[[token for token, _ in step] for step in each] for each in steps]
@@ -97,7 +97,7 @@ class NanoVLLMGeneration(VLLMGeneration):
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Have TRL's trainers that were imported before, and are made inside the `with` block, generate with nanovllm."""
+    """Make trainers that are created inside the `with` block generate with nanovllm; import TRL's trainers before."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("trl.") and "VLLMGeneration" in vars(module):
@@ -114,8 +114,8 @@ class _PatchedTrainer:
 
 
 class GRPOTrainer(_PatchedTrainer, trl.GRPOTrainer):
-    """TRL's, with nanovllm where `use_vllm=True` says vLLM."""
+    """TRL's `GRPOTrainer`; `use_vllm=True` uses nanovllm."""
 
 
 class RLOOTrainer(_PatchedTrainer, trl.RLOOTrainer):
-    """TRL's, with nanovllm where `use_vllm=True` says vLLM."""
+    """TRL's `RLOOTrainer`; `use_vllm=True` uses nanovllm."""

@@ -1,4 +1,4 @@
-"""Models by the architecture name of their config.json; their table is `MODELS` in `model_config.py`."""
+"""Makes and loads models by the architecture name in config.json, from the table `MODELS` in `configs/model.py`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from nanovllm.weights.slices import LoadableModule
 
 
 def model_class(architecture: Architecture) -> type[CausalLM]:
-    """Import the class that a row of the table names."""
+    """Import the class named in a row of the table."""
     file, _, name = architecture.model.partition(".")
     found: type[CausalLM] = getattr(import_module(f"{__name__}.{file}"), name)
     return found
 
 
 def make_model(config: ModelConfig, communicator: Communicator) -> CausalLM:
-    """Return this rank's shard of the model of a config, its parameters not yet filled."""
+    """Return this rank's shard of a config's model, with uninitialised parameters."""
     return model_class(config.architecture)(config, communicator)
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of a config's whole model; tied ones count once."""
+    """Return the number of parameters of a config's whole model; tied parameters count once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in make_model(config, Communicator()).parameters())
 
@@ -43,16 +43,16 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> CausalLM:
-    """Make this rank's shard of a model for `max_model_len` positions, and fill it as `config.load_format` says.
+    """Make this rank's shard of a model for `max_model_len` positions, and load it as `config.load_format` says.
 
     Raises:
-        ValueError: weights that do not fit; see `ModelWeights.load_folder`.
+        ValueError: the weights do not fit; see `ModelWeights.load_folder`.
     """
     if config.load_format == "dummy" and model_config.quantization is not None:
-        # What is drawn is quantised.
+        # Random weights are quantised after they are drawn.
         model_config = replace(model_config, quantization=model_config.quantization.unstored())
     with torch.device("meta"):
-        # What is wrong with a config is said before a file of weights is looked at.
+        # Report errors in the config before opening files of weights.
         model = make_model(model_config, communicator)
         if config.load_format != "dummy" and (with_head := with_stored_head(model_config, folder)) is not model_config:
             model = make_model(with_head, communicator)
@@ -74,7 +74,7 @@ def load_model(
 
 
 def with_stored_head(model_config: ModelConfig, folder: str) -> ModelConfig:
-    """Return the config of a quantised checkpoint with what its files say of the LM head, since `ignore` need not."""
+    """Return the config, with a quantised LM head if the files have one: the checkpoint's `ignore` may not tell."""
     quantization = model_config.quantization
     if quantization is None or not quantization.is_stored:
         return model_config

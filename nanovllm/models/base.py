@@ -1,4 +1,4 @@
-"""Base class of models of all families, for the runner."""
+"""Base classes of all models, as the runner and the loader see them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from nanovllm.weights.slices import LoadableModule
 
 
 class CausalLM(WeightedModel):
-    """One rank's shard of a model. Parameters are made on whatever device is the default, and filled by the loader.
+    """One rank's shard of a model. Parameters are created on the default device, and filled by the loader.
 
     Args:
-        config: the shape of the whole.
-        communicator: says which rank this is, and connects it with the others.
+        config: shape of the whole model.
+        communicator: identifies this rank and connects it with the others.
     """
 
     supports_cuda_graph: bool = True
-    """Whether steps can be captured: nothing in them waits for the device, or depends on values there."""
+    """Whether steps can be captured: nothing in them waits for the device or depends on values there."""
 
     model: nn.Module
     """Embedding, `layers` and the last norm."""
@@ -43,7 +43,7 @@ class CausalLM(WeightedModel):
 
     @property
     def attention_layers(self) -> list[CachedAttention]:
-        """The layers that have a cache, in order."""
+        """Layers with a KV cache, in order."""
         return [module for module in self.modules() if isinstance(module, CachedAttention)]
 
     @property
@@ -53,21 +53,21 @@ class CausalLM(WeightedModel):
 
     @property
     def kernel_tokens(self) -> set[int]:
-        """The subset of `kernel_rows` that is compared with prompt tokens, too."""
+        """The subset of `kernel_rows` that is also compared with numbers of prompt tokens."""
         modules = [module for module in self.modules() if isinstance(module, LoadableModule)]
         return {tokens for module in modules for tokens in module.kernel_tokens}
 
     def set_kernel_policy(self, policy: KernelPolicy) -> None:
-        """Let a policy choose the kernels of all weights."""
+        """Set the policy that chooses the kernels of all weights."""
         for module in self.modules():
             if isinstance(module, LoadableModule):
                 module.policy = policy
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Leave out, inside the `with` block, the layers that launch the same kernels as others.
+        """Keep one layer of each kind inside the `with` block: the others launch the same kernels.
 
-        The first stays, since no residual is added before it, and the last, whose outputs are of few rows.
+        The first layer stays, since it gets no residual, and the last one, since it outputs few rows.
         """
         decoder: Any = self.model
         layers = decoder.layers
@@ -93,7 +93,7 @@ class CausalLM(WeightedModel):
 
         Args:
             token_ids, positions: [num_tokens] int32.
-            rows: the tokens whose states are wanted; few tokens of a prompt have one sampled after them. None for all.
+            rows: indices of the tokens whose states are needed: few prompt tokens are sampled from. None for all.
 
         Returns:
             x and residual, [num_rows, hidden_size] each; see `layers.layernorm`.
@@ -118,19 +118,19 @@ class CausalLM(WeightedModel):
 
 
 class LoadableCausalLM(CausalLM, ABC):
-    """A model whose code is another library's, which reads and converts its weights, too."""
+    """A model implemented by another library, which also reads and converts its weights."""
 
     @abstractmethod
     def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Fill the model, for `max_model_len` positions, as `config.load_format` says.
+        """Load the model for `max_model_len` positions, as `config.load_format` says.
 
         Raises:
-            ValueError: weights that do not fit, or a model that cannot be run.
+            ValueError: the weights do not fit, or the model cannot be run.
         """
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """What is equal of decoder layers that launch the same kernels: modules, sizes and dtypes, and what is cached."""
+    """Return a key that decoder layers with the same kernels share: modules, sizes, dtypes, and cache options."""
     modules = tuple((name, type(module)) for name, module in layer.named_modules())
     params = tuple((name, param.shape, param.dtype) for name, param in layer.named_parameters())
     specs = tuple(

@@ -1,13 +1,13 @@
-"""The decoder of Llama (Touvron et al. 2023, arXiv:2302.13971) and of the families that took its shape over.
+"""The decoder of Llama (Touvron et al. 2023, arXiv:2302.13971) and of the families that follow its design.
 
-Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. How families differ stands in rows of
-`MODELS` in `model_config.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them, OLMo 2 has its
-norms after attention and MLP; and what differs between layers, in `ModelConfig.layers`: sliding windows, rotary
-embeddings, and mixtures of experts in the MLP's place. Activations are [num_tokens, size]: sequences lie one after the
-other, and only attention knows where one ends.
+Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. Differences between families are rows of
+`MODELS` in `configs/model.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them, OLMo 2 has
+its norms after attention and MLP. Differences between layers are in `ModelConfig.layers`: sliding windows, rotary
+embeddings, and mixtures of experts instead of the MLP. Activations are [num_tokens, size]: sequences are concatenated,
+and only attention knows their boundaries.
 
-Hidden states are a pair `(x, residual)`, as in `layers.layernorm`: the linear layer that begins a branch takes the norm
-before it along, and the one that ends it the residual, so that one kernel computes both where there is one.
+Hidden states are a pair `(x, residual)`, as in `layers.layernorm`: the first linear layer of a branch also computes the
+norm before it, and the last one the residual addition after it, in one fused kernel where there is one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SelfAttention(nn.Module):
         elif qk_norm == "projections":
             self.q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
             self.k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
-        # Attention's kernels take these along.
+        # Fused into attention's kernels.
         self.head_norms = (self.q_norm, self.k_norm) if qk_norm == "heads" else (None, None)
         scales = None
         if quant_config is not None and quant_config.kv_scales is not None:
@@ -77,9 +77,9 @@ class SelfAttention(nn.Module):
         positions: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend from `norm(x + residual)`, [num_tokens, hidden_size], at `positions`, [num_tokens].
+        """Compute attention of `norm(x + residual)`, [num_tokens, hidden_size], at `positions`, [num_tokens].
 
-        Returns the branch and the residual that it is to be added to, of `rows`, or of all tokens.
+        Returns the branch and the residual to add it to, of `rows`, or of all tokens.
         """
         num_tokens, dtype = len(positions), x.dtype if norm is None else norm.weight.dtype
         rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU MLP."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class MLP(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute the MLP of `norm(x + residual)`, [num_tokens, hidden_size].
 
-        Returns the branch, and the residual that it is to be added to.
+        Returns the branch and the residual to add it to.
         """
         dtype = x.dtype if norm is None else norm.weight.dtype
         gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
@@ -126,7 +126,7 @@ class MLP(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of SwiGLU experts: a router chooses some for each token."""
+    """A mixture of SwiGLU experts; a router chooses some for each token."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class SparseMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm, each added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
         self, config: ModelConfig, communicator: Communicator, attention: SelfAttention, mlp: MLP | SparseMLP
@@ -205,7 +205,7 @@ class Decoder(nn.Module):
             mlp_prefix, is_sparse = f"{prefix}.mlp", layer.has_experts
             mlp = SparseMLP(config, shard, communicator, mlp_prefix) if is_sparse else MLP(config, shard, mlp_prefix)
             self.layers.append(make_layer(config, communicator, attention, mlp))
-        # What norms of branches return is the same on every rank.
+        # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last)
 
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
 
 
 class DecoderForCausalLM(CausalLM):
-    """The model with its LM head; see the base class."""
+    """A decoder with its LM head."""
 
     fused_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
         "qkv_proj": ("q", "k", "v"),

@@ -1,8 +1,8 @@
-"""Finds the modules of a model, which transformers' code runs, that compute what this library's kernels do.
+"""Finds the modules of a transformers model that this library's kernels can replace.
 
-Such a module is found by running it beside the op on random numbers of several sizes in float32, not by its name: an
-RMS norm, a SwiGLU MLP, and attention whose queries, keys and values are one product, perhaps normed by head, and
-rotated. What is not found stays as it is, but each plain linear layer gets our product.
+A module is recognised not by its name but by comparing it with the op on random numbers of several magnitudes in
+float32: an RMS norm, a SwiGLU MLP, and attention with one product for queries, keys and values, optional norms of heads
+and rotary embedding. Other modules stay, except that plain linear layers get our kernel.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from nanovllm.models.fused_modules import (
 from nanovllm.models.transformers_attention import PagedAttention, probing
 
 NUM_ROWS = 8
-"""Random rows that a module and an op are compared on."""
+"""Number of random rows for comparing a module with an op."""
 _SCALES = (1.0, 30.0, 1e3)
-"""Standard deviations of these rows: some modules clamp, which shows with large numbers alone."""
+"""Standard deviations of these rows: some modules clamp, which shows only with large numbers."""
 _TOLERANCE = 1e-4
 _ERRORS_OF_OTHERS = RuntimeError, TypeError, ValueError, IndexError, ZeroDivisionError
-"""A module that takes something else than rows of its parameters' width raises one of these."""
+"""Errors of a module that expects other inputs than rows of its parameters' width."""
 
 
 def fuse(model: nn.Module, run: Callable[[], Any], max_model_len: int) -> Counter[str]:
-    """Replace the modules of a model that compute what ours do; return how many of each class.
+    """Replace the modules of a model that have an equivalent of ours; return the number of each class.
 
     Args:
-        model: its attention modules have a `PagedAttention` each.
-        run: sends `NUM_ROWS` tokens through it.
-        max_model_len: positions that RoPE is computed for.
+        model: a model whose attention modules have a `PagedAttention` each.
+        run: runs the model on `NUM_ROWS` tokens.
+        max_model_len: number of positions to compute RoPE for.
     """
     with probing(makes_layers=False):
         calls = _Calls(model, run)
     rotaries: dict[int, RotaryEmbedding | None] = {}
-    # Lists of modules, for example, are not called.
+    # Some modules are never called, such as lists of modules.
     _replace(model, partial(_as_attention, calls, rotaries, max_model_len), calls.modules)
     for match in (_as_mlp, _as_norm):
         _replace(model, match, calls.unary)
@@ -73,7 +73,7 @@ def fuse_linears(model: nn.Module) -> None:
 def _replace(model: nn.Module, match: Callable[[nn.Module], nn.Module | None], among: Set[nn.Module]) -> None:
     for name, module in list(model.named_modules()):
         if name and module in among and (fused := match(module)) is not None:
-            # What holds a module may read what it is, such as whether it has a window.
+            # The parent module may read attributes, such as whether there is a window.
             for key, value in vars(module).items():
                 if not key.startswith("_") and not hasattr(fused, key):
                     setattr(fused, key, value)
@@ -82,7 +82,7 @@ def _replace(model: nn.Module, match: Callable[[nn.Module], nn.Module | None], a
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a module."""
+    """A recorded call of a module."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -90,17 +90,17 @@ class _Call:
     output: Any
 
     def is_unary(self) -> bool:
-        """Return whether it took one tensor and returned one."""
+        """Return whether the call took one tensor and returned one."""
         are_tensors = all(isinstance(x, torch.Tensor) for x in (*self.args, self.output))
         return len(self.args) == 1 and not self.kwargs and are_tensors
 
 
 class _Calls:
-    """The calls of a model's modules in one run, in the order in which they ended.
+    """The calls of a model's modules in one run, in order of completion.
 
     Attributes:
-        modules: that were called.
-        unary: modules that always took one tensor, by position, and returned one.
+        modules: modules that were called.
+        unary: modules that always took one positional tensor and returned one.
     """
 
     def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
@@ -118,7 +118,7 @@ class _Calls:
         self.unary = self.modules - {call.module for call in self._calls if not call.is_unary()}
 
     def within(self, module: nn.Module) -> list[_Call]:
-        """Return the calls of a module's children, and of itself at the end."""
+        """Return the calls inside a module's call, followed by the call itself."""
         members = set(module.modules())
         return [call for call in self._calls if call.module in members]
 
@@ -128,7 +128,7 @@ class _Calls:
 
 
 def _as_norm(module: nn.Module) -> FusedNorm | None:
-    """Return a module as an RMS norm, if it is one: y = factor * x / sqrt(mean(x * x) + eps)."""
+    """Return a module as an RMS norm if it is equivalent to y = factor * x / sqrt(mean(x * x) + eps)."""
     params = list(module.parameters())
     if len(params) != 1 or params[0].dim() != 1 or next(module.children(), None) is not None:
         return None
@@ -147,7 +147,7 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
         for scale in _SCALES:
             x = scale * _random(NUM_ROWS, len(like), like=like)
             x[0] *= 1e-3
-            # An outlier, whose normed value is large.
+            # An outlier with a large normalised value.
             x[1, 0] *= 1e3
             if not _equal(outputs(x), rms_norm_ref(x, factor, eps)[0]):
                 return None
@@ -158,7 +158,7 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
 
 
 def _as_mlp(module: nn.Module) -> FusedMLP | None:
-    """Return a module as a SwiGLU MLP, if it is one of two or three linear layers."""
+    """Return a module as a SwiGLU MLP if it is equivalent to one of two or three linear layers."""
     linears = [child for child in module.children() if type(child) is nn.Linear]
     if len(linears) not in (2, 3) or sum(1 for _ in module.parameters()) != sum(
         1 for linear in linears for _ in linear.parameters()
@@ -166,7 +166,7 @@ def _as_mlp(module: nn.Module) -> FusedMLP | None:
         return None
     down = next((linear for linear in linears if linear.out_features == linears[0].in_features), linears[-1])
     others = [linear for linear in linears if linear is not down]
-    # Gated products take no biases.
+    # Gated products do not support biases.
     are_gated = sum(linear.out_features for linear in others) == 2 * down.in_features
     if not are_gated or any(linear.bias is not None for linear in others):
         return None
@@ -178,7 +178,7 @@ def _as_mlp(module: nn.Module) -> FusedMLP | None:
 
 
 def _is_swiglu(module: nn.Module, gate_up: list[nn.Linear], down: nn.Linear, scale: float) -> bool:
-    """Return whether a module, in float32, is the SwiGLU MLP of linear layers, for inputs of a scale."""
+    """Return whether a module, in float32, equals the SwiGLU MLP of these linear layers on inputs of a given scale."""
     x = scale * _random(NUM_ROWS, gate_up[0].in_features, like=down.weight)
     try:
         out = module(x[None])[0]
@@ -191,12 +191,12 @@ def _is_swiglu(module: nn.Module, gate_up: list[nn.Linear], down: nn.Linear, sca
 def _as_attention(
     calls: _Calls, rotaries: dict[int, RotaryEmbedding | None], max_model_len: int, module: nn.Module
 ) -> FusedAttention | None:
-    """Return a module as attention with one product, if it attends from norms and RoPE as `qkv_rope_store` does."""
+    """Return a module as attention with one product if it applies norms and RoPE as `qkv_rope_store` does."""
     paged = getattr(module, "paged", None)
     if not isinstance(paged, PagedAttention) or paged.key_size != paged.value_size:
         return None
     if paged.key_size.bit_count() != 1:
-        # `qkv_rope_store` does not take them.
+        # `qkv_rope_store` does not support them.
         return None
     *inner, call = calls.within(module)
     hidden = call.kwargs.get("hidden_states", call.args[0] if call.args else None)
@@ -219,15 +219,15 @@ def _as_attention(
 
 @dataclass(frozen=True)
 class _AttentionMatch:
-    """A module that attends, and what it may be made of.
+    """An attention module and its presumed parts.
 
     Attributes:
-        call: of the module.
-        qkv_projs: linear layers of the module's input: queries, keys and values, or one for all.
-        o_proj: the linear layer of attention's output.
-        norms: of queries and keys, or none.
-        rotary: with the angles of all positions.
-        paged: its cache.
+        call: the module's call.
+        qkv_projs: linear layers for queries, keys and values, or one for all.
+        o_proj: linear layer of attention's output.
+        norms: norms of queries and keys; may be empty.
+        rotary: rotary embedding with the angles of all positions.
+        paged: its paged attention.
     """
 
     call: _Call
@@ -238,7 +238,7 @@ class _AttentionMatch:
     paged: PagedAttention
 
     def is_equal(self) -> bool:
-        """Return whether queries, keys and values, and what becomes of attention's outputs, are ours."""
+        """Return whether queries, keys, values and the output projection equal ours."""
         kv_heads, size = self.paged.num_kv_heads, self.paged.key_size
         num_outputs = sum(linear.out_features for linear in self.qkv_projs)
         if size != self.rotary.cos_sin.shape[1] or num_outputs != self.o_proj.in_features + 2 * kv_heads * size:
@@ -248,7 +248,7 @@ class _AttentionMatch:
         return all(self._is_equal_at(scale, module, scale * x) for scale in _SCALES)
 
     def _is_equal_at(self, scale: float, module: nn.Module, x: torch.Tensor) -> bool:
-        """Compare `module`, the one of the call in float32, on an input and outputs of attention of a scale."""
+        """Compare `module`, the call's in float32, on an input and attention outputs of a given scale."""
         table = self.rotary.cos_sin
         qkv = torch.cat([_linear(x, linear) for linear in self.qkv_projs], dim=-1).unflatten(1, (-1, table.shape[1]))
         positions = torch.arange(NUM_ROWS, device=x.device) * (len(table) - 1) // (NUM_ROWS - 1)
@@ -281,7 +281,7 @@ class _AttentionMatch:
 
 
 def _rotary_of(call: _Call | None, max_model_len: int) -> RotaryEmbedding | None:
-    """Return the table of the module that made cosines and sines; None if these do not go by halves of heads."""
+    """Return a table for the module that made cosines and sines; None if these are not by halves of heads."""
     if call is None:
         return None
     args, kwargs = list(call.args), dict(call.kwargs)

@@ -1,6 +1,6 @@
-"""Modules by this library's kernels that take the place of those in a model which transformers' code runs.
+"""Modules with this library's kernels that replace modules of a transformers model.
 
-`fuse.py` finds out where. Each takes and returns what the module before it did.
+`fuse.py` finds out where. Each has the signature of the module that it replaces.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _positions: ContextVar[torch.Tensor] = ContextVar("positions")
 
 @contextmanager
 def step_positions(positions: torch.Tensor) -> Iterator[None]:
-    """Let fused attention know the positions of a step's tokens, [num_tokens] int32."""
+    """Set the positions of a step's tokens, [num_tokens] int32, for fused attention."""
     token = _positions.set(positions)
     try:
         yield
@@ -35,7 +35,7 @@ def step_positions(positions: torch.Tensor) -> Iterator[None]:
 
 
 class FusedLinear(nn.Module):
-    """A linear layer with our product; where the model's code looks at its parameters, it finds them."""
+    """A linear layer with our kernel; its parameters stay visible to the model's code."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -57,21 +57,21 @@ class FusedLinear(nn.Module):
 
 
 class FusedNorm(RMSNorm):
-    """An RMS norm by our kernel, whose weight is what the module before it, `source`, multiplies by."""
+    """An RMS norm with our kernel, whose weight is the factor of the replaced module, `source`."""
 
     def __init__(self, weight: torch.Tensor, eps: float, source: nn.Module) -> None:
         super().__init__(len(weight), eps)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        # Not as a module: it is not run.
+        # In a tuple, so that it is not registered as a submodule.
         self._source = (source,)
 
     @property
     def source(self) -> nn.Module:
-        """The module before it."""
+        """The replaced module."""
         return self._source[0]
 
     def refresh(self) -> None:
-        """Compute the weight again, after one of the source's was loaded."""
+        """Recompute the weight after a parameter of the source was loaded."""
         self.weight.copy_(norm_factor(self.source, self.weight))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,7 +80,7 @@ class FusedNorm(RMSNorm):
 
 
 class FusedMLP(nn.Module):
-    """A SwiGLU MLP of two products."""
+    """A SwiGLU MLP with two products."""
 
     def __init__(self, gate_up_proj: Weight, down_proj: Weight) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class FusedMLP(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention with one product for queries, keys and values, whose norm, RoPE and store are one kernel."""
+    """Attention with one product for queries, keys and values, and one kernel for norm, RoPE and store."""
 
     def __init__(self, qkv_proj: Weight, o_proj: Weight, norms: list[FusedNorm], attn: Attention) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class FusedAttention(nn.Module):
         self.q_norm, self.k_norm = (norms[0], norms[1]) if norms else (None, None)
 
     def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
-        """hidden_states: [1, num_tokens, hidden_size] -> the same shape, and no weights of attention."""
+        """hidden_states: [1, num_tokens, hidden_size] -> the same shape, and None for attention weights."""
         x, positions, rope = hidden_states[0].contiguous(), _positions.get(), self.attn.rope(self.q_norm, self.k_norm)
         if self.attn.should_project(self.qkv_proj, len(x), rope):
             out = self.attn.attend(self.attn.project(x, self.qkv_proj, rope, positions))
@@ -113,11 +113,11 @@ class FusedAttention(nn.Module):
 
 
 def merged(linears: list[nn.Linear]) -> DenseWeight:
-    """Return linear layers of one input as one product."""
+    """Merge linear layers of one input into one product."""
     if len(linears) == 1:
         return dense_weight(linears[0].weight, linears[0].bias)
     weight = torch.cat([linear.weight.data for linear in linears])
-    # Until all is replaced the layers are still there, and their memory would be.
+    # The replaced layers still exist for a while, and would keep their memory.
     for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
         linear.weight.data = part
     if all(linear.bias is None for linear in linears):
@@ -134,14 +134,14 @@ def _bias_of(linear: nn.Linear) -> torch.Tensor:
 
 
 def norm_factor(norm: nn.Module, like: torch.Tensor) -> torch.Tensor:
-    """Return what an RMS norm of [size] multiplies normed values by, [size] float32."""
+    """Return the factor of an RMS norm, [size] float32."""
     ones = torch.ones(1, 1, len(like), device=like.device)
     factor: torch.Tensor = copy.deepcopy(norm).float()(ones * 1e4)[0, 0]
     return factor
 
 
 def dense_weight(values: torch.Tensor, bias: torch.Tensor | None) -> DenseWeight:
-    """Return a weight of these values, [out_features, in_features], and this bias, [out_features], not copied."""
+    """Return a weight with these values, [out_features, in_features], and bias, [out_features], without a copy."""
     out_features, in_features = values.shape
     with torch.device("meta"):
         weight = DenseWeight(MatrixShard({None: Shard.whole(out_features)}, Shard.whole(in_features)), bias is not None)

@@ -1,9 +1,9 @@
-"""Any decoder of transformers, with this library's attention over its paged cache in place of its own.
+"""Runs any transformers decoder with this library's attention over its paged KV cache.
 
-transformers makes the model, loads the weights and runs everything but attention, on all of a step's tokens as one
-sequence of a batch of one. What an attention layer is, its heads, window, softcap and sinks, is not read from the
-config, where each family has names of its own, but seen by sending tokens through the model at loading; what this
-library cannot do is refused then.
+transformers makes the model, loads the weights and runs everything but attention, with all of a step's tokens as one
+sequence. The properties of attention layers (heads, window, softcap, sinks) are not read from the config, whose names
+differ between families, but observed by running tokens through the model at loading; unsupported models are refused
+then.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from nanovllm.weights.slices import WeightSlice, WeightTarget, WholeTensor
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
 _PROBES = 3
-"""A mixture may send a token to another expert by a rounding error; a state shows with any tokens."""
+"""Number of attempts: a mixture may route a token differently by a rounding error; a state fails every attempt."""
 _TOLERANCES = {torch.float32: 1e-3}
 _COARSE_TOLERANCE = 3e-2
 
 
 class TransformersForCausalLM(LoadableCausalLM):
-    """A model of transformers; see the base class.
+    """A transformers model over the paged KV cache.
 
     Raises:
-        ValueError: transformers has no such model, or one whose attention cannot be replaced.
+        ValueError: transformers lacks the model, or its attention cannot be replaced.
     """
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
@@ -85,7 +85,7 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     @override
     def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
-        """Targets have the names that transformers' model has."""
+        """Return the slices by the parameter names of transformers' model."""
         return self._sources.slices(self)
 
     @override
@@ -98,12 +98,12 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     @override
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
-        """Read by transformers' code, which converts tensors that are stored in another form."""
+        """Read a folder by transformers' code, which converts tensors stored in another form."""
         for name, parameter in self._read(folder, self._dtype).named_parameters():
             yield name, WholeTensor(parameter.detach())
 
     def _divide(self) -> dict[str, tuple[slice, ...]]:
-        """Leave what this rank has of the model; see `shard_model`."""
+        """Keep only this rank's shard of the model; see `shard_model`."""
         try:
             return shard_model(self.head, self.shard, self._communicator)
         except ValueError as error:
@@ -111,7 +111,7 @@ class TransformersForCausalLM(LoadableCausalLM):
             raise ValueError(f"tensor_parallel_size={size}: {self._class.__name__} has one rank: {error}") from error
 
     def _made(self, hf: Any, dtype: torch.dtype) -> Any:
-        """Make the model with random weights, or on the meta device with none."""
+        """Make the model with random weights, or without weights on the meta device."""
         name = self._class.__name__
         try:
             return self._class._from_config(copy.deepcopy(hf), dtype=dtype, attn_implementation=PROBED)
@@ -123,11 +123,11 @@ class TransformersForCausalLM(LoadableCausalLM):
             raise ValueError(f"transformers cannot make {name}: {cause}") from error
 
     def _read(self, folder: str, dtype: torch.dtype) -> Any:
-        """Read the weights by transformers' code, which knows what each family has renamed, merged or tied."""
+        """Read the weights by transformers' code, which handles renamed, merged and tied weights of each family."""
         options = {"dtype": dtype, "attn_implementation": PROBED, "output_loading_info": True}
-        # Which are refused here, by name.
+        # Mismatches are refused below, by name.
         options["ignore_mismatched_sizes"] = True
-        # Not the folder, which may hold more than the model: what is read of it is decided in one place.
+        # Pass tensors, not the folder, which may hold other files: `stored_tensors` decides what belongs to the model.
         options["state_dict"] = {name: tensor[...] for _, name, tensor in stored_tensors(folder)}
         try:
             head, info = self._class.from_pretrained(None, config=copy.deepcopy(self.config.hf), **options)
@@ -147,8 +147,8 @@ class TransformersForCausalLM(LoadableCausalLM):
         """
         half = num_tokens // 2
         first = torch.arange(2 * half, device=device)
-        # Backwards, the second half among other tokens, and in two rows: lengths differ, the sizes of products do not,
-        # and so rounding does not either. Attention answers a token as before, and so nothing changes.
+        # Reversed, with the second half interleaved with other tokens, in two rows: sequence lengths differ, but not
+        # the sizes of products, nor rounding. Attention returns the same for a token, so its states must not change.
         second = torch.stack((2 * half + first[:half], first[half:]), dim=1).flatten().flip(0).view(2, half)
         positions = torch.cat((first, torch.linspace(0, max_model_len - 1, half, device=device).long()))
         generator = torch.Generator().manual_seed(0)
@@ -158,7 +158,7 @@ class TransformersForCausalLM(LoadableCausalLM):
                 probing(makes_layers=number == 0, answers=noise_of(first, len(positions))) as probe,
                 _watch_children(self.model) as called,
             ):
-                # With a mask of ones nothing else is made out of the positions, such as where sequences begin.
+                # A mask of ones keeps transformers from deriving sequence boundaries from the positions.
                 out = self._run(token_ids[first], positions[first], torch.ones_like(first) if number == 0 else None)
             if number == 0:
                 self._take_layers(probe)
@@ -179,25 +179,25 @@ class TransformersForCausalLM(LoadableCausalLM):
         )
 
     def _all_are_close(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-        """Return whether both of each pair are the same but for rounding, on all ranks: they go on together."""
+        """Return whether the tensors of each pair are equal but for rounding, on all ranks."""
         tolerance = _TOLERANCES.get(self._dtype, _COARSE_TOLERANCE)
         is_close = all(_are_close(x.float(), y.float(), tolerance) for x, y in pairs)
         return bool(self._communicator.all_reduce_min(int(is_close)))
 
     def _drop_towers(self, called: set[str]) -> None:
-        """Let go of the parts of a wrapper, such as that for images, which a text does not run through."""
+        """Drop the parts of a wrapper that text does not run through, such as an image encoder."""
         if self.config.hf.get_text_config() is not self.config.hf:
             for name in {name for name, _ in self.model.named_children()} - called:
                 setattr(self.model, name, None)
 
     def _take_layers(self, probe: Probe) -> None:
-        """Check and keep what the first tokens have shown."""
+        """Check and store what the first tokens have shown about the layers."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
         if len(numbers := sorted(set(probe.num_heads))) > 1:
             raise ValueError(f"its layers have different numbers of query heads: {numbers}")
-        # Some have a window in the cache of transformers alone: without it their code computes something else. Layers
-        # that share a cache are not there.
+        # Some models implement a window only in transformers' cache, without which they would compute something else.
+        # Layers that share a cache are missing there.
         cache = transformers.DynamicCache(config=self.config.hf)
         for layer, cached in zip(self.attention_layers, cache.layers, strict=False):
             seen, kept = layer.options.window, getattr(cached, "sliding_window", None)
@@ -211,13 +211,13 @@ class TransformersForCausalLM(LoadableCausalLM):
             if counts != {(shard.heads.size, shard.kv_heads.size)}:
                 raise ValueError(f"its layers have other heads than its config says: {sorted(counts)} on this rank")
         self.shard = ModelShard(Shard.whole(kv_heads), Shard.whole(heads), shard.intermediate, shard.vocab)
-        # Steps take no masks, nor does what comes after this.
+        # From here on no masks are needed.
         for module in (self.head, *self.model.modules()):
             if hasattr(module, "config"):
                 module.config._attn_implementation = PAGED
 
     def _detach_head(self, states: torch.Tensor) -> None:
-        """Let the head take hidden states, which its decoder would compute; refuse one that mixes tokens."""
+        """Give the head hidden states instead of its decoder's output; refuse a head that mixes tokens."""
         self._given = _GivenStates(self.model, self._output_type)
         setattr(self.head, self._prefix, self._given)
         states = states[: 2 * NUM_ROWS]
@@ -225,20 +225,20 @@ class TransformersForCausalLM(LoadableCausalLM):
         if logits.shape[-1] != self.shard.vocab.num_present:
             size = logits.shape[-1]
             raise ValueError(f"it has logits of {size} tokens, the config a vocab_size={self.config.vocab_size}")
-        # Backwards, with other neighbours, and more.
+        # Reversed, with other and more neighbours.
         changed = self._head_logits(states.flip(0)).flip(0)[:NUM_ROWS]
         if not self._all_are_close([(logits, changed)]):
             raise ValueError("its head mixes tokens")
 
     def _fuse(self, max_model_len: int, device: torch.device) -> None:
-        """Take our kernels where they compute what the model's code does."""
+        """Use our kernels where they compute the same as the model's code."""
         positions = torch.arange(NUM_ROWS, device=device)
         fused = fuse(self.model, lambda: self._run(positions, positions), max_model_len)
         fuse_linears(self.head)
         _logger.info("%s has of this library's: %s", self._class.__name__, dict(fused))
 
     def _check_capture(self, device: torch.device) -> None:
-        """Find out whether steps can be CUDA graphs: on the way of some tokens nothing waits for the device."""
+        """Set whether steps can be CUDA graphs: a run of some tokens must not wait for the device."""
         positions = torch.arange(NUM_ROWS, device=device)
         stream = torch.cuda.Stream(device)
         mode = torch.cuda.get_sync_debug_mode()
@@ -260,7 +260,7 @@ class TransformersForCausalLM(LoadableCausalLM):
     @contextmanager
     @override
     def one_layer_of_each_kind(self) -> Iterator[None]:
-        """Keep all layers: only the model's own code knows whether one can be left out."""
+        """Keep all layers: only the model's own code knows whether a layer can be omitted."""
         yield
 
     def _run(self, token_ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
@@ -272,7 +272,7 @@ class TransformersForCausalLM(LoadableCausalLM):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the model, its last norm included; see the base class."""
+        """Run the model including its last norm, unlike other models."""
         with step_positions(positions):
             states = self._run(token_ids.long(), positions.long()).last_hidden_state[0]
         return states if rows is None else states[rows], None
@@ -298,32 +298,32 @@ class TransformersForCausalLM(LoadableCausalLM):
 
 
 class _GivenStates(nn.Module):
-    """Stands where a head expects its decoder, and returns `states`, as an output of that decoder's type."""
+    """Replaces a head's decoder, and returns `states` as an output of that decoder's type."""
 
     states: torch.Tensor
 
     def __init__(self, decoder: nn.Module, output_type: type) -> None:
         super().__init__()
-        # Not as a module: it has a place already.
+        # In a tuple, so that it is not registered as a submodule again.
         self._replaced = (decoder,)
         self.output_type = output_type
 
     def __getattr__(self, name: str) -> Any:
-        """Some heads read a factor that is their decoder's."""
+        """Return the decoder's attribute: some heads read a factor from it."""
         return getattr(self.__dict__["_replaced"][0], name)
 
     @property
     def decoder(self) -> _GivenStates:
-        """OPT's head asks for the decoder within."""
+        """Return itself, for OPT's head, which uses a nested decoder."""
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the head gets."""
+        """Return the hidden states for the head."""
         return self.output_type(last_hidden_state=self.states)
 
 
 def _class_of(hf: Any) -> Any:
-    """Return transformers' class of a config, or the class of the code that comes with it."""
+    """Return transformers' class for a config, or the class in the checkpoint's own code."""
     if (known := transformers_class(hf)) is not None:
         return getattr(transformers, known)
     code = getattr(hf, "auto_map", {}).get("AutoModelForCausalLM")
@@ -339,7 +339,7 @@ def _class_of(hf: Any) -> Any:
 
 
 def _fields_of(values: dict[str, Any], wanted: tuple[Any, ...]) -> str:
-    """Return, as text, the fields of a config, and of dicts in it, that have one of some values."""
+    """Return as text the fields of a config, nested ones included, that have one of the wanted values."""
     found = [_fields_of(value, wanted) for value in values.values() if isinstance(value, dict)]
     found += [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str) and value in wanted]
     return ", ".join(filter(None, found))
@@ -347,7 +347,7 @@ def _fields_of(values: dict[str, Any], wanted: tuple[Any, ...]) -> str:
 
 @contextmanager
 def _watch_children(model: nn.Module) -> Iterator[set[str]]:
-    """Collect the names of the model's children that run inside the `with` block."""
+    """Collect the names of the children that run inside the `with` block."""
     called = set[str]()
     handles = [
         module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
@@ -362,9 +362,9 @@ def _watch_children(model: nn.Module) -> Iterator[set[str]]:
 
 
 def _fix_rope(model: nn.Module, max_model_len: int, device: torch.device) -> None:
-    """Give rotary embeddings that change with the longest sequence the angles of `max_model_len` tokens, for good.
+    """Fix rotary embeddings that depend on the longest sequence at the angles of `max_model_len` tokens.
 
-    Otherwise an answer would depend on its neighbours in the batch, and cached keys would not fit new queries.
+    Otherwise an answer would depend on other requests in the batch, and cached keys would not match new queries.
     """
     last = torch.tensor([[max_model_len - 1]], device=device)
     for module in model.modules():

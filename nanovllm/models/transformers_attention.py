@@ -1,9 +1,8 @@
-"""Attention of the models that transformers' code runs: over the paged cache, or seen by a probe.
+"""Attention functions for transformers models: over the paged KV cache, or for a probe.
 
-transformers looks attention functions up by a name in the config, and functions that make masks by the same name. Two
-names are ours. Under `PROBED` some tokens are sent through a model at loading, and each call of attention makes a layer
-of this library out of what it was called with. Under `PAGED` steps run; it has no function for masks, and so
-transformers makes none.
+transformers looks up attention functions and mask functions by a name in the config. Two names are ours. With `PROBED`
+some tokens are run through a model at loading, and each call of attention creates a layer of this library from its
+arguments. Steps run with `PAGED`, which has no mask function, so that transformers makes no masks.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from nanovllm.layers.attention import CachedAttention
 
 PAGED, PROBED = "nanovllm_paged", "nanovllm_probed"
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states", "is_causal"}
-"""Arguments of attention functions that change nothing here; `is_causal` only says whether there is a mask."""
+"""Arguments of attention functions without effect here; `is_causal` only says whether there is a mask."""
 _GRID = 1 << 20
-"""Positions over which a mask is looked at."""
+"""Number of positions at which a mask is evaluated."""
 
 
 class PagedAttention(CachedAttention):
-    """Attention of one layer whose queries and keys are normed and rotated already.
+    """Attention of one layer whose queries and keys are already normalised and rotated.
 
     Args:
-        key, value: of some tokens, [1, num_kv_heads, num_tokens, size].
+        key, value: example tensors, [1, num_kv_heads, num_tokens, size].
         scale: factor of the scores before the softmax.
-        options: how it differs from plain causal attention.
+        options: differences from plain causal attention.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, scale: float, options: AttentionOptions) -> None:
@@ -59,17 +58,17 @@ class PagedAttention(CachedAttention):
 
 @dataclass
 class Probe:
-    """What some tokens have met on their way through a model.
+    """Records the attention calls of one run of a model.
 
     Attributes:
-        makes_layers: whether attention gets its layers; else it has them.
-        modules: that attend.
-        num_heads: of queries, of each of them.
-        tensors: their queries, keys and values, [num_tokens, heads, size] float32, of all rows.
-        settings: the scale, window and softcap that each of them asked for.
-        masks: that were made, with their windows.
-        answers: makes what attention returns, of a size.
-        answered: what it has returned, [rows, num_tokens, heads, size].
+        makes_layers: whether to create the layers; otherwise they exist.
+        answers: makes attention's output of a given size.
+        modules: the attention modules.
+        num_heads: number of query heads of each module.
+        tensors: queries, keys and values of each module, [num_tokens, heads, size] float32, of all rows.
+        settings: scale, window and softcap of each module.
+        masks: the masks made, with their windows.
+        answered: outputs of attention, [rows, num_tokens, heads, size].
     """
 
     makes_layers: bool
@@ -87,7 +86,7 @@ _probe: ContextVar[Probe | None] = ContextVar("probe", default=None)
 
 @contextmanager
 def probing(*, makes_layers: bool, answers: Callable[..., torch.Tensor] = torch.zeros) -> Iterator[Probe]:
-    """Within the block attention layers are looked at rather than run: they return what `answers` makes."""
+    """Inside the `with` block, record the calls of attention, which returns the tensors that `answers` makes."""
     probe = Probe(makes_layers, answers)
     token = _probe.set(probe)
     try:
@@ -97,10 +96,11 @@ def probing(*, makes_layers: bool, answers: Callable[..., torch.Tensor] = torch.
 
 
 def noise_of(indices: torch.Tensor, num_tokens: int) -> Callable[..., torch.Tensor]:
-    """Return what answers, for attention, noise by the indices of tokens, up to `num_tokens`, alone.
+    """Return a function that makes noise as attention's output, which depends only on the token's index.
 
     Args:
-        indices: [num_tokens], or rows of them.
+        indices: token indices below `num_tokens`, of one row or of several.
+        num_tokens: number of different tokens.
     """
 
     def answer(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for `module`; by transformers' interface of attention functions."""
+    """Compute attention for `module`, with transformers' interface of attention functions."""
     probe = _probe.get()
     if probe is None:
         paged: PagedAttention = module.paged  # type: ignore[assignment]
@@ -155,7 +155,7 @@ def _attend(
 
 
 def _window_of(mask: torch.Tensor | None, num_tokens: int, name: str) -> int | None:
-    """Return the window that belongs to the mask which an attention module was given."""
+    """Return the window of the mask that an attention module got."""
     probe = _probe.get()
     made = [] if mask is None or probe is None else probe.masks
     for known, window in made:
@@ -170,7 +170,7 @@ def _causal(num_tokens: int, like: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _make_mask(*, mask_function: Callable[..., Any], device: torch.device | None = None, **sizes: Any) -> torch.Tensor:
-    """Make a mask while a probe runs, and note its window; by transformers' interface of mask functions."""
+    """Make a mask for a probe and record its window, with transformers' interface of mask functions."""
     probe = _probe.get()
     assert probe is not None
     window = _window(lambda q, kv: torch.as_tensor(mask_function(0, 0, q, kv)).broadcast_to(kv.shape))
@@ -180,13 +180,13 @@ def _make_mask(*, mask_function: Callable[..., Any], device: torch.device | None
 
 
 def _window(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Return the sliding window of a mask; None if it is the causal one.
+    """Return the sliding window of a mask; None if the mask is causal.
 
     Args:
-        visible: takes the positions of a query and of keys; returns which keys the query sees.
+        visible: maps a query's position and key positions to the keys that the query sees.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the mask is neither causal nor a sliding window.
     """
     keys = torch.arange(_GRID)
     try:

@@ -1,8 +1,8 @@
-"""One rank's share of a model that transformers' code runs, by the plan that comes with the model.
+"""Shards a transformers model by the tensor-parallel plan that comes with it.
 
-A plan (`base_model_tp_plan`) gives modules styles: of "colwise" linear layers each rank has some outputs, of "rowwise"
-ones, which take those, some inputs, so that the ranks' products are added up. Where outputs would be gathered again,
-each rank computes them all.
+A plan (`base_model_tp_plan`) maps modules to styles: each rank holds some outputs of a "colwise" linear layer, and the
+corresponding inputs of the following "rowwise" layer, whose products are summed over the ranks. If a plan gathers
+outputs again, each rank computes all of them instead.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _WHOLE = {
     "colwise_gather_output", "colwise_rep", "embedding_rowwise", "replicate", "replicated",
     "replicated_with_grad_allreduce", "rowwise_rep", "rowwise_split_input",
 }  # fmt: skip
-"""Styles of modules that each rank has in whole; the first names are newer ones."""
+"""Styles of modules that every rank holds completely; newer names first."""
 _DIVIDED = {"colwise", "rowwise"}
 
 
 class RowParallel(nn.Module):
-    """A linear layer whose inputs are divided among the ranks, which add up their products."""
+    """A linear layer whose inputs are divided among the ranks; the products are summed."""
 
     def __init__(self, linear: nn.Linear, inputs: slice, communicator: Communicator) -> None:
         super().__init__()
@@ -44,12 +44,12 @@ class RowParallel(nn.Module):
 
 
 def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dict[str, tuple[slice, ...]]:
-    """Leave a model what this rank has of it: heads and MLP columns by its plan, and some of the LM head's tokens.
+    """Reduce a model to this rank's shard: heads and MLP columns by its plan, and a part of the LM head's tokens.
 
-    Returns the slices of those parameters, by name, that are no longer whole; one a dimension, the last ones may miss.
+    Returns the slices of sharded parameters by name, one slice per dimension; trailing ones may be omitted.
 
     Raises:
-        ValueError: it has no plan for its layers, or one that is not supported, or a head that is no linear layer.
+        ValueError: the plan is missing or not supported, or the head is not a linear layer.
     """
     plan: dict[str, str] = head.tp_plan or {}
     styles = {name: plan[key] for name, _ in _named_parts(head) if (key := _wildcards(name)) in plan}
@@ -81,17 +81,17 @@ def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dic
 
 
 def _named_parts(head: nn.Module) -> list[tuple[str, Any]]:
-    """Return modules and parameters: a plan may name either."""
+    """Return modules and parameters by name: a plan may name either."""
     return [*head.named_modules(), *head.named_parameters()]
 
 
 def _wildcards(name: str) -> str:
-    """Return the name under which a plan has a module: for the numbers of layers it has stars."""
+    """Return a module's name in a plan, which has stars for layer numbers."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _shard_of(name: str, num_items: int, shard: ModelShard, communicator: Communicator) -> Shard:
-    """Return this rank's share of a layer's outputs or inputs: whole KV groups of attention, else columns."""
+    """Return this rank's share of a layer's outputs or inputs: whole KV groups in attention, else columns."""
     if "attn" not in name and "attention" not in name:
         return even_shard(num_items, communicator.rank, communicator.size)
     each, rest = divmod(num_items, shard.kv_heads.total)
@@ -108,7 +108,7 @@ def _keep_outputs(linear: nn.Linear, outputs: slice) -> None:
 
 
 def _part(values: torch.Tensor) -> nn.Parameter:
-    # A copy, so that the whole is freed.
+    # Copy, so that the whole tensor is freed.
     return nn.Parameter(values.detach().clone(), requires_grad=False)
 
 
@@ -117,8 +117,8 @@ class SourceSlice(WeightSlice):
     """The slice of a parameter that this rank holds.
 
     Attributes:
-        tied: slices of the same parameter that another module has on this rank.
-        norms: whose weights are computed from it.
+        tied: slices of the same parameter held by other modules on this rank.
+        norms: norms whose weights are computed from it.
     """
 
     tied: tuple[WeightSlice, ...] = ()
@@ -137,10 +137,10 @@ class SourceSlice(WeightSlice):
 
 
 class SourceParameters:
-    """The parameters of a model by their names in its checkpoint.
+    """The parameters of a model by their checkpoint names.
 
     Args:
-        head: the model, as it was read.
+        head: the model before sharding.
     """
 
     def __init__(self, head: nn.Module) -> None:
@@ -152,21 +152,21 @@ class SourceParameters:
         self._indices: dict[str, tuple[slice, ...]] = {}
 
     def find(self, head: nn.Module, indices: dict[str, tuple[slice, ...]]) -> None:
-        """Find them in the divided model, from which what does not run has gone; indices: of those not whole."""
+        """Locate the parameters in the sharded model without unused parts; indices: slices of sharded parameters."""
         self._parameters, self._indices = dict(head.named_parameters()), indices
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What their values lie in."""
+        """The tensors that hold the parameters."""
         return list(self._parameters.values())
 
     def targets(self, name: str) -> list[WeightTarget]:
-        """Return where a parameter goes; nothing for one that is tied to another, or does not run."""
+        """Return a parameter's targets; empty if it is tied to another one or unused."""
         is_needed = name in self._parameters and name in self._shapes
         return [WeightTarget(name)] if is_needed or name not in {*self._shapes, *self._tied_to} else []
 
     def slices(self, model: nn.Module) -> dict[WeightTarget, WeightSlice]:
-        """Return what this rank holds of each; model: as it runs."""
+        """Return this rank's slice of each parameter; model: the final model."""
         norms: dict[nn.Parameter, tuple[FusedNorm, ...]] = {}
         for norm in model.modules():
             if isinstance(norm, FusedNorm):

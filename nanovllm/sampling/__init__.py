@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens and log-probabilities."""
+"""Samples tokens from logits and computes log-probabilities."""

@@ -1,4 +1,4 @@
-"""The rows of a step that ask for more than a temperature."""
+"""Describes the rows of a step that need more than a temperature."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from nanovllm.kernels.logits import LogitsEdits
 
 @dataclass
 class ExtraRows:
-    """What some rows of a step's logits ask for beyond a temperature.
+    """Parameters beyond the temperature of some rows of a step's logits.
 
     Attributes:
-        edited: rows of the step's logits that are edited or cut off, or whose edited form is asked for.
-        edited_indices: [num_edited] int64; the same on the device. None if there are none.
-        edits: of these rows, before the temperature.
-        cutoffs: of these rows; None if none has top-k, top-p or min-p.
-        counted: [num_counted] int64; which of these rows' tokens are counted. None if none is.
-        logprob_rows: rows of the step's logits whose log-probabilities are asked for.
-        logprob_indices: [num_logprob_rows] int64; the same on the device. None if there are none.
-        logprobs_in_edited: [num_logprob_rows] int64; which of the edited rows they are, if all of them are edited.
-        num_logprobs: most likely tokens to return with each.
-        only_own_logprobs: whether the log-probabilities of sampled tokens are all that any row asks for.
+        edited: rows of the step's logits that are edited or truncated, or whose edited form is needed.
+        edited_indices: [num_edited] int64; the same on the device. None if empty.
+        edits: edits of these rows, before the temperature.
+        cutoffs: cutoffs of these rows; None without top-k, top-p and min-p.
+        counted: [num_counted] int64; indices into the edited rows whose tokens are counted. None if empty.
+        logprob_rows: rows of the step's logits that need log-probabilities.
+        logprob_indices: [num_logprob_rows] int64; the same on the device. None if empty.
+        logprobs_in_edited: [num_logprob_rows] int64; their indices in the edited rows, if all of them are edited.
+        num_logprobs: number of most likely tokens to return with each.
+        only_own_logprobs: whether rows need only the log-probabilities of sampled tokens, and nothing else.
     """
 
     edited: list[int]

@@ -20,12 +20,12 @@ DeviceLogprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """What every row is sampled by.
+    """Sampling parameters that every row has.
 
     Attributes:
         temperatures: [num_rows] float32; 0 is greedy.
         seeds: [num_rows, 2] int32; low and high word.
-        output_index: [num_rows] int32; tokens that each sequence has generated before.
+        output_index: [num_rows] int32; number of tokens that each sequence has generated before.
     """
 
     temperatures: torch.Tensor
@@ -38,18 +38,18 @@ class SamplingInputs:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was sampled from rows of logits.
+    """The result of sampling rows of logits.
 
     Attributes:
         token_ids: [num_rows] int64, the same on every rank.
-        logprobs: of the rows that ask for them, in their order; None if none does.
+        logprobs: log-probabilities of the rows that need them, in order; None if no row does.
     """
 
     token_ids: torch.Tensor
     logprobs: DeviceLogprobs | None = None
 
     def logprobs_of(self, rows: torch.Tensor | None) -> DeviceLogprobs | None:
-        """Return the log-probabilities of some of the rows that have them; rows: [n] int64, or None for none."""
+        """Select log-probabilities; rows: [n] int64 indices into the rows with log-probabilities, or None."""
         if self.logprobs is None or rows is None:
             return None
         values, token_ids, ranks = self.logprobs
@@ -58,14 +58,14 @@ class Sampled:
 
 @dataclass(frozen=True)
 class _Edited:
-    """Rows of logits with their edits, over the whole vocabulary.
+    """Edited rows of logits over the whole vocabulary.
 
     Attributes:
-        indices: [n] int64; which rows they are.
-        rows: their logits, edited.
+        indices: [n] int64; their indices in the step's logits.
+        rows: the edited logits.
         scored: logits used for log-probabilities, before truncation.
         cutoffs: [n] float32; logits below count as -inf. None keeps all.
-        inputs: what these rows are sampled by.
+        inputs: sampling parameters of these rows.
     """
 
     indices: torch.Tensor
@@ -76,13 +76,13 @@ class _Edited:
 
 
 class Sampler:
-    """Temperature sampling with noise that depends on seed and output index alone; see `kernels/sampling.py`.
+    """Samples with temperature and noise that depends only on seed and output index; see `kernels/sampling.py`.
 
     Args:
         vocab: this rank's token ids.
-        communicator: all-reduces the best (score, token) of the ranks.
-        logprobs_mode: whether log-probabilities are of raw logits, or of edited ones over the temperature, with those
-            that are cut off ("scaled_logprobs") or without.
+        communicator: reduces the best (score, token) over the ranks.
+        logprobs_mode: whether log-probabilities are of raw logits, or of edited logits over the temperature, before
+            ("scaled_logprobs") or after truncation.
     """
 
     def __init__(self, vocab: Shard, communicator: Communicator, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
@@ -95,8 +95,8 @@ class Sampler:
 
         Args:
             logits: [num_rows, vocabulary entries of this rank].
-            inputs: of these rows.
-            extra: what some of them ask for beyond a temperature.
+            inputs: sampling parameters of the rows.
+            extra: parameters of some rows beyond the temperature.
         """
         if extra is None:
             return Sampled(self._draw(logits, inputs))
@@ -107,24 +107,24 @@ class Sampler:
     def sample_with_logprobs(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         """Sample as `sample` does, and return the log-probability of each row's token.
 
-        Which rows ask for it does not matter, so that a CUDA graph can hold this. For one rank alone.
+        The result does not depend on which rows need it, so that a CUDA graph can contain this. For a single rank.
         """
         token_ids = self._draw(logits, inputs)
         temperatures = None if self.logprobs_mode == "raw_logprobs" else inputs.temperatures
         return Sampled(token_ids, own_logprobs(logits[:, : self.vocab.total].contiguous(), token_ids, temperatures))
 
     def score(self, logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> DeviceLogprobs:
-        """Return log-probabilities of given tokens, and of the most likely ones.
+        """Return log-probabilities of given tokens and of the most likely ones.
 
         Args:
             logits: [num_rows, vocabulary entries of this rank].
             token_ids: [num_rows] int64.
-            num_logprobs: most likely tokens to return with each.
+            num_logprobs: number of most likely tokens to return with each.
         """
         return token_logprobs(self._whole_rows(logits), token_ids, num_logprobs)
 
     def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, edited: _Edited | None = None) -> torch.Tensor:
-        """Return the tokens, [num_rows] int64; edited rows take the place of theirs in the logits."""
+        """Sample tokens, [num_rows] int64; edited rows replace the corresponding rows of the logits."""
         vocab = self.vocab
         if edited is not None and len(edited.indices) == len(logits):
             scores, token_ids = inputs.temperatures.new_empty(len(logits)), edited.indices.new_empty(len(logits))
@@ -144,7 +144,7 @@ class Sampler:
         edits, size = extra.edits, self.vocab.total
         rows = scored = edit_logits(gathered, own, size, edits)
         if self.logprobs_mode == "scaled_logprobs" and edits.has_masks:
-            # A trainer knows of no grammar, and of no least number of tokens.
+            # Trainers know neither grammars nor `min_tokens`.
             scored = edit_logits(gathered, own, size, edits.without_masks())
         least = None if extra.cutoffs is None else cutoffs(rows, extra.cutoffs)
         return _Edited(indices, rows, scored, least, inputs[indices])
@@ -152,11 +152,11 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, edited: _Edited | None, extra: ExtraRows
     ) -> DeviceLogprobs | None:
-        """Return the log-probabilities that rows ask for."""
+        """Return the log-probabilities of the rows that need them."""
         indices = extra.logprob_indices
         if indices is None:
             return None
-        # In other modes each row that asks for them is an edited one, see `SamplingState.rows_of`.
+        # In other modes every row that needs them is an edited row, see `SamplingState.rows_of`.
         if self.logprobs_mode == "raw_logprobs" or edited is None or extra.logprobs_in_edited is None:
             return token_logprobs(self._whole_rows(logits, indices), token_ids[indices], extra.num_logprobs)
         kept = edited.scored
@@ -166,14 +166,14 @@ class Sampler:
         return token_logprobs(kept[extra.logprobs_in_edited], token_ids[indices], extra.num_logprobs, temperatures)
 
     def _whole_rows(self, logits: torch.Tensor, rows: torch.Tensor | None = None) -> EditedRows:
-        """Return rows of logits over the whole vocabulary, on every rank; rows: [n] int64, None for all."""
+        """Return rows of logits over the whole vocabulary on every rank; rows: [n] int64, None for all."""
         if rows is None:
             rows = torch.arange(len(logits), device=logits.device)
         gathered, own = self._gathered(logits, rows)
         return edit_logits(gathered, own, self.vocab.total, LogitsEdits())
 
     def _gathered(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logits over the whole vocabulary, and which of them the rows are."""
+        """Return logits over the whole vocabulary, and the indices of the rows in them."""
         if self.communicator.size == 1:
             return logits, rows
         return self.communicator.all_gather_columns(logits[rows]), torch.arange(len(rows), device=rows.device)

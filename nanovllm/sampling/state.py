@@ -1,7 +1,7 @@
-"""Keeps what running requests ask of sampling beyond a temperature, by slot.
+"""Stores sampling parameters beyond the temperature, by slot.
 
-Requests that need only a temperature have no entry, and steps with no other requests do not use this module. Token
-counts and biases are rows of pools on the device, which grow when they are full.
+Requests that need only a temperature have no entry, and steps of such requests do not use this module. Token counts
+and biases are rows of pools on the device, which grow on demand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LEAST_ROWS = 8
 
 @dataclass
 class _Slot:
-    """What one slot asks for, and its rows of the pools; -1 for none."""
+    """One slot's parameters and its rows in the pools; -1: no row."""
 
     extra: SamplingExtra
     bias_row: int
@@ -30,19 +30,19 @@ class _Slot:
 
     @property
     def is_edited(self) -> bool:
-        """Whether anything but log-probabilities is asked for."""
+        """Whether the slot needs more than log-probabilities."""
         params = self.extra.params
         plain = self.bias_row < 0 and self.counts_row < 0 and not self.extra.end_token_ids
         return not plain or self.extra.is_masked or bool(params.top_k or params.top_p < 1 or params.min_p)
 
 
 def pool_rows(num_rows: int) -> int:
-    """Return the size of a pool for this number of rows in use."""
+    """Return the size of a pool for a number of rows in use."""
     return max(_LEAST_ROWS, 1 << (num_rows - 1).bit_length())
 
 
 class _Pool:
-    """Rows of [vocab_size] on the device, handed out one at a time."""
+    """A pool of device rows, [vocab_size] each, allocated one at a time."""
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.zeros(0, vocab_size, dtype=dtype, device=device)
@@ -63,11 +63,11 @@ class _Pool:
 
 
 class SamplingState:
-    """Keeps what running requests ask for beyond a temperature.
+    """Stores the parameters of running requests beyond the temperature.
 
     Args:
-        vocab_size: token ids are below it.
-        device: where the pools live.
+        vocab_size: upper bound of token ids.
+        device: device of the pools.
         logprobs_mode: see `Sampler`.
     """
 
@@ -76,13 +76,13 @@ class SamplingState:
         self.device = device
         self.logprobs_mode = logprobs_mode
         self._slots: dict[int, _Slot] = {}
-        # The rows of a step and their slots, and what they ask for: mostly the same as in the step before.
+        # Rows and slots of a step, with the resulting parameters: usually the same in the next step.
         self._cached: tuple[list[int], ExtraRows] | None = None
         self._bias = _Pool(vocab_size, torch.float32, device)
         self._counts = _Pool(vocab_size, torch.int32, device)
 
     def add(self, slot: int, extra: SamplingExtra | None) -> None:
-        """Store what a new request in a slot asks for, and free what the one before it had."""
+        """Store the parameters of a new request in a slot, and free the previous request's rows."""
         old = self._slots.pop(slot, None)
         if old is not None:
             self._bias.put(old.bias_row)
@@ -93,11 +93,11 @@ class SamplingState:
             self._slots[slot] = self._new_slot(extra)
 
     def rows_of(self, slots: list[int], num_tokens: np.ndarray) -> ExtraRows | None:
-        """Return what rows ask for, without the host's masks; None if none asks for anything.
+        """Return the parameters of a step's rows, without the host's masks; None if no row has any.
 
         Args:
-            slots: of the sampled tokens, in the order of the logits.
-            num_tokens: [num_slots]; tokens that each slot's sequence has, without the one to be sampled.
+            slots: slots of the sampled tokens, in the order of the logits.
+            num_tokens: [num_slots]; length of each slot's sequence, without the token to be sampled.
         """
         with_extra = [row for row, slot in enumerate(slots) if slot in self._slots]
         if not with_extra:
@@ -111,10 +111,10 @@ class SamplingState:
         return found
 
     def add_masks(self, extra: ExtraRows, masked: list[int], masks: np.ndarray) -> None:
-        """Add the host's masks to what rows ask for.
+        """Add the host's masks to the parameters of rows.
 
         Args:
-            extra: of `rows_of`.
+            extra: result of `rows_of`.
             masked: rows of the step's logits that the host masks.
             masks: [num_masked, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
         """
@@ -123,7 +123,7 @@ class SamplingState:
         extra.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in extra.edited], torch.int32)
 
     def count(self, extra: ExtraRows, token_ids: torch.Tensor) -> None:
-        """Count the tokens that a step has sampled; token_ids: [num_samples], of all rows of the step."""
+        """Count a step's sampled tokens; token_ids: [num_samples], of all rows of the step."""
         counts_rows = extra.edits.counts_rows
         if extra.counted is not None and counts_rows is not None and extra.edited_indices is not None:
             tokens = token_ids[extra.edited_indices[extra.counted]]
@@ -148,7 +148,7 @@ class SamplingState:
         return _Slot(extra, bias_row, counts_row)
 
     def _make_rows(self, with_extra: dict[int, _Slot]) -> ExtraRows:
-        """Return what rows ask for; with_extra: the slot of each row that asks, by row."""
+        """Build the parameters of rows; with_extra: slot parameters by row."""
         logprobs = {row: p for row, slot in with_extra.items() if (p := slot.extra.params.logprobs) is not None}
         edits_all = self.logprobs_mode != "raw_logprobs"
         edited = [row for row, slot in with_extra.items() if edits_all or slot.is_edited]
@@ -194,7 +194,7 @@ class SamplingState:
         )
 
     def _forbidden(self, slots: list[int], num_tokens: np.ndarray) -> torch.Tensor | None:
-        """Return (row, token id) of the tokens that would end an output before its `min_tokens`, [2, n] int64."""
+        """Return (row, token id) pairs of end tokens forbidden before `min_tokens`, [2, n] int64."""
         pairs = [
             (row, token_id)
             for row, number in enumerate(slots)

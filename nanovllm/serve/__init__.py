@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP server."""
+"""An OpenAI-compatible HTTP server."""

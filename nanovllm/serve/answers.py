@@ -1,4 +1,4 @@
-"""The skeleton of every API's answer: whole as JSON, or chunk by chunk as server-sent events."""
+"""Base classes of all APIs' answers: complete as JSON, or in chunks as server-sent events."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from nanovllm.serve.protocol import StreamOptions
 from nanovllm.serve.service import Service
 
 Event = tuple[str, dict[str, Any]]
-"""The type of an event, and its other fields."""
+"""An event's type and other fields."""
 STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-"""Fields of a chat whose chunks a `Translation` takes."""
+"""Fields of a chat whose chunks a `Translation` can process."""
 _LARGE_ANSWER = 10_000
-"""Log-probabilities in an answer that takes so long to build, about 20 ms, that others must not wait for it."""
+"""Number of log-probabilities that takes about 20 ms to format, too long for other requests to wait."""
 
 
 class Usage:
-    """Counts the tokens of an answer, from the new parts of outputs.
+    """Counts the tokens of an answer incrementally.
 
     Args:
-        num_prompt_tokens: of all its prompts.
-        options: of a stream.
+        num_prompt_tokens: number of tokens of all prompts.
+        options: the stream options.
 
     Attributes:
         is_shown: whether the stream ends with the counts.
@@ -47,7 +47,7 @@ class Usage:
         self._is_continuous = self.is_shown and options is not None and bool(options.continuous_usage_stats)
 
     def add(self, output: RequestOutput, *, is_shown: bool = True) -> None:
-        """Count an output; `is_shown`: whether the answer has its tokens."""
+        """Count an output; `is_shown`: whether its tokens are part of the answer."""
         self._num_tokens += sum(len(choice.token_ids) for choice in output.outputs) if is_shown else 0
         if output.finished:
             self._num_cached_tokens += output.num_cached_tokens
@@ -58,22 +58,22 @@ class Usage:
         return {**counts, "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens}}
 
     def so_far(self) -> UsageCounts | None:
-        """Return the counts in a chunk before the last one; None unless every chunk shall have them."""
+        """Return the counts for a chunk before the last one; None unless every chunk has them."""
         return self.body() if self._is_continuous else None
 
 
 class Answer(ABC):
-    """An answer to one request; subclasses give it the form of an API.
+    """An answer to one request; subclasses implement an API's format.
 
     Args:
-        service: computes it.
-        streams: its prompts' requests.
-        options: of a stream.
-        head: fields with which each chunk begins.
+        service: the service.
+        streams: output streams of the prompts.
+        options: the stream options.
+        head: first fields of each chunk.
     """
 
     shows_output = True
-    """Whether the answer has the tokens that are generated."""
+    """Whether the answer contains the generated tokens."""
 
     def __init__(
         self, service: Service, streams: list[RequestStream], options: StreamOptions | None, head: dict[str, Any]
@@ -84,11 +84,11 @@ class Answer(ABC):
 
     @abstractmethod
     def _whole(self, outputs: list[RequestOutput]) -> Any:
-        """Return the body of the answer with all outputs, which `usage` has counted."""
+        """Return the body of the complete answer; `usage` has counted its outputs."""
 
     @abstractmethod
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
-        """Return the new parts of a prompt's output, each as the choices of one chunk."""
+        """Return new parts of a prompt's output, each as the choices of one chunk."""
 
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
         chunk = {**self.head, "choices": choices}
@@ -97,7 +97,7 @@ class Answer(ABC):
         return chunk
 
     def _first_chunks(self) -> Iterator[Any]:
-        """Yield the chunks that come before all outputs."""
+        """Yield the chunks before all outputs."""
         yield from ()
 
     async def chunks(self) -> AsyncIterator[Any]:
@@ -116,7 +116,7 @@ class Answer(ABC):
 
         Args:
             stream: whether the answer is sent in chunks.
-            translation: brings the answer into another API's form.
+            translation: converts the answer to another API's format.
         """
         if stream:
             events = _events(self.chunks()) if translation is None else translation.events(self.chunks())
@@ -133,7 +133,7 @@ class Answer(ABC):
 
 
 def answer_head(service: Service, prefix: str, kind: str) -> dict[str, Any]:
-    """Return the fields with which OpenAI's answers begin: a new id with this prefix, `kind` as the object."""
+    """Return the first fields of OpenAI's answers: a new id with this prefix, `kind` as the object, and the model."""
     head = {"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": service.model}
     return {**head, "system_fingerprint": service.fingerprint}
 
@@ -145,12 +145,12 @@ async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
 
 
 async def json_answer(build: Callable[[], Any], outputs: list[RequestOutput], params: SamplingParams) -> JsonResponse:
-    """Return the answer whose body is built of outputs; a large one is built in a thread.
+    """Build an answer from outputs, in a thread if it is large.
 
     Args:
         build: returns the body.
-        outputs: their log-probabilities are counted.
-        params: of the outputs.
+        outputs: outputs whose log-probabilities determine the size.
+        params: sampling parameters of the outputs.
     """
     choices = [choice for output in outputs for choice in output.outputs]
     count = sum(len(choice.logprobs or ()) for choice in choices) * (1 + (params.logprobs or 0))
@@ -161,10 +161,10 @@ async def json_answer(build: Callable[[], Any], outputs: list[RequestOutput], pa
 
 
 class Translation(ABC):
-    """Translates a chat's answer, whole or in chunks, into another API's, whose events have a name each.
+    """Translates a chat's answer, complete or in chunks, to another API with named events.
 
-    The answer becomes a list of items, texts and calls of functions; the last one is open until the next one begins.
-    The chat must have one choice, and usage in each of its chunks.
+    The answer becomes a list of items, texts and function calls; the last one is open until the next one begins. The
+    chat must have one choice, and usage in every chunk.
 
     Attributes:
         items: the answer so far.
@@ -191,35 +191,35 @@ class Translation(ABC):
 
     @abstractmethod
     def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
-        """Yield the events of an item that has just been added."""
+        """Yield the events of a newly added item."""
 
     @abstractmethod
     def _piece_event(self, item: dict[str, Any], piece: str) -> Event:
-        """Return the event of a further piece of the last item's text or arguments."""
+        """Return the event of another piece of the last item's text or arguments."""
 
     @abstractmethod
     def _end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
-        """Complete the last item, by its whole text or arguments, and yield the events of that."""
+        """Complete the last item with its whole text or arguments, and yield its final events."""
 
     @abstractmethod
     def _end(self, choice: ChatChoice) -> Iterator[Event]:
-        """Yield the events after all items; `choice` has the finish reason."""
+        """Yield the events after all items; `choice` contains the finish reason."""
 
     @abstractmethod
     def _body(self, choice: ChatChoice) -> dict[str, Any]:
-        """Return the whole answer; `choice` has the finish reason."""
+        """Return the complete answer; `choice` contains the finish reason."""
 
     def whole(self, chat: ChatCompletion) -> dict[str, Any]:
-        """Return the translation of a chat's whole answer."""
+        """Translate a chat's complete answer."""
         (choice,) = chat["choices"]
         self.usage = chat["usage"] or self.usage
         for events in (self._add(choice["message"]), self._finish(choice)):
-            # Each step of them completes `items` further.
+            # Iterating over the events fills `items`.
             deque(events, maxlen=0)
         return self._body(choice)
 
     async def events(self, chunks: AsyncIterator[ChatCompletion]) -> AsyncIterator[bytes]:
-        """Yield the events of a chat's chunks."""
+        """Translate a chat's chunks to events."""
         is_first = True
         async for chunk in chunks:
             self.usage = chunk["usage"] or self.usage
@@ -241,7 +241,7 @@ class Translation(ABC):
         return {"type": kind, **fields}
 
     def _finish(self, choice: ChatChoice) -> Iterator[Event]:
-        """Complete the last item, if there is one."""
+        """Complete the last item, if any."""
         yield from self._end_last("completed" if choice["finish_reason"] in ("stop", "tool_calls") else "incomplete")
 
     def _append(self, item: dict[str, Any], *, is_text: bool) -> Iterator[Event]:
@@ -256,7 +256,7 @@ class Translation(ABC):
             yield from self._end_item(self.items[-1], "".join(self._pieces), status)
 
     def _add(self, message: AnswerMessage) -> Iterator[Event]:
-        """Add a chat's message, or a delta of one, and yield the events of it."""
+        """Add a chat's message or delta, and yield its events."""
         if content := message.get("content"):
             if not self._is_in_text:
                 yield from self._append(self._text_item(), is_text=True)

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`, Anthropic's chats, and `/v1/messages/count_tokens`: text and calls of tools, as a chat."""
+"""Endpoints `/v1/messages` and `/v1/messages/count_tokens` of Anthropic's API, for text and tools."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanovllm.text.chat_template import normal_content
 router = make_router()
 Block = dict[str, Any]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# The model does not get its thoughts back.
+# Earlier reasoning is not shown to the model.
 _THOUGHTS = ("thinking", "redacted_thinking")
 _CONTENT = "content is a string, or a list of blocks of type text, tool_use or tool_result"
 
@@ -35,7 +35,7 @@ class Turn(Body):
 
 
 class MessagesTool(BaseModel):
-    """A tool that a model may call; further fields are without effect."""
+    """A tool that the model may call; other fields are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -54,33 +54,33 @@ class MessagesToolChoice(Body):
 
 
 class NoThinking(Body):
-    """Thoughts before an answer, which cannot be asked for here."""
+    """Disabled thinking; other values are not supported."""
 
     type: Literal["disabled"]
 
 
 class UserMetadata(Body):
-    """Who asks; without effect."""
+    """Metadata about the user; ignored."""
 
     user_id: str | None = None
 
 
 class OutputFormat(Body):
-    """A JSON schema that the answer must match."""
+    """A JSON schema for the answer."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
 class OutputConfig(Body):
-    """The form of an answer."""
+    """The format of the answer."""
 
     format: OutputFormat | None = None
     effort: str | None = Field(None, description="without effect")
 
 
 class CountTokensBody(Body):
-    """A request for the number of tokens in messages."""
+    """A request to count the tokens of messages."""
 
     model: str
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
@@ -93,7 +93,7 @@ class CountTokensBody(Body):
 
 
 class MessagesBody(CountTokensBody):
-    """A request for the answer to messages."""
+    """A request to answer messages."""
 
     max_tokens: int
     stop_sequences: Stops | None = None
@@ -106,14 +106,14 @@ class MessagesBody(CountTokensBody):
 
 
 class MessagesErrorDetail(BaseModel):
-    """The error."""
+    """An error's type and message."""
 
     type: str
     message: str
 
 
 class MessagesError(BaseModel):
-    """An answer that is an error."""
+    """An error answer."""
 
     type: Literal["error"]
     error: MessagesErrorDetail
@@ -126,18 +126,18 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 @router.post("/v1/messages", response_model=None, responses=_ERRORS)
 async def messages(body: MessagesBody, request: Request, service: ServiceDep) -> Response:
-    """Answer messages in Anthropic's form."""
+    """Answer messages in Anthropic's format."""
     return await within_limits(request, service, answer_messages(service, body))
 
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
 async def num_tokens(body: CountTokensBody, request: Request, service: ServiceDep) -> dict[str, int]:
-    """Return how many tokens messages have."""
+    """Count the tokens of messages."""
     return await within_limits(request, service, count_tokens(service, body))
 
 
 async def answer_messages(service: Service, body: MessagesBody) -> Response:
-    """Answer messages, whole or as the answer comes."""
+    """Answer messages, with or without streaming."""
     form = None if body.output_config is None else body.output_config.format
     schema = None if form is None else {"name": "answer", "schema": form.schema_}
     fields = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
@@ -149,7 +149,7 @@ async def answer_messages(service: Service, body: MessagesBody) -> Response:
 
 
 async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int]:
-    """Return the number of tokens that messages have with the chat template."""
+    """Return the number of tokens of messages rendered with the chat template."""
     service.check_model(body.model)
     chat = messages_chat(body)
     template = service.template(chat, answer_options(service, chat).template_tools())
@@ -157,17 +157,17 @@ async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int
 
 
 def messages_chat(body: CountTokensBody, **fields: Any) -> ChatBody:
-    """Return a request as a chat; `fields`: further ones of it.
+    """Translate a request to a chat; `fields`: additional fields of the chat.
 
     Raises:
-        ValueError, ApiError: a block is neither text nor a call of a tool nor its result, or a value is wrong.
+        ValueError, ApiError: a block is not text, a tool call or a tool result, or a value is invalid.
     """
     found: list[Block] = []
     if body.system is not None:
         found.append({"role": "system", "content": normal_content(body.system, _CONTENT)})
     for turn in body.messages:
         found += _turn_messages(turn)
-    # The model continues a last message that is its own.
+    # The model continues a final assistant message.
     continues = body.messages[-1].role == "assistant"
     return ChatBody.translated(
         {
@@ -199,7 +199,7 @@ def _turn_messages(turn: Turn) -> Iterator[Block]:
         elif block.get("type") not in _THOUGHTS or turn.role != "assistant":
             texts.append(block)
     content = normal_content(texts, _CONTENT)
-    # A turn may have nothing but results of tools.
+    # A turn may consist of tool results only.
     if content or calls or not has_results:
         yield {"role": turn.role, "content": content or (None if calls else ""), "tool_calls": calls}
 
@@ -227,7 +227,7 @@ def _function(tool: MessagesTool) -> dict[str, Any]:
 
 
 class _MessagesTranslation(Translation):
-    """Translates a chat's answer into a message of Anthropic's.
+    """Translates a chat's answer to Anthropic's format.
 
     Args:
         model: the model's name.
@@ -282,7 +282,7 @@ def _stop_reason(choice: ChatChoice) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return the arguments of a call; empty if there are none, or the answer was cut within them."""
+    """Return a call's arguments; empty if they are missing, or if the answer was cut within them."""
     try:
         value = json.loads(arguments)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, middlewares and the handlers of errors."""
+"""The HTTP application: routes, middlewares and error handlers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/
 
 
 def create_app(service: Service) -> ASGIApp:
-    """Return the application of a service, whose engine it closes when it is shut down."""
+    """Return a service's application, which closes the engine on shutdown."""
 
     settings = service.settings
     settings.check_access()
@@ -56,7 +56,7 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(title="nanovllm", version=nanovllm.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
     _add_error_handlers(app, service)
-    # The first router that matches answers, so the most frequent requests come first.
+    # Routers are tried in order, so the most frequent requests come first.
     modules = [chat_completions, completions, responses, tokens, generate, anthropic, pooling, state]
     routers = [module.router for module in modules]
     routers += [control.router] if settings.control else []
@@ -68,9 +68,9 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _protected(app: ASGIApp, service: Service, paths: Collection[str]) -> ASGIApp:
-    """Return an application behind its middlewares; `paths`: of its routes without parameters."""
+    """Wrap an application in its middlewares; `paths`: its routes without parameters."""
     settings = service.settings
-    # Outside of FastAPI, whose work is most of the cost of beginning a request.
+    # Outside of FastAPI, which dominates the cost of starting a request.
     app = Guard(app, settings, service.metrics.count_error, service.counts)
     app = TrustedHostMiddleware(app, settings.trusted_hosts, www_redirect=False)
     if settings.allowed_origins:
@@ -80,7 +80,7 @@ def _protected(app: ASGIApp, service: Service, paths: Collection[str]) -> ASGIAp
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
-    """Answer every error in OpenAI's form, and count it."""
+    """Add handlers that answer errors in OpenAI's or Anthropic's form and count them."""
 
     def answer(request: Request, error: ApiError) -> Response:
         service.metrics.count_error(error.kind)
@@ -99,14 +99,14 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
     async def on_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if isinstance(error.__cause__, ApiError):
-            # Raised while the body was read, which FastAPI turns into an error of its own.
+            # Raised while reading the body, which FastAPI wraps in an error of its own.
             return answer(request, error.__cause__)
         if isinstance(error.__cause__, ClientDisconnect):
             return await on_disconnect(request, error)
         return answer(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
 
     async def on_disconnect(_: Request, error: Exception) -> Response:
-        # The client does not read the answer.
+        # The client is gone and does not read the answer.
         service.metrics.count_error("client_disconnect")
         return Response(status_code=499)
 
@@ -124,7 +124,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
 
 def _context_error(error: ApiError, scope: Scope, service: Service) -> ApiError:
-    """Return the error of a too long prompt in Anthropic's, OpenAI's and vLLM's words, which programs look for."""
+    """Return the error of an overlong prompt with the phrases of Anthropic, OpenAI and vLLM that clients search for."""
     path = scope["path"].removeprefix(scope["root_path"])
     known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
     return ApiError(400, f"{known}; {error}", error.param or _CONTENTS.get(path), code=error.code)

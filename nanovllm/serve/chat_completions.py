@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`, into which the other APIs' chats are translated."""
+"""Endpoint `/v1/chat/completions`, also the target of other APIs' translations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def chat_completions(body: ChatBody, request: Request, service: ServiceDep
 
 
 async def answer_chat(service: Service, body: ChatBody) -> Response:
-    """Answer messages, whole or as they come."""
+    """Answer messages, with or without streaming."""
     return await (await begin_chat(service, body)).respond(body.stream)
 
 
@@ -47,12 +47,12 @@ async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = Fa
     """Queue a chat and return its answer.
 
     Args:
-        service: answers.
+        service: the service.
         body: the request.
-        cuts_output: whether `max_tokens` may be more than the model has room for.
+        cuts_output: whether `max_tokens` may exceed the model's room and is reduced to it.
 
     Raises:
-        ValueError, ApiError: the request is wrong.
+        ValueError, ApiError: the request is invalid.
     """
     service.check_model(body.model)
     options, given = answer_options(service, body), service.sampling_params(body, ENDPOINTS["/v1/chat/completions"])
@@ -64,10 +64,10 @@ async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = Fa
 
 
 def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
-    """Return how a request wants its answer: with calls of tools, with thoughts apart from the text.
+    """Return a request's options for tool calls and reasoning.
 
     Raises:
-        ValueError: a call is required of a tool that is not there.
+        ValueError: a required tool does not exist.
     """
     settings, separates = service.settings, body.separate_reasoning
     if separates is None:
@@ -78,14 +78,14 @@ def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
 
 
 class ChatAnswer(Answer):
-    """The answer to messages.
+    """An answer to messages.
 
     Args:
-        service: computes it.
-        streams: the only prompt's request.
+        service: the service.
+        streams: output stream of the single prompt.
         body: the request.
-        options: calls of tools and thoughts, as the request wants them.
-        params: the sampling parameters, before `options` constrained them.
+        options: options for tool calls and reasoning.
+        params: the sampling parameters before `options` constrained them.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class ChatAnswer(Answer):
         return answer | self._prompt_ids()
 
     def _first_chunks(self) -> Iterator[dict[str, Any]]:
-        """Yield the role of each choice, with the text that is echoed."""
+        """Yield the role of each choice, with echoed text."""
         for index in range(len(self._splitters)):
             delta: AnswerMessage = {"role": "assistant", "content": self._echo, "refusal": None}
             yield self._chunk([_delta_choice(index, delta)]) | self._prompt_ids()
 
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[ChatChoice]]:
-        """Yield the new parts of each choice; the first of several parts has the tokens."""
+        """Yield new parts of each choice; the first of several parts has the tokens."""
         for choice in output.outputs:
             splitter = self._splitters[choice.index]
             items = [_delta_choice(choice.index, delta) for delta in _deltas(choice, splitter)]
@@ -144,7 +144,7 @@ def _deltas(choice: CompletionOutput, splitter: AnswerSplitter) -> list[AnswerMe
         delta["reasoning"] = delta["reasoning_content"] = new.reasoning
     if new.content:
         delta["content"] = new.content
-    # Each piece of a call alone: clients add up the pieces of a call from chunk to chunk, but not within one.
+    # One piece of a call per chunk: clients join pieces across chunks, but not within a chunk.
     calls: list[AnswerMessage] = [{"tool_calls": [_call_delta(call, splitter)]} for call in new.calls]
     return [delta, *calls] if delta else calls
 
@@ -157,7 +157,7 @@ def _call_delta(call: ToolCallDelta, splitter: AnswerSplitter) -> dict[str, Any]
 
 
 def _echoed(body: ChatBody) -> str:
-    """Return the text before the answer: the last message, if it is echoed and the assistant's."""
+    """Return the text before the answer: the last message, if it is the assistant's and echoed."""
     last = body.messages[-1]
     if not body.echo or last.role != "assistant":
         return ""

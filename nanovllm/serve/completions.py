@@ -1,4 +1,4 @@
-"""`POST /v1/completions`."""
+"""Endpoint `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from nanovllm.text.detokenizer import TextOffsets, decode_options
 
 router = make_router()
 Logprobs = dict[str, list[Any]]
-"""Of tokens in the API's form: a list each of texts, log-probabilities, likely tokens, and offsets in the text."""
+"""Log-probabilities in the API's format: lists of tokens, log-probabilities, most likely tokens, and text offsets."""
 
 
 @router.post("/v1/completions", response_model=None, responses=answers(Completion))
@@ -31,7 +31,7 @@ async def completions(body: CompletionBody, request: Request, service: ServiceDe
 
 
 async def answer_completion(service: Service, body: CompletionBody) -> Response:
-    """Complete prompts, whole or as the completions come."""
+    """Complete prompts, with or without streaming."""
     service.check_model(body.model)
     given = prompt_list(body.prompt)
     params = _sampling_params(service, body)
@@ -43,7 +43,7 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     """Return a request's sampling parameters.
 
     Raises:
-        ValueError: see `Service.sampling_params`, or they do not go together.
+        ValueError: see `Service.sampling_params`, or parameters contradict each other.
     """
     if not _shows_output(body):
         body = body.model_copy(update={"max_tokens": 1})
@@ -52,7 +52,7 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     if body.best_of is not None and body.best_of != num_answers:
         if body.best_of < num_answers or body.stream:
             raise ValueError(f"best_of={body.best_of} must be at least n, and cannot be streamed")
-        # The choice among them is by log-probability.
+        # The best ones are selected by log-probability.
         params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     if body.echo and body.logprobs is not None:
         if body.stream:
@@ -62,7 +62,7 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
 
 
 def _shows_output(body: CompletionBody) -> bool:
-    """Whether there is more than an echo, for which one token is computed and not shown."""
+    """Whether the answer shows more than an echo; for an echo alone, one token is computed and hidden."""
     return body.max_tokens != 0 or not body.echo
 
 
@@ -70,8 +70,8 @@ class CompletionAnswer(Answer):
     """The completions of prompts. Choice `i * n + j` is answer j to prompt i.
 
     Args:
-        service: computes them.
-        streams: the prompts' requests.
+        service: the service.
+        streams: output streams of the prompts.
         body: the request.
     """
 
@@ -82,7 +82,7 @@ class CompletionAnswer(Answer):
         self.shows_output = _shows_output(body)
         self._body = body.without_content()
         self._names = service.token_names(body)
-        # By choice: number of characters sent, offsets of its tokens, and tokens that wait for their text.
+        # By choice: number of characters sent, token offsets, and tokens that wait for their text.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
         self._waiting: dict[int, Logprobs] = {}
@@ -100,21 +100,21 @@ class CompletionAnswer(Answer):
         return {**self.head, "choices": choices, "usage": self.usage.body()}
 
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
-        """Yield the new part of each choice."""
+        """Yield new parts of each choice."""
         for choice in output.outputs:
             yield [self._choice(index * self._num_answers + choice.index, output, choice)]
 
     def _best(self, output: RequestOutput) -> list[CompletionOutput]:
         if len(output.outputs) <= self._num_answers:
             return output.outputs
-        # By the mean log-probability of a token, as in OpenAI's API.
+        # By mean log-probability per token, as in OpenAI's API.
         key = [-(choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids)) for choice in output.outputs]
         return [choice for _, _, choice in sorted(zip(key, range(len(key)), output.outputs, strict=True))][
             : self._num_answers
         ]
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
-        """Return the new part of a choice; the first one with the prompt, if that is echoed."""
+        """Return the new part of a choice; the first part includes an echoed prompt."""
         is_first = index not in self._lengths
         text = self._prompt_text(output) if self._body.echo and is_first else ""
         start = self._lengths.get(index, len(text))
@@ -143,17 +143,17 @@ class CompletionAnswer(Answer):
         logprobs = text_logprobs(choice.logprobs, choice.token_ids, offsets, names=self._names)
         logprobs = _joined(self._waiting.pop(index, None), logprobs)
         if choice.finish_reason is not None:
-            # After a stop string there is no text.
+            # Tokens after a stop string have no text.
             logprobs["text_offset"] = [min(offset, length) for offset in logprobs["text_offset"]]
             return logprobs
-        # Text that may become a stop string is held back.
+        # Hold back tokens of text that may become a stop string.
         num_sent = bisect_left(logprobs["text_offset"], length)
         self._waiting[index] = _part(logprobs, slice(num_sent, None))
         return _part(logprobs, slice(num_sent))
 
     def _prompt_logprobs(self, output: RequestOutput) -> Logprobs:
         token_ids, text, llm = output.prompt_token_ids, self._prompt_text(output), self.service.llm.llm
-        # Special tokens that the tokenizer has added are not in the text.
+        # Special tokens added by the tokenizer are not in the text.
         offsets = TextOffsets(llm.tokenizer, skip_special_tokens=self.service.decode(token_ids) != text)
         first = llm.output_processor.decode_token(token_ids[0]) or ""
         positions = output.prompt_logprobs or [None] * len(token_ids)
@@ -163,7 +163,7 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
-        # A character that token ids begin is the output's, which completes it.
+        # An incomplete character at the end belongs to the output, which completes it.
         return self.service.decode(output.prompt_token_ids).rstrip("\ufffd")
 
 

@@ -1,4 +1,4 @@
-"""Endpoints for a training loop, by vLLM's and prime-rl's names; for a server with `control`."""
+"""Endpoints for training loops, with vLLM's and prime-rl's names; enabled by `control`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WeightsBody(Body):
 
 
 async def _refuse_pages(request: Request) -> None:
-    """Refuse web pages: their scripts can send a request without a body to any server of this machine."""
+    """Refuse requests from web pages, whose scripts can send requests without a body to any server on this machine."""
     if "origin" in request.headers:
         raise ApiError(403, "a web page cannot control the engine")
 
@@ -38,7 +38,7 @@ router = make_router(dependencies=[Depends(_refuse_pages)], responses=ERRORS)
 
 @asynccontextmanager
 async def _between_steps(what: str) -> AsyncIterator[None]:
-    """Log an operation, and answer with status 409 if the engine is in no state for it."""
+    """Log an operation, and answer with status 409 if the engine's state does not allow it."""
     _logger.info("%s", what)
     try:
         yield
@@ -50,14 +50,14 @@ async def _between_steps(what: str) -> AsyncIterator[None]:
 
 @router.get("/liveness")
 async def liveness(service: ServiceDep) -> dict[str, str]:
-    """Say whether the engine lives, asleep or not."""
+    """Answer whether the engine is alive, asleep or not."""
     service.llm.require_running()
     return {"status": "alive"}
 
 
 @router.get("/get_world_size")
 async def get_world_size(service: ServiceDep) -> dict[str, int]:
-    """Return the number of ranks that share the model."""
+    """Return the number of ranks."""
     return {"world_size": service.config.tensor_parallel_size}
 
 
@@ -73,7 +73,7 @@ async def pause(service: ServiceDep, mode: PauseMode = "keep", clear_cache: bool
 
 @router.post("/resume")
 async def resume(service: ServiceDep) -> dict[str, str]:
-    """Go on after a pause."""
+    """Resume after a pause."""
     async with _between_steps("resume"):
         await service.llm.resume()
     return {"status": "resumed"}
@@ -81,13 +81,13 @@ async def resume(service: ServiceDep) -> dict[str, str]:
 
 @router.get("/is_paused")
 async def is_paused(service: ServiceDep) -> dict[str, bool]:
-    """Say whether the engine is paused."""
+    """Answer whether the engine is paused."""
     return {"is_paused": service.llm.is_paused}
 
 
 @router.post("/sleep")
 async def sleep(service: ServiceDep, level: int = 1) -> dict[str, str]:
-    """Give memory back; see `LLM.sleep`."""
+    """Release memory; see `LLM.sleep`."""
     async with _between_steps(f"sleep: level {level}"):
         await service.llm.sleep(level)
     return {"status": "asleep"}
@@ -95,7 +95,7 @@ async def sleep(service: ServiceDep, level: int = 1) -> dict[str, str]:
 
 @router.post("/wake_up")
 async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Query()] = None) -> dict[str, str]:
-    """Take memory again; see `LLM.wake_up`."""
+    """Allocate memory again; see `LLM.wake_up`."""
     async with _between_steps(f"wake up: {tags or 'all'}"):
         await service.llm.wake_up(tags)
     return {"status": "asleep" if service.llm.is_sleeping else "awake"}
@@ -103,20 +103,20 @@ async def wake_up(service: ServiceDep, tags: Annotated[list[SleepTag] | None, Qu
 
 @router.get("/is_sleeping")
 async def is_sleeping(service: ServiceDep) -> dict[str, bool]:
-    """Say whether the engine sleeps."""
+    """Answer whether the engine is asleep."""
     return {"is_sleeping": service.llm.is_sleeping}
 
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(service: ServiceDep) -> dict[str, bool]:
-    """Forget the prefix cache; see `LLM.reset_prefix_cache`."""
+    """Clear the prefix cache; see `LLM.reset_prefix_cache`."""
     async with _between_steps("reset of the prefix cache"):
         return {"success": await service.llm.reset_prefix_cache()}
 
 
 @router.post("/update_weights")
 async def update_weights(body: WeightsBody, service: ServiceDep) -> dict[str, Any]:
-    """Load the weights of a folder, and forget the prefix cache. Requests go on afterwards, unless they are paused."""
+    """Load weights from a folder, and clear the prefix cache. Requests continue afterwards, unless paused."""
     folder, llm = _folder(service, body.weight_dir), service.llm
     async with _between_steps(f"update of the weights: {folder}"):
         was_paused = llm.is_paused
@@ -133,7 +133,7 @@ async def update_weights(body: WeightsBody, service: ServiceDep) -> dict[str, An
 
 
 def _folder(service: Service, given: str) -> Path:
-    """Return a folder, if weights may be loaded from there."""
+    """Return a folder if weights may be loaded from it."""
     root = service.settings.weights_root
     if root is None:
         raise ApiError(400, "this server loads no weights: it has no --weights-root", "weight_dir")

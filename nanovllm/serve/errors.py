@@ -1,4 +1,4 @@
-"""Errors as answers, in OpenAI's form or, on its paths, in Anthropic's; and JSON, in and out."""
+"""Formats errors as OpenAI or Anthropic, by request path; parses and encodes JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _KINDS = {
 }
 
 _MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
-"""Before the name of an exception's class, as tracebacks have it."""
+"""Prefix of an exception class's name in tracebacks."""
 _FIELD = re.compile(r"(?:an? [a-z ]*of |one of )?(\w+)")
 _CODES = {
     401: "invalid_api_key",
@@ -48,14 +48,14 @@ _FIELDS = {item.name for item in fields(SamplingParams)} | {
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error answer.
 
     Args:
-        status: HTTP's.
-        message: what is wrong, for the client's user.
-        param: the field at fault.
-        headers: further ones of the answer.
-        code: what is wrong, for programs; what OpenAI's API has for the status if None.
+        status: HTTP status.
+        message: explanation for the user.
+        param: the invalid field.
+        headers: additional headers of the answer.
+        code: machine-readable code; None: OpenAI's for the status.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ApiError(Exception):
         return _KINDS.get(self.status, "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        """Return the answer's body, in OpenAI's form, which has few types and tells errors apart by their code."""
+        """Return the answer's body in OpenAI's format, which has few types and distinguishes errors by code."""
         kind = "rate_limit_error" if self.status == 429 else "invalid_request_error"
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -113,7 +113,7 @@ _ANTHROPIC_TYPES = {
 
 
 def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
-    """Return the body of the answer to a request."""
+    """Return the body of the error answer to a request."""
     path = scope["path"].removeprefix(scope["root_path"])
     if path != _ANTHROPIC_PATH and not path.startswith(f"{_ANTHROPIC_PATH}/"):
         return error.body()
@@ -122,28 +122,28 @@ def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
 
 
 def error_response(error: ApiError, scope: Scope) -> JsonResponse:
-    """Return the answer to a request."""
+    """Return the error answer to a request."""
     return JsonResponse(error_body(error, scope), error.status, error.headers)
 
 
 _MOST_DEPTH = 128
-"""The most levels of lists and objects in a body: a function that walks them recurses about as deep."""
+"""Maximum nesting depth of a body, since functions that walk it recurse as deeply."""
 _MOST_DIGITS = 308
-"""The most digits of an integer: the number of the largest float."""
+"""Maximum digits of an integer: those that the largest float has."""
 _AS_ZEROS = bytes(ord("0") if code in b"0123456789" else ord(" ") for code in range(256))
 _TOO_MANY_ZEROS = b"0" * (_MOST_DIGITS + 1)
 
 
 def parse_json(body: bytes) -> Any:
-    """Return the value of a body.
+    """Parse a body.
 
     Raises:
-        ApiError: it is not JSON in UTF-8, is nested deeper than `_MOST_DEPTH`, or has a number that no float can hold.
+        ApiError: it is not JSON in UTF-8, is nested deeper than `_MOST_DEPTH`, or has a number outside a float's range.
     """
-    # A call for each of a million ids would take 0.1 s.
+    # A Python call for each of a million ids would take 0.1 s.
     parse_int = _short_int if _TOO_MANY_ZEROS in body.translate(_AS_ZEROS) else None
     try:
-        # Bytes would be taken for UTF-16 as well.
+        # Given bytes, it would also accept UTF-16.
         value = json.loads(body.decode("utf-8-sig"), parse_int=parse_int, parse_float=_finite, parse_constant=_finite)
     except UnicodeDecodeError:
         raise _invalid_json("it is not in UTF-8") from None
@@ -151,7 +151,7 @@ def parse_json(body: bytes) -> Any:
         raise _invalid_json(str(error)) from None
     except RecursionError:
         raise _too_deep() from None
-    # Most bodies have fewer brackets.
+    # Most bodies have too few brackets to be that deep.
     if body.count(b"[") + body.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH):
         raise _too_deep()
     return value
@@ -171,7 +171,7 @@ def _finite(text: str) -> float:
 
 
 def _is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects within each other are more than `most`."""
+    """Whether lists and objects are nested deeper than `most`."""
     level = [value]
     for _ in range(most):
         inner = (item for found in level for item in (found.values() if isinstance(found, dict) else found))
@@ -190,11 +190,11 @@ def _invalid_json(problem: str) -> ApiError:
 
 
 _PIECES_DEPTH = 5
-"""Where the log-probabilities of one token are in an answer: below choices, a choice, its logprobs and their lists."""
+"""Depth of one token's log-probabilities in an answer: below choices, a choice, its logprobs and their lists."""
 
 
 def encode_json(value: Any) -> bytes:
-    """Return a value as JSON in UTF-8; in ASCII if it has half of a surrogate pair, which UTF-8 cannot encode."""
+    """Encode a value as JSON in UTF-8, or in ASCII if it has a lone surrogate, which UTF-8 cannot encode."""
     try:
         return to_json(value, inf_nan_mode="null")
     except PydanticSerializationError:
@@ -202,7 +202,7 @@ def encode_json(value: Any) -> bytes:
 
 
 def _encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
-    """Encode a large value in many calls: the encoder lets no other thread run during one."""
+    """Encode a large value in many calls, since the encoder blocks other threads during each."""
     if depth and isinstance(value, dict):
         items = (encode_json(name) + b":" + _encode_pieces(item, depth - 1) for name, item in value.items())
         return b"{" + b",".join(items) + b"}"
@@ -212,7 +212,7 @@ def _encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return the answer to a request that raised an error."""
+    """Convert an exception to an error answer."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -220,20 +220,20 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, PromptTooLongError):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error.__cause__, GrammarError):
-        # It turned out to be too complex, or to have no end, as its answer came.
+        # The grammar turned out to be too complex or endless during generation.
         error = error.__cause__
     if isinstance(error, ValueError):
-        # What we say of a field begins with its name.
+        # Our messages about a field begin with its name.
         found = _FIELD.match(str(error))
         return ApiError(400, str(error), found[1] if found and found[1] in _FIELDS else None, code="invalid_value")
-    # The engine is closed, or a step failed.
+    # A closed engine or a failed step.
     if isinstance(error, RuntimeError):
         return ApiError(503, _sentence(str(error)))
     return ApiError(500, f"{type(error).__name__}: {error}")
 
 
 def _sentence(text: str) -> str:
-    """Return the first and the last line of what may have a traceback, which say what happened and what was raised."""
+    """Return the first and last line of a text that may contain a traceback: the event and the exception."""
     first, *others = [line.strip() for line in text.splitlines() if line.strip()] or [""]
     if not others or _MODULE.sub("", others[-1]) in first:
         return first
@@ -241,16 +241,16 @@ def _sentence(text: str) -> str:
 
 
 def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
-    """Return the answer to a request that has no valid form.
+    """Return the answer to a malformed request.
 
     Args:
-        first: the first error that pydantic has found; its `loc` begins with a part of the request: "body", "query".
-        body: as it was parsed.
+        first: pydantic's first error; its `loc` begins with a part of the request: "body", "query".
+        body: the parsed body.
     """
     kind, is_missing = first["type"], first["type"] == "missing"
     place = _place(first["loc"], body, is_missing=is_missing)
     if not place and kind != "value_error":
-        # FastAPI takes the body for a text if its type is not JSON's.
+        # FastAPI treats the body as text if its content type is not JSON.
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
     problem, given = first["msg"].removeprefix("Value error, "), first.get("input")
@@ -264,7 +264,7 @@ def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
 
 
 def _place(loc: Sequence[int | str], body: Any, *, is_missing: bool) -> str:
-    """Return where in a request an error is, such as "messages[0].role", without what pydantic calls types."""
+    """Return an error's location, such as "messages[0].role", without pydantic's type names."""
     source, *parts = loc
     if source != "body":
         return str(parts[0])

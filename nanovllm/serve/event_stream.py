@@ -1,4 +1,4 @@
-"""Answers as server-sent events, and the end of answers whose client goes away."""
+"""Sends server-sent events, and cancels answers when clients disconnect."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Result = TypeVar("Result")
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies such as nginx would hold events back.
+    # Keeps proxies such as nginx from buffering events.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 def event(data: Any, name: str | None = None) -> bytes:
-    """Return an event whose data is JSON."""
+    """Return an event with JSON data."""
     head = b"" if name is None else f"event: {name}\n".encode()
     return b"%bdata: %b\n\n" % (head, encode_json(data))
 
@@ -32,17 +32,17 @@ def event(data: Any, name: str | None = None) -> bytes:
 DONE = b"data: [DONE]\n\n"
 _PING = b": ping\n\n"
 _PING_SECONDS = 15.0
-"""Proxies close a connection that is silent for a minute, as during a long prefill."""
+"""Interval of pings: proxies close a connection that is silent for a minute, as during a long prefill."""
 
 
 class EventStream(Response):
-    """Sends events, until the client disconnects or the answer takes too long.
+    """Sends events until the client disconnects or a time limit.
 
     Args:
-        events: the answer.
-        streams: the requests behind the events; closed in any case.
-        settings: the server's.
-        count_error: takes the kind of an error that ends the stream; "client_disconnect" if its client disconnects.
+        events: the answer's events.
+        streams: output streams behind the events; always closed at the end.
+        settings: the server's settings.
+        count_error: called with the kind of an error that ends the stream; "client_disconnect" for a disconnect.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class EventStream(Response):
         except ClientDisconnect:
             self._count_error("client_disconnect")
         except ApiError as error:
-            # It took too long. A client that reads little at a time may take the end of its answer late.
+            # The time limit passed. A client that reads slowly may still get the end of its answer.
             await self._close()
             await self._end(scope, send, error)
         finally:
@@ -93,7 +93,7 @@ class EventStream(Response):
             pings.cancel()
 
     async def _ping(self, send: Send) -> None:
-        """Send a comment, which clients ignore, whenever there was no event for some time."""
+        """Send a comment, which clients ignore, after a while without events."""
         while True:
             before = self._num_sent
             await asyncio.sleep(_PING_SECONDS)
@@ -101,14 +101,14 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": _PING, "more_body": True})
 
     async def _end(self, scope: Scope, send: Send, error: ApiError) -> None:
-        """End with an error, which is an event, since the status has been sent."""
+        """End with an error event, since the status was already sent."""
         self._count_error(error.kind)
         body = error_body(error, scope)
         await send({"type": "http.response.body", "body": event(body, body.get("type")), "more_body": False})
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result], seconds: float) -> Result:
-    """Return the result of work; cancel it if the client disconnects or it takes too long.
+    """Return the result of a coroutine; cancel it if the client disconnects or it takes too long.
 
     Raises:
         ClientDisconnect: the client disconnected.
@@ -127,13 +127,13 @@ async def until_disconnect(receive: Receive, work: Awaitable[Result], seconds: f
 
 
 async def _disconnect(receive: Receive) -> None:
-    """Wait until the client, whose request has been read, disconnects."""
+    """Wait until the client disconnects, after its request was read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait for them; their errors have been handled, or no longer matter."""
+    """Cancel tasks and wait for them; their errors are handled or irrelevant."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""A server of several processes: front ends that share a port, and engines that know nothing of HTTP.
+"""Runs a server of several processes: front ends that share a port, and engines without HTTP.
 
-The process that the user has started supervises all of them and answers nothing itself. A front end that ends is
-restarted, and only its clients notice; each has a listening socket of its own on the same port, among which the kernel
-shares connections out. A front end's process begins in `run_front_end`, and ends with the supervisor.
+The user's process supervises the others and answers no requests. A front end that exits is restarted, and only its
+clients notice; each has its own listening socket on the port, and the kernel distributes connections. A front end's
+process starts in `run_front_end`, and exits with the supervisor.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from nanovllm.utils.python_process import describe_exit, start_python
 
 _logger = logging.getLogger(__name__)
 _READY = "ready"
-"""The message of a front end that answers."""
+"""Message of a front end that is ready."""
 _POLL_SECONDS = 0.05
 _START_SECONDS = 300.0
 _EXTRA_SECONDS = 3.0
-"""Time that a front end may take to end beyond the grace period."""
+"""Extra time for a front end's exit after the grace period."""
 _CAUSE_SECONDS = 2.0
-"""Time that a front end waits for the cause of an engine's end."""
+"""Time that a front end waits for the cause of an engine's exit."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class FrontEndPlan:
     """The first message to a front end.
 
     Attributes:
-        config, settings: the server's.
-        folder: of the model.
-        index, size: which front end it is, and how many there are.
-        number: how many front ends were started before it, including any that were replaced.
-        listener: descriptor of the socket to listen on.
+        config, settings: the engine's and the server's settings.
+        folder: folder of the model.
+        index, size: index of this front end, and number of front ends.
+        number: number of front ends started before it, including replaced ones.
+        listener: descriptor of the listening socket.
         counts: descriptor of the memory of the `ServerCounts`.
-        metrics_folder: of the counters of all front ends.
-        created: when the server began, in seconds since 1970.
+        metrics_folder: folder of all front ends' counters.
+        created: start time of the server, in seconds since 1970.
     """
 
     config: Config
@@ -81,10 +81,10 @@ class FrontEndPlan:
 
 @dataclass
 class FrontEndProcess:
-    """A front end's process and the connection to it.
+    """A front end's process with a connection to it.
 
     Attributes:
-        is_ready: whether it has ever answered.
+        is_ready: whether it has ever been ready.
     """
 
     process: subprocess.Popen[bytes]
@@ -92,7 +92,7 @@ class FrontEndProcess:
     is_ready: bool = False
 
     def poll_ready(self) -> None:
-        """Read whether it answers."""
+        """Check whether it is ready."""
         with suppress(EOFError, OSError):
             if not self.is_ready and self.control.poll():
                 self.is_ready = self.control.recv() == _READY
@@ -102,11 +102,11 @@ class FrontEnds:
     """Supervises the processes of a server with several front ends.
 
     Args:
-        config, settings: the server's.
-        size: how many front ends it has.
+        config, settings: the engine's and the server's settings.
+        size: number of front ends.
 
     Raises:
-        OSError: the server cannot listen there.
+        OSError: the server cannot listen on the address.
         ValueError: the system cannot share a port, or see `EngineProcesses`.
     """
 
@@ -114,13 +114,13 @@ class FrontEnds:
         if not hasattr(socket, "SO_REUSEPORT"):
             raise ValueError(f"front_ends={size} needs Linux or macOS")
         self._config, self._settings, self._size = config, settings, size
-        # It keeps the port, and listens to nothing.
+        # Reserves the port without listening.
         self._place = _bound(settings.host, settings.port)
         self._folder = resolve_model(
             config.model, config.revision, config.load_format != "dummy", config.trust_remote_code
         )
         self._engines = EngineProcesses(config)
-        # Without a name; front ends inherit it.
+        # A file without a name, inherited by front ends.
         self._memory = tempfile.TemporaryFile()  # noqa: SIM115
         self._memory.truncate(ServerCounts.size(size))
         self._metrics_folder = ""
@@ -131,7 +131,7 @@ class FrontEnds:
         self._signal: int | None = None
 
     def load(self) -> None:
-        """Load the model, while the front ends get ready; see `EngineProcesses.load`."""
+        """Load the model while the front ends start; see `EngineProcesses.load`."""
         with self._engines.stopped_on_error(), ExitStack() as stack:
             stack.callback(self._kill_front_ends)
             self._metrics_folder = tempfile.mkdtemp(prefix="nanovllm-metrics-")
@@ -143,7 +143,7 @@ class FrontEnds:
             self._connect(front_end)
 
     def run(self) -> int:
-        """Serve until SIGINT or SIGTERM, which is then raised again, or a failure; return the exit code."""
+        """Serve until SIGINT or SIGTERM, which is re-raised, or a failure; return the exit code."""
         with self._signals(), self._stopping():
             code = self._wait_for_all()
             if code is None:
@@ -154,7 +154,7 @@ class FrontEnds:
         return code or 0
 
     def _start(self, index: int) -> FrontEndProcess:
-        """Start a front end with a socket of its own, which gets ready and waits for `_connect`."""
+        """Start a front end with its own socket, which then waits for `_connect`."""
         control, other = Pipe()
         listener = _bound(*self._place.getsockname()[:2])
         plan = FrontEndPlan(
@@ -171,7 +171,7 @@ class FrontEnds:
         return FrontEndProcess(process, control)
 
     def _connect(self, front_end: FrontEndProcess) -> None:
-        """Give a front end a connection to each engine that is alive; it may have ended by now."""
+        """Connect a front end, which may have exited meanwhile, to each live engine."""
         engines = [engine for engine in self._engines.all if not engine.has_ended()]
         with suppress(OSError):
             front_end.control.send([engine.index for engine in engines])
@@ -186,7 +186,7 @@ class FrontEnds:
         shutil.rmtree(self._metrics_folder, ignore_errors=True)
 
     def _wait_for_all(self) -> int | None:
-        """Wait until all front ends answer; return the exit code if one ends before, or a signal has come."""
+        """Wait until all front ends are ready; return an exit code if one exits before, or on a signal."""
         deadline = time.monotonic() + _START_SECONDS
         while not all(front_end.is_ready for front_end in self._front_ends):
             if self._signal is not None:
@@ -208,7 +208,7 @@ class FrontEnds:
         _logger.info("serving %s at %s by %d front ends", model, place, self._size)
 
     def _watch(self) -> int:
-        """Restart front ends, and tell them of engines that have ended, until a signal; return the exit code."""
+        """Restart front ends and report exited engines to them, until a signal; return the exit code."""
         while self._signal is None:
             for engine in self._engines.all:
                 if engine.has_ended() and engine.index not in self._ended_engines:
@@ -225,7 +225,7 @@ class FrontEnds:
         return 0
 
     def _report_end(self, index: int, text: str) -> None:
-        """Tell all front ends why an engine ended."""
+        """Tell all front ends why an engine exited."""
         self._ended_engines.add(index)
         _logger.error("%s", text)
         for front_end in self._front_ends:
@@ -233,11 +233,11 @@ class FrontEnds:
                 front_end.control.send((index, text))
 
     def _restart(self, index: int, code: int, is_lost: bool) -> bool:
-        """Restart a front end; returns whether the server can go on."""
+        """Restart a front end, and return whether the server can continue."""
         ended = self._front_ends[index]
         _logger.error("front end %d %s", index, describe_exit(code))
         if is_lost or not ended.is_ready:
-            # It would have no engine, or could not be started the last time.
+            # There is no engine left, or the front end failed at its last start.
             return False
         ended.control.close()
         ServerCounts(mmap.mmap(self._memory.fileno(), ServerCounts.size(self._size)), index).reset()
@@ -247,7 +247,7 @@ class FrontEnds:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Note SIGINT and SIGTERM inside the `with` block."""
+        """Record SIGINT and SIGTERM inside the `with` block."""
 
         def note(number: int, _: FrameType | None) -> None:
             self._signal = number
@@ -261,7 +261,7 @@ class FrontEnds:
 
     @contextmanager
     def _stopping(self) -> Iterator[None]:
-        """End all processes when the `with` block ends: front ends within their grace period, then engines."""
+        """Stop all processes at the end of the `with` block: front ends within the grace period, then engines."""
         try:
             yield
         finally:
@@ -278,10 +278,10 @@ class FrontEnds:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """Return a socket that shares a port with others of this server.
+    """Return a socket bound to a port that this server's other sockets share.
 
     Raises:
-        OSError: it is taken.
+        OSError: the port is taken.
     """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
@@ -296,7 +296,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 class EngineCauses:
-    """Causes of engines' ends, as the supervisor reports them to a front end."""
+    """Causes of engine exits, as reported to a front end by the supervisor."""
 
     def __init__(self, control: Connection, engines: Iterable[int]) -> None:
         self._texts = dict.fromkeys(engines, "the engine's process has ended")
@@ -304,7 +304,7 @@ class EngineCauses:
         threading.Thread(target=self._read, args=(control,), name="nanovllm-control", daemon=True).start()
 
     def text(self, index: int) -> str:
-        """Return the cause of an engine's end."""
+        """Return the cause of an engine's exit."""
         self._known[index].wait(_CAUSE_SECONDS)
         return self._texts[index]
 
@@ -321,7 +321,7 @@ def run_front_end(descriptor: int, parent: int) -> None:
     """Run a front end's process.
 
     Args:
-        descriptor: of the socket to the supervisor.
+        descriptor: descriptor of the socket to the supervisor.
         parent: the supervisor's process id.
     """
     faulthandler.enable()
@@ -331,33 +331,33 @@ def run_front_end(descriptor: int, parent: int) -> None:
     except EOFError:
         return
     end_with_parent(parent, partial(shutil.rmtree, plan.metrics_folder, ignore_errors=True))
-    # The engines say it.
+    # The engines print these messages.
     warnings.filterwarnings("ignore", "max_model_len=.* is capped")
-    # Prometheus' client looks at it when it is imported.
+    # Prometheus' client reads it at import.
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = plan.metrics_folder
     logging.config.dictConfig(log_config(plan.settings.access_log, plan.settings.log_requests))
     sys.exit(_answer(plan, control))
 
 
 def _answer(plan: FrontEndPlan, control: Connection) -> int:
-    """Get ready while the engines load, then answer; returns the exit code."""
-    # They import torch and Prometheus' client.
+    """Start while the engines load, then serve; return the exit code."""
+    # These import torch and Prometheus' client.
     from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
     from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.llm import LLM  # noqa: PLC0415
     from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
     from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
 
-    # The engines report what is wrong with the model.
+    # The engines report problems with the model.
     reading = ThreadPoolExecutor(1).submit(read_model_files, replace(plan.config, model=plan.folder))
     try:
         engines: list[int] = control.recv()
         connections = [Connection(recv_handle(control)) for _ in engines]
     except EOFError:
-        # The engines could not be started, which the supervisor says.
+        # The engines failed to start, which the supervisor reports.
         return 1
     causes = EngineCauses(control, engines)
-    # Requests without a seed have different noise on each front end.
+    # Requests without a seed get different noise on each front end.
     seeds = RequestSeeds(plan.config.seed, first=plan.number << 40)
     exit_texts = [partial(causes.text, index) for index in engines]
     engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None)

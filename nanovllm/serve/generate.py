@@ -1,4 +1,4 @@
-"""`POST /inference/v1/generate`: token ids in, token ids out, as vLLM has it for trainers and routers."""
+"""Endpoint `/inference/v1/generate` from token ids to token ids, vLLM's for trainers and routers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def _answer(service: Service, body: GenerateBody) -> Response:
 
 
 def _sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """Return the parameters that a client gives by our names, which are vLLM's."""
+    """Return sampling parameters given by our names, which are vLLM's."""
     unknown = sorted(given.keys() - _NAMES)
     if unknown:
         raise ValueError(f"sampling_params has {unknown[0]!r:.80}, which is none of {', '.join(sorted(_NAMES))}")
@@ -48,11 +48,11 @@ def _sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 
 class GenerateAnswer(Answer):
-    """The answer to token ids, in the form of vLLM's API.
+    """The answer to token ids, in the format of vLLM's API.
 
     Args:
-        service: computes it.
-        streams: the only prompt's request.
+        service: the service.
+        streams: output stream of the single prompt.
         body: the request.
     """
 
@@ -65,7 +65,7 @@ class GenerateAnswer(Answer):
         return {**self._chunk(choices), "prompt_logprobs": prompt_positions(output), "usage": self.usage.body()}
 
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[dict[str, Any]]]:
-        """Yield the new parts of all choices together."""
+        """Yield new parts of all choices together."""
         yield [
             {
                 "index": choice.index,
@@ -78,5 +78,5 @@ class GenerateAnswer(Answer):
         ]
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        # Without usage, which comes once, at the end.
+        # Without usage, which is sent once at the end.
         return {**self.head, "choices": choices}

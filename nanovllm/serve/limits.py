@@ -1,8 +1,8 @@
-"""Limits of connections, heads, bodies, requests, time and memory, which keep the server up under any client.
+"""Limits connections, heads, bodies, requests, time and memory, so that no client can bring the server down.
 
-uvicorn's settings bound neither the time that a head takes to arrive nor the time in which a client reads nothing, and
-its protocol serves any number of requests that come ahead of their answers; `Connection` adds that to the protocol.
-`Guard` checks the key, the number of requests and the size of a body before the application sees a request.
+uvicorn limits neither the time for receiving a head nor the time in which a client reads nothing, and it accepts any
+number of pipelined requests; `Connection` adds these limits to its protocol. `Guard` checks the key, the number of
+requests and the body size before the application sees a request.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 128 * 2**10
 _MAX_URL_BYTES = 2**16 - 1
-"""The most that the parser of URLs takes."""
+"""Maximum length of a URL, the URL parser's limit."""
 _CHUNK_BYTES = 32
-"""Bytes that a chunk of a body may have around its data; extensions and trailers count as bytes of a head."""
+"""Bytes allowed around a body chunk's data; extensions and trailers count as bytes of a head."""
 _LINGER_SECONDS = 1.0
-"""Time in which a refused client may go on sending: closing a connection with unread data would lose the answer."""
+"""Time for a refused client to finish sending: closing a connection with unread data would lose the answer."""
 _MAX_LINGERING = 64
 _MIN_WAIT_SECONDS = 1.0
-"""Time that a connection can wait for a head without losing its place to a new one."""
+"""Time that a connection can wait for a head before a new one may replace it."""
 _MAX_DESCRIPTORS = 2**17
 _OTHER_DESCRIPTORS = 8
 """Descriptors kept free for other files, besides `_MAX_LINGERING` for refused connections."""
 
 
 class ConnectionPool:
-    """State that all connections of a process share.
+    """State shared by all connections of a process.
 
     Args:
-        settings: the server's.
-        count_error: takes "slow_client" for a connection that is cut because its client reads nothing, and the kinds of
-            refusals.
-        max_connections: the most at once; the one that has waited for a request longest makes room for a new one.
-        counts: of the server.
+        settings: the server's settings.
+        count_error: called with "slow_client" when a connection is closed because its client reads nothing, and with
+            the kinds of refusals.
+        max_connections: maximum at once; the connection idle for longest makes room for a new one.
+        counts: counts of the whole server.
 
     Attributes:
-        waiting: the connections without a request, longest first, and since when, in seconds of the event loop.
+        waiting: idle connections, longest first, with the start of their wait in seconds of the event loop.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class ConnectionPool:
         excess = self.counts.total(Counted.CONNECTIONS) - self.max_connections
         if excess <= 0:
             return
-        # Of this process; the newest waits, too.
+        # Connections of this process; the newest one is idle too.
         oldest, since = next(iter(self.waiting.items()))
-        # Clients without a key could otherwise hold every place, each for as long as a head may take.
+        # Otherwise clients without a key could occupy all connections, each for the time allowed for a head.
         loser = oldest if since < newest.loop.time() - _MIN_WAIT_SECONDS else newest
         message = f"the server has {self.max_connections} connections already (max_connections)"
         loser.refuse(ApiError(503, message), lingers=excess <= _MAX_LINGERING)
@@ -92,16 +92,16 @@ class Connection(HttpToolsProtocol):
 
     Args:
         pool: shared by all connections.
-        arguments: uvicorn's.
+        arguments: uvicorn's arguments.
     """
 
     def __init__(self, pool: ConnectionPool, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._pool = pool
         self._settings = pool.settings
-        # Received since the head began, without the data of the body.
+        # Bytes received since the head began, without body data.
         self._num_bytes = 0
-        # Whether what comes is dropped. Not reading it would hide that the client has gone.
+        # Whether input is dropped. It is still read, to notice a disconnect.
         self._ignores_input = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -123,7 +123,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what was sent, and refuse what is no HTTP or too large."""
+        """Parse input, and refuse it if it is not HTTP or too large."""
         if self._ignores_input:
             return
         self._unset_keepalive_if_required()
@@ -134,7 +134,7 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
             self._check_head(self._num_bytes)
         except httptools.HttpParserUpgrade:
-            # The answer is HTTP's: there is no other protocol here.
+            # Answer with HTTP: no other protocol is supported.
             pass
         except httptools.HttpParserError as error:
             cause = error.__context__
@@ -143,24 +143,24 @@ class Connection(HttpToolsProtocol):
             self.refuse(error)
 
     def on_message_begin(self) -> None:
-        """Begin a request, unless the one before it has no answer yet."""
+        """Begin a request, unless the previous one is not answered yet."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # This ends the parser's work, and the request before it gets its answer.
+            # This stops the parser; the previous request still gets its answer.
             raise ApiError(400, "a request came before the answer to the one before it")
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Take a part of the URL."""
+        """Receive a part of the URL."""
         super().on_url(url)
         if len(self.url) > _MAX_URL_BYTES:
             raise ApiError(414, f"the request's URL is over {_MAX_URL_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
-        """Hand a request on."""
+        """Pass a request to the application."""
         if sum(name == b"host" for name, _ in self.headers) > 1:
-            # A proxy could look at another one than this server.
+            # A proxy could use a different one than this server.
             raise ApiError(400, "the request has more than one Host header")
-        # With what stands between a name and a value, and at the end of the line.
+        # 4: the separator between name and value, and the line end.
         self._check_head(len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers))
         _cancel(self._head_timer)
         _cancel(self._request_timer)
@@ -172,12 +172,12 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Take a part of a body."""
+        """Receive a part of a body."""
         self._num_bytes -= len(body)
         super().on_body(body)
 
     def on_chunk_complete(self) -> None:
-        """Leave the bytes around a chunk's data uncounted."""
+        """Exclude the bytes around a chunk's data from the count."""
         self._num_bytes -= _CHUNK_BYTES
 
     def on_message_complete(self) -> None:
@@ -186,7 +186,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, once the answer is sent."""
+        """Wait for the next request once the answer is sent."""
         super().on_response_complete()
         if self.transport.get_write_buffer_size():
             self._watch_writing()
@@ -201,17 +201,17 @@ class Connection(HttpToolsProtocol):
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """Go on: the client has read nearly all."""
+        """Continue, since the client has read nearly everything."""
         _cancel(self._write_timer)
         super().resume_writing()
 
     def refuse(self, error: ApiError, *, lingers: bool = True) -> None:
-        """Answer what is no request with an error, and close the connection.
+        """Answer invalid input with an error, and close the connection.
 
-        An answer that is under way goes on, and is the last one.
+        An answer in progress is completed and is the last one.
 
         Args:
-            error: the answer.
+            error: the error to answer with.
             lingers: whether the client gets time to read it.
         """
         self._ignores_input = True
@@ -221,7 +221,7 @@ class Connection(HttpToolsProtocol):
             if cycle.response_started or not cycle.more_body:
                 cycle.keep_alive = False
                 return
-            # Its body will not be complete.
+            # Its body will stay incomplete.
             cycle.disconnected = True
             cycle.message_event.set()
         _logger.warning("refused a connection of %s: %d %s", self.client, error.status, error)
@@ -248,14 +248,14 @@ class Connection(HttpToolsProtocol):
         self._write_timer = self.loop.call_later(self._settings.max_write_seconds, self._end_unless_written, unsent)
 
     def _end_unless_written(self, num_unsent: int) -> None:
-        # Writing goes on only when nearly all is sent, which takes a large answer long.
+        # `resume_writing` is called only when nearly all is sent, which takes long for a large answer.
         if self.transport.get_write_buffer_size() >= num_unsent:
             self._end_slow_client()
         elif self.transport.get_write_buffer_size():
             self._watch_writing()
 
     def _end_late_request(self) -> None:
-        # The answer has ended by itself before, but a client that reads little at a time may not have got it.
+        # The answer's own time limit was earlier, but a slow client may not have received the rest yet.
         if not self.cycle.response_complete or self.transport.get_write_buffer_size():
             self._end_slow_client()
 
@@ -271,7 +271,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _answer(error: ApiError) -> bytes:
-    """Return a whole answer as it is sent."""
+    """Return an answer as raw HTTP bytes."""
     body = error.response().body
     phrase = HTTPStatus(error.status).phrase
     head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -279,13 +279,13 @@ def _answer(error: ApiError) -> bytes:
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raise the process's limit of open files as far as it may, and return how many connections it leaves room for.
+    """Raise the process's limit of open files to the maximum, and return the number of connections that it allows.
 
     Args:
-        max_connections: the most to return.
+        max_connections: upper bound of the result.
 
     Raises:
-        ValueError: there is room for none.
+        ValueError: the limit does not allow a single connection.
     """
     if sys.platform == "win32":
         return max_connections
@@ -298,31 +298,31 @@ def raise_descriptor_limit(max_connections: int) -> int:
         soft = wanted
     num_open = len(os.listdir("/dev/fd"))
     free = (sys.maxsize if soft == resource.RLIM_INFINITY else soft) - num_open - _MAX_LINGERING - _OTHER_DESCRIPTORS
-    # Each may be reading a file of the page.
+    # Each may also be reading a file of the page.
     if free < 2:
         raise ValueError(f"{soft} open files are too few for a server, which has {num_open} already: see `ulimit -n`")
     return min(max_connections, free // 2)
 
 
 _OPEN_PATHS = ("/", "/health", "/ping", "/version", "/openapi.json", "/favicon.ico")
-"""Paths that need no key: they show nothing of requests or of the model."""
+"""Paths that need no key, since they reveal nothing about requests or the model."""
 _DISCARD_FACTOR = 8
-"""The most that is read from a refused client, in multiples of the largest body."""
+"""Maximum read from a refused client, in multiples of the maximum body."""
 _MAX_VALUES = 2**18
-"""Quotes and brackets in a body. Each costs all clients about 0.5 us: no other one is answered during parsing."""
+"""Maximum quotes and brackets in a body. Each blocks all clients for about 0.5 us of parsing."""
 _DISCARD_SECONDS = 1.0
 _BEGIN_AT_ONCE = 8
-"""Requests that one turn of the event loop begins, so that hundreds that arrive together do not hold it."""
+"""Maximum requests started in one turn of the event loop, so that hundreds at once do not block it."""
 
 
 class Guard:
-    """An ASGI middleware that refuses requests before their body is read or parsed.
+    """ASGI middleware that refuses requests before their bodies are read or parsed.
 
     Args:
-        app: gets the other requests.
-        settings: the server's.
-        count_error: takes the kind of each error that is answered.
-        counts: of the server.
+        app: application for accepted requests.
+        settings: the server's settings.
+        count_error: called with the kind of each refusal.
+        counts: counts of the whole server.
     """
 
     def __init__(
@@ -336,7 +336,7 @@ class Guard:
         self._begin_gate = asyncio.Semaphore(_BEGIN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with an error."""
+        """Pass a request to the application, or answer with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -350,22 +350,22 @@ class Guard:
             log_refusal(scope, error)
             await self._refuse(error, scope, receive, send)
         except ClientDisconnect:
-            # Its request is not complete, and there is no one to answer.
+            # The request is incomplete, and its client is gone.
             self._count_error("client_disconnect")
 
     def _takes_body(self, scope: Scope) -> bool:
-        """Whether a request is one for the engine, which costs something and may have a body.
+        """Whether a request is for the engine, and so is limited and may have a body.
 
         Raises:
-            ApiError: the key is wrong, or there is a body where none belongs.
+            ApiError: the key is wrong, or the request must not have a body.
         """
         path, headers = scope["path"].removeprefix(scope["root_path"]), dict(scope["headers"])
         is_open = path in _OPEN_PATHS or path.startswith("/page/")
         if self._keys and not is_open:
             scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
-            # Anthropic's clients send the latter.
+            # Anthropic's clients send `x-api-key`.
             key = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-            # In constant time, so that a key cannot be found byte by byte.
+            # Compare in constant time, so that a key cannot be guessed byte by byte.
             if sum(hmac.compare_digest(key, own) for own in self._keys) == 0:
                 raise ApiError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST" and not is_open:
@@ -375,7 +375,7 @@ class Guard:
         return False
 
     async def _pass_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read a request's body and pass it on, unless there are too many."""
+        """Read a request's body and pass it to the application, unless there are too many requests."""
         if self._counts.total(Counted.REQUESTS) >= self._settings.max_requests:
             message = f"the server has {self._settings.max_requests} requests already (max_requests)"
             raise ApiError(429, message, headers={"Retry-After": "1"})
@@ -388,17 +388,17 @@ class Guard:
             self._counts.add(Counted.REQUESTS, -1)
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with an error, and close the connection, whose body is not read."""
+        """Answer with an error, and close the connection without reading the body."""
         response = error_response(error, scope)
         headers = [*response.raw_headers, (b"connection", b"close")]
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
-        # A client that is still sending when the connection is closed does not see the answer.
+        # A client that is still sending when the connection closes would not see the answer.
         await self._discard(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _discard(self, receive: Receive) -> None:
-        """Read what comes of a body, for a second and up to a limit."""
+        """Read and drop a body, up to limits of time and size."""
         size, more = 0, True
         with anyio.move_on_after(_DISCARD_SECONDS):
             while more and size <= self._settings.max_body_bytes * _DISCARD_FACTOR:
@@ -425,14 +425,14 @@ class Guard:
         if size > most:
             raise ApiError(413, f"the body is over max_body_bytes={most}")
         body = b"".join(parts)
-        # Quotes that do not stand in a string, and brackets, which may.
+        # Count quotes outside of strings, and all brackets.
         if body.count(b'"') - body.count(b'\\"') + body.count(b"[") + body.count(b"{") > _MAX_VALUES:
             raise ApiError(413, f"the body has more than {_MAX_VALUES} quotes and brackets")
         return body
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was read, and then what comes after it."""
+    """Return a `receive` that yields the body already read, then later messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -443,16 +443,16 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 _TRIM_SECONDS = 5.0
 _MAX_TRIM_PAUSE = 64
-"""The most periods of `_TRIM_SECONDS` between two attempts."""
+"""Maximum periods of `_TRIM_SECONDS` between two attempts."""
 _MIN_GROWTH_BYTES = 64 * 2**20
 _STATM = Path("/proc/self/statm")
 
 
 async def give_back_memory() -> None:
-    """Give freed memory back to the system while the process is larger than it was, until this is cancelled.
+    """Return freed memory to the system while the process is larger than before, until cancelled.
 
-    Encoding a text of some megabytes takes hundreds of megabytes for a moment, nearly all of which glibc would keep for
-    good if anything above it is still in use.
+    Encoding a text of a few megabytes briefly takes hundreds of megabytes, which glibc would keep almost entirely if
+    anything above them is still in use.
     """
     trim = None if os.name == "nt" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not _STATM.exists():
@@ -468,9 +468,9 @@ async def give_back_memory() -> None:
             continue
         left -= 1
         if not left:
-            # It takes some 0.1 s, without the interpreter's lock.
+            # Takes about 0.1 s, without the interpreter's lock.
             await to_thread.run_sync(trim, 0)
-            # Memory that is in use now may be freed later, which nothing tells.
+            # Memory in use now may be freed later without notice.
             pause = left = min(2 * pause, _MAX_TRIM_PAUSE)
 
 

@@ -1,7 +1,7 @@
-"""The server's logs: one line of stderr for each event, with the id of the request that it belongs to.
+"""Configures the server's logs: one line on stderr per event, with the request's id.
 
-Requests may be secret, so a client's `X-Request-Id` is all that they show of what it has sent. An error's message is in
-the answer alone, and the log has its kind and its field; a path is logged as its route.
+Requests may be confidential, so logs contain nothing that a client sent except its `X-Request-Id`. An error's message
+is only in the answer, and the log has its kind and field; a path is logged as its route.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MOST_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class _Request:
-    """A request, with the paths of the API that have no parameters."""
+    """A request, together with the API's paths without parameters."""
 
     id: str
     scope: Scope
@@ -35,7 +35,7 @@ class _Request:
 
     @property
     def path(self) -> str:
-        """Its path, or its route's, if the API has it; a client may have sent anything else."""
+        """The path if it is one of the API's, else the route's: clients can send anything."""
         path: str = self.scope["path"].removeprefix(self.scope["root_path"])
         return path if path in self.paths else getattr(self.scope.get("route"), "path", "-")
 
@@ -44,7 +44,7 @@ _current: ContextVar[_Request | None] = ContextVar("request", default=None)
 
 
 class _RequestIdFilter(logging.Filter):
-    """Adds the id of the current request to each record."""
+    """Adds the current request's id to each record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         current = _current.get()
@@ -53,7 +53,7 @@ class _RequestIdFilter(logging.Filter):
 
 
 class _PathFilter(logging.Filter):
-    """Replaces the path and the query in uvicorn's records of requests."""
+    """Replaces path and query in uvicorn's access log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         current = _current.get()
@@ -64,11 +64,11 @@ class _PathFilter(logging.Filter):
 
 
 def log_config(access_log: bool, log_requests: bool = False) -> dict[str, Any]:
-    """Return what `logging.config.dictConfig` takes.
+    """Return the argument of `logging.config.dictConfig`.
 
     Args:
-        access_log: whether each request gets a line of uvicorn's.
-        log_requests: whether the names of unknown fields are logged.
+        access_log: whether uvicorn logs each request.
+        log_requests: whether names of unknown fields are logged.
     """
     own = {"handlers": ["stderr"], "propagate": False}
     return {
@@ -87,7 +87,7 @@ def log_config(access_log: bool, log_requests: bool = False) -> dict[str, Any]:
 
 
 def log_refusal(scope: Scope, error: ApiError) -> None:
-    """Log that a request is answered with an error; its message and the subfields of its field may quote the client."""
+    """Log that a request gets an error, without its message and subfields, which may quote the client."""
     level = logging.ERROR if error.status >= 500 else logging.WARNING
     current, field = _current.get(), re.match(r"\w*", error.param or "")
     path, what = "-" if current is None else current.path, error.code or error.kind
@@ -96,18 +96,18 @@ def log_refusal(scope: Scope, error: ApiError) -> None:
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a text that may come from a client, without characters that forge or hide lines."""
+    """Return the beginning of a possibly client-supplied text, without characters that could forge or hide lines."""
     return text[:_MOST_CHARACTERS].encode("unicode_escape").decode()
 
 
 class RequestLogs:
-    """An ASGI middleware that tells the logs the current request.
+    """ASGI middleware that sets the current request for the logs.
 
-    It gives each request an id, the client's `X-Request-Id` if it has a valid one.
+    It gives each request an id, the client's `X-Request-Id` if valid.
 
     Args:
-        app: gets the requests; its answers get the id as a header.
-        paths: of the API, without parameters.
+        app: the wrapped application; its answers get the id as a header.
+        paths: the API's paths without parameters.
     """
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
@@ -131,14 +131,14 @@ class RequestLogs:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            # It has been answered. uvicorn would log what it says.
+            # The client got its answer, and uvicorn would log the error's message.
             _logger.error("a fault of the server:\n%s", _where(error))
         finally:
             _current.reset(token)
 
 
 def _where(error: BaseException) -> str:
-    """Return the traceback of an error and of its causes, without what they say."""
+    """Return the tracebacks of an error and its causes, without their messages."""
     before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     own = "".join([*traceback.format_tb(error.__traceback__), type(error).__qualname__])
     return own if before is None else f"{_where(before)}, and then\n{own}"

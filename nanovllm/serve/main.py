@@ -1,4 +1,4 @@
-"""`nanovllm serve`: checks the options, loads the model, and runs the server."""
+"""Command `nanovllm serve`: checks the options, loads the model, and runs the server."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _logger = logging.getLogger(__name__)
 
 
 def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the server until it gets SIGINT or SIGTERM, and return the exit code."""
+    """Run the server until SIGINT or SIGTERM, and return the exit code."""
     try:
-        # With several front ends only their processes import them.
+        # Only look for them: with several front ends, only the front ends' processes import them.
         for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
             if find_spec(package) is None:
                 raise ImportError(f"No module named {package!r}")
         from nanovllm.serve.logs import log_config  # noqa: PLC0415
     except ImportError as error:
         parser.error(f"{_INSTALL} ({error})")
-    # A crash of native code says where it was.
+    # Prints a traceback when native code crashes.
     faulthandler.enable()
     with user_errors(parser):
         settings = ServeSettings(**flag_values(options, ServeSettings))
@@ -57,7 +57,7 @@ def _environment_keys() -> list[str] | None:
 
 
 async def _check_port(host: str, port: int) -> None:
-    """Raise an OSError if the server could not listen there."""
+    """Raise an OSError if the server cannot listen on the address."""
     server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port, start_serving=False)
     server.close()
 
@@ -69,7 +69,7 @@ def _num_front_ends(config: Config, settings: ServeSettings) -> int:
 
 
 def _load_front_ends(config: Config, settings: ServeSettings, size: int) -> Callable[[], int]:
-    """Load the model in processes of its own, and return what runs a server of several front ends."""
+    """Load the model in separate processes, and return the function that runs a server of several front ends."""
     from nanovllm.serve.front_ends import FrontEnds  # noqa: PLC0415
 
     front_ends = FrontEnds(config, settings, size)
@@ -78,7 +78,7 @@ def _load_front_ends(config: Config, settings: ServeSettings, size: int) -> Call
 
 
 def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
-    """Load the model, say if it runs on the CPU, and return what runs the server."""
+    """Load the model, report if it runs on the CPU, and return the function that runs the server."""
     import torch  # noqa: PLC0415
 
     from nanovllm.llm import LLM  # noqa: PLC0415

@@ -1,7 +1,7 @@
-"""The server's metrics for Prometheus, by vLLM's names where vLLM has them.
+"""Exports the server's metrics to Prometheus, with vLLM's names where vLLM has them.
 
-What the engine counts is read from it whenever Prometheus asks, and is counted nowhere else. Times come from finished
-requests; errors are reported by the server. Nothing is registered globally, so a process can have several servers.
+The engine's own counters are read on each scrape. Times come from finished requests; errors are reported by the
+server. Nothing is registered globally, so a process can have several servers.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _COUNTERS = {
     "nanovllm_host_cache_loaded_blocks": ("num_loaded_blocks", "Blocks that were copied back."),
     "nanovllm_host_cache_lost_blocks": ("num_lost_blocks", "Blocks that were evicted before they were saved."),
 }
-"""Key: the name in Prometheus, where counters end in `_total`. Value: the key in `LLM.stats`, and the description."""
+"""Maps names in Prometheus, where counters end in `_total`, to keys in `LLM.stats` and descriptions."""
 _HOST_CACHE_STATS = frozenset({"num_host_blocks", "num_saved_blocks", "num_loaded_blocks", "num_lost_blocks"})
-"""Keys that `LLM.stats` has with `swap_space` alone."""
+"""Keys that `LLM.stats` has only with `swap_space`."""
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
-"""Upper bounds in seconds: from a short prompt on an idle GPU to a long answer in a full queue."""
+"""Bucket bounds in seconds: from a short prompt on an idle GPU to a long answer in a full queue."""
 _TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _LENGTH_BUCKETS = tuple(base * 10**power for power in range(5) for base in (1, 2, 5))
 _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
@@ -59,20 +59,20 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
     "request_params_max_tokens": ("The most tokens of an output that a request asks for.", _LENGTH_BUCKETS),
     "request_params_n": ("Outputs that a request asks for.", (1, 2, 5, 10, 20, 50, 100)),
 }
-"""Of requests, by their names without `vllm:`."""
+"""Histograms of requests, by name without `vllm:`."""
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
 class Metrics:
-    """Counts requests, their times and errors, and renders them with the engine's own counters.
+    """Counts requests, times and errors, and renders them together with the engine's counters.
 
     Args:
         get_stats: returns the engine's counters: `LLM.stats`.
         model: the model's name, a label of every metric.
-        cache_config: settings of the cache, by vLLM's names.
-        get_steps: returns the engine's histograms of steps.
-        folder: in which each front end of the server keeps its counters, which are shown together; the client library
-            must have been imported with it as PROMETHEUS_MULTIPROC_DIR. None: there is one front end.
+        cache_config: cache settings, by vLLM's names.
+        get_steps: returns the engine's step histograms.
+        folder: folder of all front ends' counters, which are merged; the client library must have been imported with it
+            as PROMETHEUS_MULTIPROC_DIR. None: there is one front end.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class Metrics:
         }
         text = "Requests by why their first output ended."
         self._requests = Counter("vllm:request_success", text, [*labels, "finished_reason"], registry=own)
-        # Prometheus sees no increase in a series that begins above 0.
+        # Start at 0: Prometheus sees no increase in a series that begins above 0.
         for reason in _FINISH_REASONS:
             self._requests.labels(**labels, finished_reason=reason)
         self._errors = Counter("nanovllm_errors", "Errors by kind.", [*labels, "kind"], registry=own)
 
     def observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
-        """Count a finished request, and its times as far as they are known.
+        """Count a finished request and its known times.
 
         Args:
             output: the request's output, or the last one of its stream.
-            num_tokens: tokens of its longest output. The last output of a stream holds only what is new, so it must be
-                given there; None counts the tokens of `output`.
+            num_tokens: tokens of its longest output, required for a stream, whose last output has only new tokens; None
+                counts the tokens of `output`.
         """
         self._requests.labels(**self._labels, finished_reason=output.outputs[0].finish_reason).inc()
         if num_tokens is None:
@@ -135,20 +135,20 @@ class Metrics:
             self._observe("request_time_per_output_token_seconds", (total - first) / (num_tokens - 1))
 
     def observe_params(self, params: SamplingParams) -> None:
-        """Count what a request asks for."""
+        """Record a request's sampling parameters."""
         self._observe("request_params_n", params.n)
         self._observe("request_params_max_tokens", params.max_tokens)
 
     def count_aborted(self, count: int) -> None:
-        """Count requests that ended unfinished because their client went away."""
+        """Count requests aborted because their client disconnected."""
         self._requests.labels(**self._labels, finished_reason="abort").inc(count)
 
     def count_error(self, kind: str) -> None:
-        """Count an error. Kinds must be few and not made by clients: each is kept for good."""
+        """Count an error. Kinds must be few and not chosen by clients, since each is kept forever."""
         self._errors.labels(**self._labels, kind=kind).inc()
 
     def render(self) -> tuple[bytes, str]:
-        """Return all metrics in Prometheus' text form, and its content type."""
+        """Return all metrics in Prometheus' text format, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _observe(self, name: str, value: float | None) -> None:
@@ -157,7 +157,7 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's counters when Prometheus asks; for the arguments see `Metrics`."""
+    """Reads the engine's counters on each scrape; for the arguments see `Metrics`."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _EngineCollector(Collector):
         self._cache_config = {name: str(value) for name, value in cache_config.items()}
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the engine's metrics, all of one moment."""
+        """Yield the engine's metrics, from a single snapshot."""
         stats = self._get_stats()
         absent = _HOST_CACHE_STATS - stats.keys()
         for name, (key, text) in _GAUGES.items():
@@ -200,7 +200,7 @@ class _EngineCollector(Collector):
     def _by_cause(self, stats: Mapping[str, int]) -> Iterator[Metric]:
         """Yield waiting sequences and prompt tokens by vLLM's causes.
 
-        Waiting for the link to the host's memory counts as capacity, and a prefix in the host cache as a local hit.
+        Waiting for transfers from host memory counts as capacity, and a prefix in the host cache as a local hit.
         """
         waiting = {"capacity": stats["num_waiting"], "deferred": 0}
         name, text = "vllm:num_requests_waiting_by_reason", "Sequences that wait, by cause."
@@ -219,7 +219,7 @@ class _EngineCollector(Collector):
         values: float | Mapping[str, float],
         label: str = "",
     ) -> Metric:
-        """Return a gauge or a counter; with a `label`, `values` has one value for each of its values."""
+        """Return a gauge or a counter; with a `label`, `values` maps the label's values to numbers."""
         family = kind(name, text, labels=[*self._labels, *([label] if label else [])])
         for own, value in values.items() if isinstance(values, Mapping) else [(None, values)]:
             family.add_metric([*self._labels.values(), *([] if own is None else [own])], value)

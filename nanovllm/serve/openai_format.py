@@ -1,4 +1,4 @@
-"""OpenAI's requests and answers, chats and completions, as `nanovllm run` and the server read and write them."""
+"""Reads and writes OpenAI's requests and answers, for `nanovllm run` and the server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, Literal
 
-# `typing` has both from Python 3.11 on, and pydantic reads them there from 3.12 on.
+# `typing` has both since Python 3.11, but pydantic accepts them from there only since 3.12.
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -26,7 +26,7 @@ class UsageCounts(TypedDict):
 
 
 class AnswerMessage(TypedDict, total=False):
-    """An answer to messages, or a new part of it; `reasoning` and `reasoning_content` are the same."""
+    """An answer to messages, or a delta of it; `reasoning` and `reasoning_content` are equal."""
 
     role: Literal["assistant"]
     content: str | None
@@ -37,7 +37,7 @@ class AnswerMessage(TypedDict, total=False):
 
 
 class ChatChoice(TypedDict):
-    """One answer to messages: a `message`, or in a stream a `delta`."""
+    """One answer to messages: a `message`, or a `delta` in a stream."""
 
     index: int
     message: NotRequired[AnswerMessage]
@@ -49,7 +49,7 @@ class ChatChoice(TypedDict):
 
 
 class TextChoice(TypedDict):
-    """One completion, or a new part of it."""
+    """One completion, or a delta of it."""
 
     index: int
     text: str
@@ -85,14 +85,14 @@ class Completion(_Head):
     choices: list[TextChoice]
 
 
-# No effect on an answer here. The model is the one that runs.
+# Fields without effect on the answer; the model is fixed.
 _IGNORED = frozenset(
     {
         "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention", "request_id", "priority", "stream_options", "verbosity",
     }
 )  # fmt: skip
-# Fields that are not supported may have one of these values, which ask for nothing.
+# Unsupported fields may have one of these neutral values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
     "length_penalty": (1,), "logits_processors": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},),
@@ -102,7 +102,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 SAMPLING_FIELDS = {item.name for item in fields(SamplingParams)}
 _RENAMED = {"max_completion_tokens": "max_tokens"}
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; as in OpenAI's API."""
+"""Replaces minus infinity, which JSON lacks, as in OpenAI's API."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ class Endpoint:
     """One of OpenAI's endpoints.
 
     Attributes:
-        content: the field with the messages or the prompt.
-        defaults: sampling parameters of the API where they are not ours.
-        own_fields: fields that the other endpoint has not.
+        content: name of the field with the messages or the prompt.
+        defaults: the API's default sampling parameters where they differ from ours.
+        own_fields: fields that the other endpoint lacks.
     """
 
     content: str
@@ -121,12 +121,12 @@ class Endpoint:
 
     @property
     def is_chat(self) -> bool:
-        """Whether it answers messages."""
+        """Whether the endpoint answers messages."""
         return self.content == "messages"
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of fields beside the content and our sampling parameters."""
+        """Names of fields other than the content and our sampling parameters."""
         return self.own_fields | _IGNORED | _NEUTRAL.keys() | _SHARED
 
 
@@ -162,15 +162,15 @@ def request_params(
 ) -> SamplingParams:
     """Return a request's sampling parameters.
 
-    The request comes first, then the operator's choice, then the endpoint's default, then the model's recommendation: a
-    completion has 16 tokens unless the request or the operator says more.
+    The request has precedence, then the operator's choice, the endpoint's default, and the model's recommendation: a
+    completion has at most 16 tokens unless the request or the operator sets another limit.
 
     Args:
-        body: without null values.
-        endpoint: the request's.
-        recommended: by the model's `generation_config.json`.
-        chosen: by the operator, for requests that do not say.
-        supported: further fields of the API, which the caller takes care of.
+        body: the request without null values.
+        endpoint: the request's endpoint.
+        recommended: recommendations in the model's `generation_config.json`.
+        chosen: the operator's defaults.
+        supported: additional API fields that the caller handles.
 
     Raises:
         ValueError: a value is out of range or not supported.
@@ -181,7 +181,7 @@ def request_params(
         values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
     seed = values.get("seed")
     if isinstance(seed, int) and not isinstance(seed, bool) and seed != -1:
-        # The API's are signed.
+        # Seeds are signed in the API.
         values["seed"] = seed % 2**64
     return SamplingParams(**values)
 
@@ -190,7 +190,7 @@ def template_values(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of the chat template that a request sets.
 
     Raises:
-        ValueError: `chat_template_kwargs` is no object.
+        ValueError: `chat_template_kwargs` is not an object.
     """
     named = {name: body[name] for name in ("documents", "reasoning_effort") if name in body}
     further = body.get("chat_template_kwargs", {})
@@ -202,13 +202,13 @@ def template_values(body: Mapping[str, Any]) -> dict[str, Any]:
 def sampling_values(
     body: Mapping[str, Any], endpoint: Endpoint, names: set[str], supported: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the sampling parameters of a request's body, by our names.
+    """Return the sampling parameters in a request's body, by our names.
 
     Args:
-        body: without null values.
-        endpoint: the request's.
-        names: all sampling parameters.
-        supported: further fields of the API, which the caller takes care of.
+        body: the request without null values.
+        endpoint: the request's endpoint.
+        names: names of all sampling parameters.
+        supported: additional API fields that the caller handles.
 
     Raises:
         ValueError: a value is not supported.
@@ -244,11 +244,11 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class TokenNames:
-    """Names of tokens in log-probabilities.
+    """Names tokens in log-probabilities.
 
     Attributes:
-        get_bytes: returns a token's bytes, or None if unknown; None: the bytes of its text.
-        as_ids: show ids, such as "token_id:123", instead of texts.
+        get_bytes: returns a token's bytes, or None if unknown; None uses the bytes of its text.
+        as_ids: whether to show ids, such as "token_id:123", instead of texts.
     """
 
     get_bytes: Callable[[int], bytes | None] | None = None
@@ -259,11 +259,11 @@ class TokenNames:
         return f"token_id:{token_id}" if self.as_ids else text or ""
 
     def bytes_of(self, token_id: int, text: str | None) -> list[int] | None:
-        """Return a token's bytes; None if they are not known."""
+        """Return a token's bytes; None if unknown."""
         if self.get_bytes is not None:
             found = self.get_bytes(token_id)
             return None if found is None else list(found)
-        # Part of a character, whose bytes its replacement does not show.
+        # Part of a character, whose replacement character does not show the bytes.
         return None if "\ufffd" in (text or "") else list((text or "").encode())
 
 
@@ -271,7 +271,7 @@ _BY_TEXT = TokenNames()
 
 
 def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
-    """Return token counts in the API's form."""
+    """Return token counts in the API's format."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
@@ -281,12 +281,12 @@ def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """The view of tokens in an answer.
+    """Options for showing tokens in an answer.
 
     Attributes:
-        num_logprobs: most likely tokens at each position.
-        names: how log-probabilities show tokens.
-        ids: whether it has the ids of tokens.
+        num_logprobs: number of most likely tokens at each position.
+        names: names of tokens in log-probabilities.
+        ids: whether to include token ids.
     """
 
     num_logprobs: int | None = None
@@ -295,19 +295,19 @@ class ShownTokens:
 
     @classmethod
     def of(cls, body: Mapping[str, Any], get_bytes: Callable[[int], bytes | None] | None = None) -> ShownTokens:
-        """Return the view that a request asks for."""
+        """Return the options of a request."""
         names = TokenNames(get_bytes, bool(body.get("return_tokens_as_token_ids")))
         return cls(body.get("top_logprobs"), names, bool(body.get("return_token_ids")))
 
 
 def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: ShownTokens, echo: str = "") -> ChatChoice:
-    """Return one whole answer to messages.
+    """Return one complete answer to messages.
 
     Args:
         choice: the output.
-        splitter: takes it apart; nothing has been taken yet.
-        shown: the view of its tokens.
-        echo: text before the answer's.
+        splitter: splits the output's text; unused so far.
+        shown: options for showing tokens.
+        echo: text before the answer's text.
     """
     new = splitter.append(choice.text, final=True)
     message: AnswerMessage = {"role": "assistant", "content": echo + new.content, "refusal": None}
@@ -333,14 +333,14 @@ def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: Shown
 
 
 def chat_finish_reason(choice: CompletionOutput, splitter: AnswerSplitter) -> str | None:
-    """Return why an answer that has been taken apart ended: with calls, if it has some."""
+    """Return the finish reason of a split answer: "tool_calls" if it has calls."""
     return "tool_calls" if splitter.call_ids and choice.finish_reason == "stop" else choice.finish_reason
 
 
 def chat_logprobs(
     choice: CompletionOutput, num_logprobs: int | None, names: TokenNames = _BY_TEXT
 ) -> dict[str, Any] | None:
-    """Return an answer's log-probabilities; None if it has none."""
+    """Return an answer's log-probabilities; None if not requested."""
     if choice.logprobs is None:
         return None
     positions = zip(choice.logprobs, choice.token_ids, strict=True)
@@ -360,14 +360,14 @@ def _chat_position(
             "bytes": names.bytes_of(token_id, item.decoded_token),
         }
 
-    # The token's own entry is there even if the token is unlikely.
+    # The position's own token is included even if it is unlikely.
     top = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank or 0)
     top = top if num_logprobs == -1 else top[:num_logprobs]
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
 def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> list[Any] | None:
-    """Return the log-probabilities of a prompt's tokens in vLLM's form, by token id; None if it has none."""
+    """Return the log-probabilities of a prompt's tokens in vLLM's format, by token id; None if not requested."""
     if output.prompt_logprobs is None:
         return None
     return [
@@ -402,11 +402,11 @@ def text_logprobs(
     """Return log-probabilities of tokens.
 
     Args:
-        positions: of each token; None for a token without, as the first of a prompt.
+        positions: log-probabilities of each token; None for a token without any, such as a prompt's first.
         token_ids: the tokens.
-        offsets: where in the answer's text they begin; by the lengths of their texts if None.
-        first_token: the text of a first token that has no log-probabilities.
-        names: how tokens are shown.
+        offsets: their offsets in the answer's text; None computes them from the lengths of their texts.
+        first_token: text of a first token without log-probabilities.
+        names: names of tokens.
     """
     own = [None if found is None else found[token_id] for found, token_id in zip(positions, token_ids, strict=True)]
     texts = [first_token if item is None else item.decoded_token or "" for item in own]

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, and `/score` and `/rerank` by the method of `LLM.rank`."""
+"""Endpoints `/v1/embeddings`, and `/score` and `/rerank` by the method of `LLM.rank`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = make_router()
 
 
 class PoolingBody(Body):
-    """Fields of all requests for hidden states."""
+    """Common fields of pooling requests."""
 
     model: str | None = None
     pooling: Literal["last", "mean"] | None = Field(
@@ -56,7 +56,7 @@ _Document = Annotated[Text | Annotated[RerankDocument, IsObject], one_of("a stri
 
 
 class RerankBody(PoolingBody):
-    """A request for documents in the order of their relevance to a query; `top_n`: how many, all if None or 0."""
+    """A request to rank documents by relevance to a query; `top_n`: number to return, all if None or 0."""
 
     query: str
     documents: Annotated[list[_Document], Field(min_length=1, max_length=1023, fail_fast=True)]
@@ -108,7 +108,7 @@ class ScoreAnswer(BaseModel):
 
 
 class RerankItem(BaseModel):
-    """A document, with its place in the request."""
+    """A document with its index in the request."""
 
     index: int
     document: RerankDocument | None
@@ -116,7 +116,7 @@ class RerankItem(BaseModel):
 
 
 class RerankAnswer(BaseModel):
-    """Documents, the most relevant first."""
+    """Documents by descending relevance."""
 
     id: str
     model: str
@@ -133,7 +133,7 @@ async def embeddings(body: EmbeddingBody, request: Request, service: ServiceDep)
 @router.post("/score", responses=ERRORS)
 @router.post("/v1/score", responses=ERRORS)
 async def scores(body: ScoreBody, request: Request, service: ServiceDep) -> ScoreAnswer:
-    """Return how similar pairs of texts are, or how relevant the second is to the first."""
+    """Return the similarity of pairs of texts, or the relevance of the second to the first."""
     return await within_limits(request, service, score(service, body))
 
 
@@ -141,12 +141,12 @@ async def scores(body: ScoreBody, request: Request, service: ServiceDep) -> Scor
 @router.post("/v1/rerank", responses=ERRORS)
 @router.post("/v2/rerank", responses=ERRORS)
 async def rank(body: RerankBody, request: Request, service: ServiceDep) -> RerankAnswer:
-    """Return documents by how relevant they are to a query."""
+    """Return documents by relevance to a query."""
     return await within_limits(request, service, rerank(service, body))
 
 
 async def embed(service: Service, body: EmbeddingBody) -> EmbeddingAnswer:
-    """Return embeddings of prompts, each of length 1."""
+    """Return normalised embeddings of prompts."""
     service.check_model(body.model)
     size = service.hidden_size
     if body.dimensions not in (None, size):
@@ -177,7 +177,7 @@ async def score(service: Service, body: ScoreBody) -> ScoreAnswer:
 
 
 async def rerank(service: Service, body: RerankBody) -> RerankAnswer:
-    """Return documents, the most relevant to the query first."""
+    """Return documents by descending relevance to the query."""
     service.check_model(body.model)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     scores, outputs = await service.relevance([body.query], texts, body.pooling, body.priority)

@@ -1,4 +1,4 @@
-"""Runs uvicorn: listens, prints the address, and ends within the grace period."""
+"""Runs uvicorn: listens, prints the address, and shuts down within the grace period."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
 
 _SWITCH_SECONDS = 0.0005
-"""Time that one thread may hold the interpreter while another waits.
+"""Interpreter switch interval: time that a thread may run while another one waits.
 
-The engine's thread waits for the device several times in each step. With Python's 5 ms it would lose that much each
-time to the threads that write answers.
+The engine's thread waits for the device several times in each step. With Python's default of 5 ms it could lose that
+time to answering threads at each wait.
 """
 _ABORT_SHARE, _CUT_SHARE = 0.8, 0.95
-"""The shares of the grace after which requests are aborted, and connections cut that have not taken their answers."""
+"""Shares of the grace period after which requests are aborted, and connections with unread answers are closed."""
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """State that a front end shares with the others of its server.
+    """A front end's state that is shared with the server's other front ends.
 
     Attributes:
-        listener: the socket on which it listens.
-        counts: for limits that are the server's.
+        listener: the listening socket.
+        counts: counts of the whole server, for its limits.
         metrics_folder: folder of the counters of all front ends.
-        created: when the server began, in seconds since 1970.
-        on_ready: called once it answers.
+        created: start time of the server, in seconds since 1970.
+        on_ready: called once the front end is ready.
     """
 
     listener: socket.socket
@@ -58,11 +58,11 @@ class ServerPlace:
 
 
 def run_server(llm: LLM, settings: ServeSettings, max_connections: int, place: ServerPlace | None = None) -> int:
-    """Answer requests until SIGINT or SIGTERM, or until the engine is lost if settings say so; return the exit code.
+    """Serve until SIGINT or SIGTERM, or until the engine fails if settings say so; return the exit code.
 
-    place: among other front ends; None: this is the server.
+    place: shared state of several front ends; None if this process is the only one.
     """
-    # Enough for the largest request that is allowed, so that none takes others' places; texts to compare are two lists.
+    # At least the largest allowed request; texts to compare are two lists.
     most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
     llm.input_processor.bound_grammars(compiles_here=llm.engine_client.engine.is_in_process)
     async_llm = AsyncLLM.over(llm, max_pending_requests=most_pending)
@@ -73,7 +73,7 @@ def run_server(llm: LLM, settings: ServeSettings, max_connections: int, place: S
     app = create_app(service)
     pool = ConnectionPool(settings, service.metrics.count_error, max_connections, service.counts)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    # What is loaded stays: looking through it for garbage would hold the event loop.
+    # Loaded objects stay alive: collecting garbage among them would block the event loop.
     gc.collect()
     gc.freeze()
     server = _Server(_uvicorn_config(app, settings, pool), service, place)
@@ -95,18 +95,18 @@ def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool)
         log_config=None,
         access_log=settings.access_log,
         proxy_headers=False,
-        # uvicorn calls it with arguments, as it would call a class.
+        # uvicorn calls it with arguments, like a class.
         http=cast("type[asyncio.Protocol]", partial(Connection, pool)),
         ws="none",
         timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + 1,
-        # Clients keep their connections longer than uvicorn's 5 s, and fail when one closes as they send.
+        # Clients keep connections for longer than uvicorn's 5 s, and fail when one closes while they send.
         timeout_keep_alive=75,
         lifespan="on",
     )
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that prints its address, ends within the grace, and ends with its engine if settings say so."""
+    """A uvicorn server that prints its address and honours the grace period and `exit_when_engine_fails`."""
 
     def __init__(self, config: uvicorn.Config, service: Service, place: ServerPlace | None) -> None:
         super().__init__(config)
@@ -153,11 +153,11 @@ class _Server(uvicorn.Server):
 
 
 async def _warm_up(app: Any, settings: ServeSettings) -> None:
-    """Answer a request of the server's own, since the first one imports modules and builds tables for some 20 ms.
+    """Answer a dummy request, since the first one imports modules and builds tables, for about 20 ms.
 
     Args:
         app: the ASGI application.
-        settings: the server's.
+        settings: the server's settings.
     """
     host = settings.trusted_hosts[0].replace("*", "a")
     headers = [(b"content-type", b"application/json"), (b"host", host.encode())]

@@ -1,7 +1,7 @@
-"""Bodies of OpenAI's and vLLM's requests, and the types of their fields.
+"""Request bodies of OpenAI's and vLLM's APIs, and the types of their fields.
 
-`SamplingParams`, which checks limits, and OpenAI's reference explain the fields. Fields of OpenAI's and
-vLLM's APIs that are not supported may have the value that asks for nothing. Other fields are ignored, and logged once.
+`SamplingParams`, which checks limits, and OpenAI's reference explain the fields. Unsupported fields of OpenAI's and
+vLLM's APIs may have a neutral value. Other fields are ignored and logged once.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _logger = logging.getLogger(__name__)
 _MOST_FIELDS = 128
 _MOST_IDS = 4096
 MOST_CHOICES = 10_000
-"""Of `structured_outputs`, which take 0.2 s."""
+"""Maximum choices in `structured_outputs`, which take 0.2 s."""
 MOST_TOOLS = 256
 
 _MOST_LOGGED = 256
 _LONGEST_NAME = 80
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
-"""Retired fields of vLLM, and the fields of `structured_outputs` that replace them."""
+"""Maps vLLM's retired fields to the fields of `structured_outputs` that replace them."""
 
 MOST_PROMPTS = 1024
 _MOST_TOKENS = 2**20
 MOST_MESSAGES = 4096
 _MOST_STOPS = 64
-# A field with several forms is checked by the one that its value's type shows, so that the error is about that one.
-# The first fault ends the check of a list: an error for each of a million entries would take minutes.
+# The value's type selects the form by which a field is validated, so that the error is about that form.
+# Validation of a list stops at the first error: an error for each of a million entries would take minutes.
 _FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
 
 
 def _form(given: Any) -> str | None:
-    """Return which form was given, or is to be dumped; None: no field has it."""
+    """Return the tag of a value's form, for validation and dumping; None for an unsupported type."""
     return "<object>" if isinstance(given, BaseModel) else _FORMS.get(type(given))
 
 
@@ -59,7 +59,7 @@ def _prompt_form(given: Any) -> str | None:
 
 
 def one_of(forms: str, get_form: Callable[[Any], str | None] = _form) -> Discriminator:
-    """Return a discriminator of a field's forms; `forms` describes them in the error."""
+    """Return a discriminator for a field's forms; `forms` describes them in the error."""
     return Discriminator(get_form, custom_error_type="form_type", custom_error_message=f"Input should be {forms}")
 
 
@@ -67,7 +67,7 @@ IsText, IsList, IsObject = Tag("<text>"), Tag("<list>"), Tag("<object>")
 Text = Annotated[str, IsText]
 Object = Annotated[dict[str, Any], IsObject]
 Nothing = Annotated[dict[str, Any], Field(max_length=0)]
-# JSON's true and 1.0 are no ids.
+# JSON's true and 1.0 are not ids.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
 _TokenLists = Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(max_length=MOST_PROMPTS, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
@@ -91,14 +91,14 @@ _Value = TypeVar("_Value")
 
 
 def _at_most(count: int, given: _Value) -> _Value:
-    """Return a value, or raise if it has too many fields: pydantic would make an error of each."""
+    """Return a value, or raise if it has too many fields, each of which could become a pydantic error."""
     if isinstance(given, dict) and len(given) > count:
         raise ValueError(f"{len(given)} fields are over {count}")
     return given
 
 
 def _invalid(name: str, problem: str) -> ApiError:
-    """Return the error of a field that does not go with another one."""
+    """Return the error of a field that conflicts with another one."""
     return ApiError(400, f"{name} {problem}", name, code="invalid_value")
 
 
@@ -106,7 +106,7 @@ Metadata = Annotated[dict[str, str], BeforeValidator(partial(_at_most, _MOST_FIE
 
 
 class Body(BaseModel):
-    """A JSON object. Fields that are not known are ignored, as in vLLM."""
+    """A JSON object. Unknown fields are ignored, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -121,7 +121,7 @@ class Body(BaseModel):
 
     @classmethod
     def _log_unknown(cls, name: str) -> None:
-        # Names come from clients, and must fill neither the memory nor the log.
+        # Clients choose the names, which must fill neither memory nor log.
         if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
             if not _logged:
                 _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
@@ -130,7 +130,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer; `include_obfuscation` changes nothing."""
+    """Options of a streamed answer; `include_obfuscation` has no effect."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -138,7 +138,7 @@ class StreamOptions(Body):
 
 
 class JsonSchemaFormat(Body):
-    """A JSON schema that the answer must match."""
+    """A JSON schema for the answer."""
 
     name: str
     schema_: dict[str, Any] | None = Field(None, alias="schema")
@@ -147,14 +147,14 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """The form of an answer."""
+    """The format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body):
-    """A form that an answer must match; exactly one field is set. See `StructuredOutputsParams`."""
+    """A constraint on the answer; exactly one field is set. See `StructuredOutputsParams`."""
 
     json_: TextOrObject | None = Field(None, alias="json")
     regex: str | None = None
@@ -167,7 +167,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingBody(Body):
-    """Fields of chats and completions."""
+    """Common fields of chats and completions."""
 
     model: str | None = None
     stream: bool | None = None
@@ -182,7 +182,7 @@ class SamplingBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(partial(_at_most, _MOST_IDS))] | None = None
     response_format: ResponseFormat | None = None
-    # vLLM's.
+    # Fields of vLLM.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -208,7 +208,7 @@ class SamplingBody(Body):
     add_special_tokens: bool | None = Field(
         None, description="whether encoding a text adds special tokens, such as BOS"
     )
-    # Without effect here.
+    # Fields without effect.
     user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
@@ -243,7 +243,7 @@ class SamplingBody(Body):
         return self
 
     def without_content(self) -> Self:
-        """Return a copy without large fields, for an answer that may take minutes."""
+        """Return a copy without large fields, to keep for an answer that may take minutes."""
         return self.model_copy(update=dict.fromkeys(_LARGE_FIELDS & set(type(self).model_fields)))
 
 
@@ -254,7 +254,7 @@ _LARGE_FIELDS = {
 
 
 class ChatMessage(BaseModel):
-    """A message; further fields are the chat template's business."""
+    """A message; other fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -263,7 +263,7 @@ class ChatMessage(BaseModel):
 
 
 class ToolFunction(BaseModel):
-    """A function that a model may call; further fields are the chat template's business."""
+    """A function that the model may call; other fields are passed to the chat template."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -274,7 +274,7 @@ class ToolFunction(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool that a model may call."""
+    """A tool that the model may call."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -300,7 +300,7 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESS
 
 
 class ChatBody(SamplingBody):
-    """A request for the answer to messages."""
+    """A request to answer messages."""
 
     messages: Messages
     max_completion_tokens: int | None = None
@@ -337,10 +337,10 @@ class ChatBody(SamplingBody):
 
     @classmethod
     def translated(cls, values: dict[str, Any]) -> Self:
-        """Return the chat that stands for another API's request; null values are left out.
+        """Return another API's request as a chat; null values are dropped.
 
         Raises:
-            ApiError: a value is wrong.
+            ApiError: a value is invalid.
         """
         given = {name: value for name, value in values.items() if value is not None}
         try:
@@ -351,7 +351,7 @@ class ChatBody(SamplingBody):
 
 
 class CompletionBody(SamplingBody):
-    """A request for the completion of prompts: texts or token ids."""
+    """A request to complete prompts: texts or token ids."""
 
     prompt: Prompts
     best_of: int | None = None
@@ -363,7 +363,7 @@ class CompletionBody(SamplingBody):
 
 
 class TokenizeBody(Body):
-    """A request for the token ids of a text, or of messages."""
+    """A request to tokenize a text or messages."""
 
     model: str | None = None
     prompt: str | None = None
@@ -378,14 +378,14 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """A request for the text of token ids."""
+    """A request to decode token ids."""
 
     model: str | None = None
     tokens: TokenIds
 
 
 class GenerateBody(Body):
-    """A request for token ids that follow token ids; `sampling_params` are vLLM's, by name."""
+    """A request to complete token ids with token ids; `sampling_params` have vLLM's names."""
 
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     model: str | None = None
@@ -397,5 +397,5 @@ class GenerateBody(Body):
 
 
 def prompt_list(prompts: Any) -> list[Any]:
-    """Return a request's prompts; a list of token ids is one."""
+    """Return a request's prompts; a list of token ids is a single prompt."""
     return [prompts] if isinstance(prompts, str) or isinstance(prompts[0], int) else list(prompts)

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, with text and calls of functions, as a chat; nothing is stored."""
+"""Endpoint `/v1/responses` for text and function calls, translated to a chat; nothing is stored."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _CONTENT = "a message's content is a string, or a list of parts of text"
 
 
 class ResponseText(Body):
-    """The form of a response's text."""
+    """The format of a response's text."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
 
 
 class ResponseTool(ToolFunction):
-    """A function that a model may call."""
+    """A function that the model may call."""
 
     type: Literal["function"]
 
@@ -58,7 +58,7 @@ class ResponseToolChoice(Body):
 
 
 class ResponseBody(Body):
-    """A request for a response, in text."""
+    """A request for a text response."""
 
     model: str | None = None
     input: TextOrObjects
@@ -76,7 +76,7 @@ class ResponseBody(Body):
     conversation: None = None
     prompt: None = None
     background: Literal[False] | None = None
-    # Without effect here.
+    # Fields without effect.
     user: str | None = None
     metadata: Metadata | None = None
     store: bool | None = None
@@ -108,22 +108,22 @@ class ResponseAnswer(TypedDict):
 
 @router.post("/v1/responses", response_model=None, responses=answers(ResponseAnswer))
 async def responses(body: ResponseBody, request: Request, service: ServiceDep) -> Response:
-    """Answer an input in text."""
+    """Answer a text input."""
     return await within_limits(request, service, answer_response(service, body))
 
 
 async def answer_response(service: Service, body: ResponseBody) -> Response:
-    """Answer an input, whole or as the answer comes."""
+    """Answer an input, with or without streaming."""
     translation = _ResponseTranslation(_begun(service, body))
     return await (await begin_chat(service, response_chat(body))).respond(body.stream, translation)
 
 
 def response_chat(body: ResponseBody) -> ChatBody:
-    """Return a request as a chat.
+    """Translate a request to a chat.
 
     Raises:
-        ValueError, ApiError: an item is neither a message of text nor a call of a function nor its output, or a value
-            is wrong.
+        ValueError, ApiError: an item is not a text message, a function call or a function's output, or a value is
+            invalid.
     """
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolChoice):
@@ -150,7 +150,7 @@ def response_chat(body: ResponseBody) -> ChatBody:
 
 
 def _messages(body: ResponseBody) -> list[dict[str, Any]]:
-    """Return the input as messages; the calls of one turn are one message's."""
+    """Return the input as messages; the calls of one turn become one message."""
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
@@ -164,7 +164,7 @@ def _messages(body: ResponseBody) -> list[dict[str, Any]]:
         elif kind == "function_call_output":
             content = normal_content(item.get("output"), _CONTENT)
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
-        # The model does not get its thoughts back.
+        # Earlier reasoning is not shown to the model.
         elif kind != "reasoning":
             messages.append(_message(item))
     return messages
@@ -186,15 +186,15 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ResponseTranslation(Translation):
-    """Translates a chat's answer into a response.
+    """Translates a chat's answer to a response.
 
     Args:
-        begun: the response before there is any output.
+        begun: the response before any output.
     """
 
     def __init__(self, begun: dict[str, Any]) -> None:
         super().__init__()
-        # As JSON: parsed, a client's fields may take twenty times their size, as long as the answer runs.
+        # Kept as JSON: parsed fields could take twenty times the memory for as long as the answer runs.
         self._begun = encode_json(begun)
         self._number = -1
 
@@ -238,7 +238,7 @@ class _ResponseTranslation(Translation):
         yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
 
     def _finish(self, choice: ChatChoice) -> Iterator[Event]:
-        """Complete the last item; without any, there is an empty message."""
+        """Complete the last item; without items, add an empty message."""
         if not self.items:
             yield from self._append(self._text_item(), is_text=True)
         yield from super()._finish(choice)
@@ -275,7 +275,7 @@ def _head(prefix: str, kind: str) -> dict[str, Any]:
 
 
 def _begun(service: Service, body: ResponseBody) -> dict[str, Any]:
-    """Return a response that has begun."""
+    """Return the response to a request, before any output."""
     choice = body.tool_choice
     text = {} if body.text is None else body.text.model_dump(exclude_none=True)
     return {

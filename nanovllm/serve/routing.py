@@ -1,4 +1,4 @@
-"""Parts that the routers share: the service, the limit of time, and the schemas of errors."""
+"""Shared parts of the routers: the service, the time limit, and the error schemas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """An answer that is an error."""
+    """An error answer."""
 
     error: ErrorDetail
 
@@ -45,12 +45,12 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         (503, "the engine has failed or is shutting down"),
     )
 }
-# Without this FastAPI would say that it answers with its own errors, of status 422.
+# Otherwise FastAPI would document its own errors of status 422.
 ERRORS["4XX"] = {"model": ErrorBody, "description": "another fault of the request"}
 
 
 class _Request(Request):
-    """A request whose body is read as `parse_json` does."""
+    """A request whose body is parsed by `parse_json`."""
 
     async def json(self) -> Any:
         """Return the body's value."""
@@ -58,7 +58,7 @@ class _Request(Request):
 
 
 class _Route(APIRoute):
-    """A route whose requests do not keep their body, which they cache, until the end of a streamed answer."""
+    """A route whose requests drop their cached body before a streamed answer ends."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -70,7 +70,7 @@ class _Route(APIRoute):
 
 
 def make_router(**options: Any) -> APIRouter:
-    """Return a router for requests that have a body; `options`: of `APIRouter`."""
+    """Return a router for requests with a body; `options`: options of `APIRouter`."""
     return APIRouter(route_class=_Route, **options)
 
 
@@ -83,10 +83,10 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 
 async def within_limits(request: Request, service: Service, answer: Awaitable[Result]) -> Result:
-    """Return an answer, or the head of a stream, unless the client disconnects or it takes too long."""
+    """Return an answer, or the start of a stream, unless the client disconnects or a time limit passes."""
     return await until_disconnect(request.receive, answer, service.settings.max_request_seconds)
 
 
 def answers(model: Any) -> dict[int | str, dict[str, Any]]:
-    """Return the possible answers of an endpoint that can stream: events, or `model`."""
+    """Return the possible answers of a streaming endpoint: events, or `model`."""
     return {200: {"model": model, "content": {"text/event-stream": {}}}, **ERRORS}

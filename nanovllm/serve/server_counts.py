@@ -1,4 +1,4 @@
-"""Counts over all front ends of a server, for the limits that are the server's."""
+"""Counts requests and connections across front ends, for the limits of the whole server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class Counted(IntEnum):
-    """Numbers of the whole server: requests with a body, connections, and requests that wait or run in the engine."""
+    """Counted quantities: requests with a body, connections, and requests in the engine."""
 
     REQUESTS = 0
     CONNECTIONS = 1
@@ -15,14 +15,14 @@ class Counted(IntEnum):
 
 
 class ServerCounts:
-    """Counts of one front end among those of all.
+    """One front end's counts, in memory shared by all.
 
-    A front end writes only its own numbers, so that none waits for another; two that look at the same time may both
-    take the last place.
+    A front end writes only its own numbers, so that no locks are needed; front ends that check a limit at the same time
+    may slightly exceed it.
 
     Args:
-        memory: shared by all front ends, of `size` bytes; private if there are no others.
-        index: which front end this is.
+        memory: memory shared by all front ends, of `size` bytes; private if there is only one.
+        index: index of this front end.
     """
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None, index: int = 0) -> None:
@@ -31,11 +31,11 @@ class ServerCounts:
 
     @staticmethod
     def size(num_front_ends: int) -> int:
-        """Return the bytes that the counts of a server take."""
+        """Return the size of a server's counts in bytes."""
         return 8 * len(Counted) * num_front_ends
 
     def add(self, counted: Counted, change: int) -> None:
-        """Count up or down."""
+        """Change a number of this front end."""
         self._numbers[self._first + counted] += change
 
     def set(self, counted: Counted, number: int) -> None:
@@ -43,7 +43,7 @@ class ServerCounts:
         self._numbers[self._first + counted] = number
 
     def total(self, counted: Counted) -> int:
-        """Return a number of all front ends."""
+        """Return a number's total over all front ends."""
         return sum(self._numbers[counted :: len(Counted)])
 
     def reset(self) -> None:

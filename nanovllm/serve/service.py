@@ -1,4 +1,4 @@
-"""The engine behind the handlers: requests in, within the server's limits, and outputs back."""
+"""Connects the HTTP handlers to the engine: submits requests within the server's limits, and returns outputs."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Service:
 
     Args:
         llm: the engine.
-        settings: the server's.
-        counts: current numbers of the whole server; its own if there is one front end.
-        metrics_folder: counters of all front ends; None if there is one.
+        settings: the server's settings.
+        counts: counts of the whole server; None if there is one front end.
+        metrics_folder: folder of all front ends' counters; None if there is one.
         created: start time of the server; now if None.
 
     Attributes:
@@ -59,13 +59,13 @@ class Service:
         tokenizer: a transformers tokenizer; None if the model lacks one.
         hidden_size: the length of an embedding.
         names: the model's names in the API.
-        model: the first name, which answers have.
-        chat_template: replaces the tokenizer's; None: it does not.
-        device: the name of the device, or devices.
-        fingerprint: hash of the version and the engine's settings, with which equal seeds give equal answers.
+        model: the first name, used in answers.
+        chat_template: a chat template that replaces the tokenizer's, or None.
+        device: name of the device or devices.
+        fingerprint: hash of the version and the engine's settings; equal fingerprints and seeds give equal answers.
         created: start time in seconds since 1970.
         metrics: counts requests, times and errors.
-        answer_format: the model's form of calls and thoughts.
+        answer_format: the model's format of tool calls and reasoning.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Service:
         self.hidden_size = llm.llm.model_config.hidden_size
         self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]
-        # vLLM's clients name the model as it was given.
+        # vLLM's clients use the model's name as given on the command line.
         self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
         self.counts = counts or ServerCounts()
         self.created = int(time.time()) if created is None else created
@@ -98,7 +98,7 @@ class Service:
         self.chat_template = settings.template_text()
         settled = f"{nanovllm.__version__} {self.config}"
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"
-        # Where a request does not say.
+        # The default for requests.
         self._defaults = llm.llm.recommended_values()
         reasoning = settings.reasoning_parser or "auto"
         with warnings.catch_warnings(record=True) as told:
@@ -108,7 +108,7 @@ class Service:
             _logger.warning("%s", warning.message)
         template = getattr(self.tokenizer, "apply_chat_template", None)
         reserved = {"self", *inspect.signature(template).parameters} if template else set()
-        # A variable that requests have a field for.
+        # This variable has its own field in requests.
         self._reserved = reserved - {"kwargs", "documents"}
 
     def check_model(self, model: str | None) -> None:
@@ -118,7 +118,7 @@ class Service:
             raise ApiError(404, message, "model", code="model_not_found")
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return the API's description of the model, under one of its names."""
+        """Return the API's description of the model under one of its names."""
         return {
             "id": name,
             "object": "model",
@@ -141,17 +141,17 @@ class Service:
         return request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED)
 
     def token_names(self, body: SamplingBody) -> TokenNames:
-        """Return how an answer's log-probabilities name tokens."""
+        """Return the names of tokens in an answer's log-probabilities."""
         return TokenNames(self.llm.llm.output_processor.token_bytes, bool(body.return_tokens_as_token_ids))
 
     def template(self, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> Template:
-        """Return a function from messages to a prompt's text.
+        """Return a function that renders messages.
 
         Raises:
-            ValueError: the request has a template, or variables that are not its own.
+            ValueError: the request has a template of its own, or variables that requests must not set.
         """
         if body.chat_template is not None:
-            # A template is a program, which could take minutes, or gigabytes.
+            # A template is a program that could take minutes or gigabytes.
             raise ValueError("chat_template: a template comes with the server (--chat-template), not with a request")
         given = template_values(body.model_dump(include=_TEMPLATE_FIELDS, exclude_none=True))
         refused = sorted(self._reserved & given.keys())
@@ -169,10 +169,10 @@ class Service:
         return lambda messages: render_text(self.tokenizer, _plain(messages), **options)
 
     async def encode(self, prompt: Any, add_special_tokens: bool | None, template: Template | None) -> list[int]:
-        """Return the token ids of a text, or of messages if there is a template.
+        """Return the token ids of a text, or of messages with `template`.
 
         Raises:
-            ValueError: it cannot be encoded, or is too long.
+            ValueError: the prompt cannot be encoded, or is too long.
         """
         encode = partial(self.llm.llm.input_processor.encode, [prompt], add_special_tokens, template=template)
         (found,) = await self.llm.run_beside(encode, work_of([_as_text(prompt)], None))
@@ -187,15 +187,15 @@ class Service:
         template: Template | None = None,
         max_tokens: int | None = None,
     ) -> StreamList:
-        """Queue the requests of prompts, all or none.
+        """Queue requests for all prompts, or raise.
 
         Args:
             prompts: texts, lists of token ids, or conversations if there is a template.
-            params: of all.
-            body: says how prompts are encoded, their priority, and whether outputs are wanted as they come.
-            template: makes texts of conversations.
-            max_tokens: tokens of an output for which the model must have room, as the request says; None: `params`
-                are cut to the room that there is.
+            params: sampling parameters of all.
+            body: the request, with encoding options, priority, and whether to stream.
+            template: renders conversations.
+            max_tokens: the request's number of output tokens, for which the model must have room; None reduces
+                `params` to the available room.
 
         Raises:
             ValueError, ApiError: a prompt or a parameter is out of bounds.
@@ -228,7 +228,7 @@ class Service:
             )
             for request in requests:
                 request.cache_salt = body.cache_salt
-                # Answers show the text of a completion's prompt alone.
+                # Only completions show the prompt's text.
                 request.prompt = request.prompt if template is None else None
             self._check_size(requests, max_tokens)
             return requests
@@ -238,10 +238,10 @@ class Service:
         return streams
 
     def _limited(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters, with the server's `max_output_tokens` if they have no limit.
+        """Return sampling parameters with the server's `max_output_tokens` as the default.
 
         Raises:
-            ValueError, ApiError: a value is over the server's limits.
+            ValueError, ApiError: a value exceeds the server's limits.
         """
         most, structured = self.settings.max_output_tokens, params.structured_outputs
         if most is not None and (params.max_tokens or 0) > most:
@@ -252,14 +252,14 @@ class Service:
         return replace(params, max_tokens=most) if params.max_tokens is None else params
 
     def _max_prompt_tokens(self, body: SamplingBody, params: SamplingParams) -> int | None:
-        """Return the number of tokens that a request keeps of its prompts; None: all."""
+        """Return the number of tokens to which a request truncates its prompts; None: no truncation."""
         wanted, most = body.truncate_prompt_tokens, self.limits.max_model_len
         if wanted is not None and wanted > most:
             raise ValueError(f"truncate_prompt_tokens={wanted} is over max_model_len={most}")
         return max(1, most - (params.max_tokens or 1)) if wanted == -1 else wanted
 
     def _check_size(self, requests: list[Request], max_tokens: int | None) -> None:
-        """Raise if the model has no room for outputs of that length, or there are too many log-probabilities."""
+        """Raise if the model has no room for `max_tokens`, or if there are too many log-probabilities."""
         params, longest = requests[0].params, self.limits.max_model_len
         lengths = [len(request.token_ids) for request in requests]
         if max(lengths) + (max_tokens or 0) > longest:
@@ -280,15 +280,15 @@ class Service:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
     async def outputs(self, streams: StreamList) -> list[RequestOutput]:
-        """Return the whole outputs of requests; they are aborted if this is cancelled or one of them fails."""
+        """Return the complete outputs of requests, which are aborted on cancellation or if one of them fails."""
         return await self._observed(self.llm.gather(streams), len(streams))
 
     async def embed(
         self, prompts: list[Any], pooling: Pooling | None, priority: int | None
     ) -> tuple[torch.Tensor, list[RequestOutput]]:
-        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and the outputs behind them."""
+        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and their outputs."""
         self._check_priority(priority)
-        # A text has at least as many characters as tokens.
+        # A text has no more tokens than characters.
         lengths = [min(len(prompt), self.limits.max_model_len) for prompt in prompts]
         self._note(lengths, SamplingParams(max_tokens=1))
         outputs = await self._observed(self.llm.pool(prompts, pooling, priority=priority or 0), len(prompts))
@@ -297,7 +297,7 @@ class Service:
     async def relevance(
         self, queries: list[str], documents: list[str], pooling: Pooling | None, priority: int | None
     ) -> tuple[list[float], list[RequestOutput]]:
-        """Return the relevance of each document to its query, or to the only one, and the outputs behind it."""
+        """Return the relevance of each document to its query, or to the single query, and the outputs."""
         pairs = text_pairs(queries, documents)
         if rank_method(None, self.config.model) == "embedding":
             vectors, outputs = await self.embed([*queries, *documents], pooling, priority)
@@ -313,14 +313,14 @@ class Service:
             raise ValueError(f"priority={priority}: this server does not let requests choose it (allow_priority)")
 
     def _note(self, lengths: list[int], params: SamplingParams) -> None:
-        """Count prompts of these lengths, and log them."""
+        """Count and log prompts of these lengths."""
         for _ in lengths:
             self.metrics.observe_params(params)
         if self.settings.log_requests:
             _logger.info("%d prompts, at most %d tokens: %s", len(lengths), sum(lengths), one_line(repr(params)))
 
     async def _observed(self, work: Awaitable[list[RequestOutput]], count: int) -> list[RequestOutput]:
-        """Return the outputs of `count` requests, and count them as finished or aborted."""
+        """Yield the outputs of `count` requests, and count them as finished or aborted."""
         try:
             outputs = await work
         except asyncio.CancelledError:
@@ -331,14 +331,14 @@ class Service:
         return outputs
 
     def _observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
-        """Count a finished request, and log it; see `Metrics.observe`."""
+        """Count and log a finished request; see `Metrics.observe`."""
         self.metrics.observe(output, num_tokens)
         if self.settings.log_requests:
             reasons = [choice.finish_reason for choice in output.outputs]
             _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
 
     async def read(self, streams: StreamList) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield the new parts of all streams, each with its stream's index."""
+        """Yield new parts of all streams, each with its stream's index."""
         counts: dict[tuple[int, int], int] = {}
         num_finished = 0
         try:
@@ -355,23 +355,23 @@ class Service:
             raise
 
     def state(self) -> dict[str, Any]:
-        """Return the engine's state for the page; waits for an engine in another process."""
+        """Return the engine's state for the page; may wait for an engine in another process."""
         stats, sample = self.llm.llm.stats(), self.llm.llm.stats_history()[-1]
         head = {"model": self.model, "device": self.device}
         return {**head, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
 
 
 def _as_text(prompt: Any) -> Any:
-    """Return a prompt, or a text of about the length of a conversation."""
+    """Return a prompt, or for a conversation a text of about its length."""
     is_conversation = isinstance(prompt, list) and isinstance(prompt[0], ChatMessage)
     return str(prompt) if is_conversation else prompt
 
 
 def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as chat templates know them."""
+    """Return messages in the form that chat templates support."""
     plain = one_conversation([message.model_dump(exclude_unset=True) for message in messages])
     for message in plain:
-        # Most templates drop messages of a developer.
+        # Most templates drop messages with the role `developer`.
         if message["role"] == "developer":
             message["role"] = "system"
     return plain

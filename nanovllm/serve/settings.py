@@ -18,52 +18,51 @@ class ServeSettings:
     """Settings of the HTTP server.
 
     Attributes:
-        host: address to listen on; the default is this machine alone.
-        port: TCP port; 0 takes a free one.
-        front_ends: processes that answer on the port, for engines in processes of their own; 1: the engine's process
-            answers. None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds`.
+        host: address to listen on; the default accepts only this machine.
+        port: TCP port; 0 chooses a free one.
+        front_ends: number of HTTP processes, with engines in separate processes; 1: a single process does both. None:
+            a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds`.
         uds: path of a Unix domain socket to listen on, instead of host and port.
-        root_path: the path under which a proxy shows the server to clients.
+        root_path: path prefix under which a proxy exposes the server.
         ssl_keyfile: private key for TLS, a PEM file.
         ssl_certfile: certificate for TLS, a PEM file.
-        ssl_ca_certs: certificates that clients must have theirs from, a PEM file; None: clients need none.
-        api_key: clients must send one of these as `Authorization: Bearer KEY` or `x-api-key: KEY`; without one, the
-            environment's NANOVLLM_API_KEY, and if there is none, all are answered.
-        allowed_hosts: host names that requests may be for, such as llm.example.com or *.example.com; "*": any. If None,
-            this machine's own if the server listens to this machine alone and has no key, since a web page could
-            otherwise have its host name point here (DNS rebinding); else any.
+        ssl_ca_certs: certificate authorities of client certificates, a PEM file; None: clients need no certificate.
+        api_key: keys, one of which clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; defaults to
+            the environment's NANOVLLM_API_KEY. Without any key, all requests are accepted.
+        allowed_hosts: accepted host names, such as llm.example.com or *.example.com; "*": any. None: only this
+            machine's if the server listens on this machine only and has no key, since a web page could otherwise have
+            its host name point here (DNS rebinding); else any.
         allowed_origins: web pages, such as https://chat.example.com, whose scripts may use the server (CORS); "*": any.
         served_model_name: the model's names in the API; answers have the first. None: its folder's name.
-        chat_template: a Jinja template, or a file of one, instead of the tokenizer's.
-        default_chat_template_kwargs: variables of the chat template for requests that do not set them.
-        separate_reasoning: whether thoughts are split off the answers of chats that do not say.
-        reasoning_parser: how the model marks its thoughts, which then are split off, by vLLM's names
-            (`REASONING_FORMATS` in `text/reasoning.py`); None: what its chat template shows.
-        tool_call_parser: how the model writes calls of tools, by vLLM's names (`TOOL_CALL_FORMATS` in
-            `text/tool_calls.py`); "auto": what its chat template shows.
-        max_body_bytes: the largest request.
-        control: whether there are endpoints for a training loop, which pause the engine, put it to sleep and change its
-            weights; needs an API key, unless the server listens to this machine alone.
-        weights_root: folder of all folders that weights may be loaded from over HTTP; None: from nowhere.
-        max_output_tokens: the most tokens of one output, also of a request that does not say; None: the model's length.
-        max_outputs: the most outputs of one request, prompts times answers.
-        max_logprobs_per_request: the most log-probabilities that one request may ask for, of all tokens of its outputs
-            and of its prompts together.
-        max_requests: the most requests at once; further ones get status 429.
-        max_connections: the most connections at once, fewer if the limit of open files is low; further ones get status
-            503, unless others have waited for a request for a second, which are closed for them.
-        max_request_seconds: the longest time for one request; a client that then still reads its answer gets
+        chat_template: a Jinja template or a file with one, instead of the tokenizer's.
+        default_chat_template_kwargs: default variables of the chat template.
+        separate_reasoning: whether reasoning is separated from chat answers by default.
+        reasoning_parser: format of the model's reasoning, which is then separated, by vLLM's names
+            (`REASONING_FORMATS` in `text/reasoning.py`); None: detected in the chat template.
+        tool_call_parser: format of the model's tool calls, by vLLM's names (`TOOL_CALL_FORMATS` in
+            `text/tool_calls.py`); "auto": detected in the chat template.
+        max_body_bytes: maximum size of a request's body.
+        control: enable endpoints for training loops, which pause the engine, put it to sleep and change its weights;
+            needs an API key, unless the server listens on this machine only.
+        weights_root: folder below which weights may be loaded over HTTP; None: loading is forbidden.
+        max_output_tokens: maximum and default tokens of one output; None: the model's length.
+        max_outputs: maximum outputs of one request, prompts times answers.
+        max_logprobs_per_request: maximum log-probabilities of one request, over all tokens of its outputs and prompts.
+        max_requests: maximum requests at once; others get status 429.
+        max_connections: maximum connections at once, fewer if the limit of open files is low; others get status 503,
+            unless a connection has been idle for a second, which is then closed instead.
+        max_request_seconds: maximum time of one request; a client that is still reading its answer then gets
             `max_write_seconds` for the rest.
-        max_read_seconds: the longest time for the head of a request to arrive, and for its body.
-        max_write_seconds: the longest time in which nothing of an answer can be sent, because its client does not read.
-        grace_seconds: within what time SIGTERM ends the server; requests that still run at four fifths of it end with
-            what they have.
+        max_read_seconds: maximum time for receiving a request's head, and for its body.
+        max_write_seconds: maximum time without progress in sending an answer, because its client does not read.
+        grace_seconds: time within which the server exits after SIGTERM; requests still running after four fifths of it
+            end with partial answers.
         allow_priority: whether requests may have a `priority`, by which one client can get ahead of all others.
-        access_log: whether each request is logged with its route and status.
-        log_requests: whether each request is logged with its sampling parameters and the names of unknown fields, and
-            its end with counts and times.
-        exit_when_engine_fails: end the process with exit code 1 when the engine is lost, for a supervisor to start it
-            again; otherwise `/health` says so.
+        access_log: log each request with its route and status.
+        log_requests: log each request with its sampling parameters and the names of unknown fields, and its end with
+            counts and times.
+        exit_when_engine_fails: exit with code 1 when the engine is lost, so that a supervisor can restart the server;
+            otherwise `/health` reports it.
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.
@@ -136,15 +135,15 @@ class ServeSettings:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path={self.root_path!r} must begin with a slash, and not end with one")
         for pattern in self.allowed_hosts or []:
-            # The form that Starlette's TrustedHostMiddleware takes.
+            # The form that Starlette's TrustedHostMiddleware expects.
             if "*" in pattern[1:] or (pattern.startswith("*") and pattern != "*" and not pattern.startswith("*.")):
                 raise ValueError(f"allowed_hosts has {pattern!r}, which is neither a name nor *.NAME nor *")
 
     def template_text(self) -> str | None:
-        """Return the chat template, read if it is given as a file; None: the tokenizer's.
+        """Return the chat template, read from a file if necessary; None: the tokenizer's.
 
         Raises:
-            ValueError: it is neither a file nor a template.
+            ValueError: the setting is neither a file nor a template.
         """
         given = self.chat_template
         if given is None or "{" in given:
@@ -154,7 +153,7 @@ class ServeSettings:
         return Path(given).read_text(encoding="utf-8")
 
     def check_access(self) -> None:
-        """Check that control needs a key, once the keys are known.
+        """Check that `control` is protected, once the keys are known.
 
         Raises:
             ValueError: others could control the engine, or `weights_root` is no folder or needs `control`.
@@ -167,10 +166,10 @@ class ServeSettings:
             raise ValueError(f"control=True needs an api_key: the server listens to others, on host={self.host!r}")
 
     def num_front_ends(self, is_on_gpu: bool, num_cores: int) -> int:
-        """Return how many processes answer; see `front_ends`.
+        """Return the number of HTTP processes; see `front_ends`.
 
         Raises:
-            ValueError: several, where there can be one alone.
+            ValueError: several front ends are not possible with these settings.
         """
         if self.front_ends is not None:
             if self.front_ends > 1 and self.uds is not None:
@@ -182,7 +181,7 @@ class ServeSettings:
 
     @property
     def trusted_hosts(self) -> list[str]:
-        """The host names that requests may be for."""
+        """The accepted host names."""
         if self.allowed_hosts is not None:
             return self.allowed_hosts
         return [*_LOOPBACK_HOSTS, self.host] if self.api_key is None and _is_loopback(self.host) else ["*"]

@@ -1,4 +1,4 @@
-"""The server's state: health, version, load, metrics, and the page that shows it."""
+"""Endpoints for the server's state: health, version, load, metrics, and the page that shows it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PAGE_HEADERS = {
 @router.get("/health", responses={503: ERRORS[503]})
 @router.get("/ping", responses={503: ERRORS[503]})
 async def health(service: ServiceDep) -> dict[str, str]:
-    """Answer if requests are answered; with status 503 otherwise."""
+    """Answer with status 200 if the engine works, else 503."""
     service.llm.require_running()
     service.llm.llm.require_awake()
     return {"status": "ok"}
@@ -43,15 +43,15 @@ async def version() -> dict[str, str]:
 
 @router.get("/load", responses={401: ERRORS[401]})
 async def load(service: ServiceDep) -> dict[str, int]:
-    """Return how many requests wait or run."""
+    """Return the number of requests in the engine."""
     service.counts.set(Counted.PENDING, service.llm.num_pending_requests)
     return {"server_load": service.counts.total(Counted.PENDING)}
 
 
 @router.get("/metrics", response_class=Response, responses={401: ERRORS[401]})
 def metrics(service: ServiceDep) -> Response:
-    """Return the metrics in Prometheus' text form."""
-    # Not async: an engine in another process answers between two steps.
+    """Return the metrics in Prometheus' text format."""
+    # Not async, so it runs in a thread: an engine in another process answers between two steps.
     text, media_type = service.metrics.render()
     return Response(text, media_type=media_type)
 
@@ -65,7 +65,7 @@ def stats(service: ServiceDep) -> dict[str, Any]:
 @router.get("/stats/blocks", responses={401: ERRORS[401]})
 def blocks(service: ServiceDep) -> BlockUsage:
     """Return the state of the cache's blocks."""
-    # Not async: among 100,000 blocks it takes some 10 ms, in a thread.
+    # Not async, so it runs in a thread: 100,000 blocks take about 10 ms.
     return service.llm.llm.block_usage()
 
 

@@ -1,4 +1,4 @@
-"""The model, `/v1/models`, and its tokenizer: `/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them."""
+"""Endpoints for the model, `/v1/models`, and vLLM's `/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ router = make_router()
 
 @router.get("/v1/models", responses={401: ERRORS[401]})
 async def models(service: ServiceDep) -> dict[str, Any]:
-    """List the model, under each of its names."""
+    """List the model under each of its names."""
     return {"object": "list", "data": [service.describe(name) for name in service.names]}
 
 
@@ -44,7 +44,7 @@ async def detokenize_tokens(body: DetokenizeBody, service: ServiceDep) -> Respon
 
 @router.get("/tokenizer_info", responses={401: ERRORS[401]})
 async def describe_tokenizer(service: ServiceDep) -> dict[str, Any]:
-    """Describe the tokenizer, with its special tokens and its chat template."""
+    """Return the tokenizer's configuration, with special tokens and chat template."""
     return tokenizer_info(service)
 
 
@@ -52,7 +52,7 @@ async def tokenize(service: Service, body: TokenizeBody) -> dict[str, Any]:
     """Return the token ids of a text, or of messages by the chat template.
 
     Raises:
-        ValueError: there are both or none, they cannot be encoded, or are too long.
+        ValueError: both or neither are given, they cannot be encoded, or are too long.
     """
     service.check_model(body.model)
     if body.messages is not None and body.prompt is None:

@@ -1,1 +1,1 @@
-"""What is made of `generate`: scores, embeddings, rankings, beams."""
+"""Tasks built on `generate`: scores, embeddings, rankings, beam search."""

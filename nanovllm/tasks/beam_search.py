@@ -1,7 +1,7 @@
-"""Beam search: the most likely outputs instead of sampled ones, with the stopping rule of transformers.
+"""Beam search for the most likely outputs, with transformers' stopping rule.
 
-A step asks for the most likely next tokens of every beam, each a request of one token whose prompt is the beam: the
-prefix cache serves the blocks that beams share.
+In each step every beam becomes a request for one token, whose log-probabilities give the most likely continuations;
+the prefix cache serves the blocks that beams share.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class BeamSearch:
 
     Args:
         prompt_token_ids: the prompt.
-        params: the search's.
+        params: parameters of the search.
         eos_token_ids: tokens that end a beam.
-        max_tokens: the most tokens of a beam, at most `params.max_tokens`.
+        max_tokens: maximum tokens of a beam, at most `params.max_tokens`.
 
     Attributes:
         running: beams to extend, most likely first.
@@ -51,26 +51,26 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """Most likely tokens that a step needs of each beam: enough running ones are left if all others end."""
+        """Continuations needed of each beam, so that enough beams are running if all others end."""
         return max(2, 1 + len(self.eos_token_ids)) * self.params.beam_width
 
     def requests(self) -> list[Request]:
-        """Return the requests of a step: one for each running beam."""
-        # More log-probabilities than users may ask for.
+        """Return the requests of a step, one for each running beam."""
+        # May exceed the number of log-probabilities that users may request.
         params = SamplingParams(
             self.params.temperature, 1, detokenize=False, ignore_eos=True, logprobs=self.num_candidates
         )
         return [Request(array("i", self.prompt_token_ids + beam.token_ids), params) for beam in self.running]
 
     def extend_by(self, outputs: Iterator[RequestOutput]) -> None:
-        """Do one step with the next outputs, which are of its `requests`."""
+        """Do one step with the outputs of its `requests`, the next ones of an iterator."""
         self.extend([_continuations(next(outputs), self.num_candidates) for _ in self.running])
 
     def extend(self, continuations: list[list[tuple[int, float]]]) -> None:
         """Do one step.
 
         Args:
-            continuations: for each running beam the most likely next tokens and their log-probabilities.
+            continuations: most likely next tokens of each running beam, with log-probabilities.
         """
         width = self.params.beam_width
         candidates = [
@@ -81,10 +81,10 @@ class BeamSearch:
         candidates.sort(key=lambda beam: -beam.logprob)
         candidates = candidates[: self.num_candidates]
         self.running = [beam for beam in candidates if not self._ends(beam)][:width]
-        # The candidates beyond the width are there to be run on, not to be answers.
+        # Candidates beyond the width may continue, but not become answers.
         self.finished += [(self.score(beam), beam) for beam in candidates[:width] if self._ends(beam)]
         self.finished = sorted(self.finished, key=lambda item: -item[0])[:width]
-        # The best running beam is judged by its present length.
+        # The best running beam is scored by its current length.
         improves = bool(self.running) and (
             len(self.finished) < width or self.score(self.running[0]) > self.finished[-1][0]
         )
@@ -102,12 +102,12 @@ class BeamSearch:
 def _continuations(output: RequestOutput, count: int) -> list[tuple[int, float]]:
     """Return the most likely next tokens of a beam, and their log-probabilities."""
     (logprobs,) = output.outputs[0].logprobs or [{}]
-    # The token that was sampled may be another one.
+    # The sampled token may not be among the most likely ones.
     return [(token_id, item.logprob) for token_id, item in logprobs.items() if (item.rank or 0) <= count]
 
 
 def beam_search_output(search: BeamSearch, tokenizer: Any) -> BeamSearchOutput:
-    """Return the best beams of a search that is done."""
+    """Return the best beams of a finished search."""
     sequences = []
     for score, beam in search.finished:
         is_eos = not search.params.ignore_eos and beam.token_ids[-1] in search.eos_token_ids

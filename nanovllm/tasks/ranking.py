@@ -1,7 +1,7 @@
-"""Embeddings of prompts, and the relevance of documents to queries.
+"""Embeds prompts, and ranks documents by their relevance to queries.
 
-Embedding models compare: the score is the cosine of two embeddings. Rerankers that are causal models judge: the score
-is the probability of "yes" rather than "no" after the prompt of Qwen3-Reranker (Zhang et al. 2025, arXiv:2506.05176).
+With embedding models the score is the cosine of two embeddings. With rerankers that are causal models it is the
+probability of "yes" versus "no" after the prompt of Qwen3-Reranker (Zhang et al. 2025, arXiv:2506.05176).
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ _PROMPT = (
 
 
 def embeddings(outputs: Sequence[RequestOutput], hidden_size: int) -> torch.Tensor:
-    """Return the normalised embeddings of prompts whose requests asked for pooling, [num_prompts, hidden_size] float32.
+    """Return the normalised embeddings of prompts, [num_prompts, hidden_size] float32.
 
     Args:
-        outputs: of each prompt's request.
-        hidden_size: the model's, which says the shape where there are no prompts: some project their last states.
+        outputs: output of each prompt's pooling request.
+        hidden_size: the model's hidden size, used only if there are no prompts: some models project their last states.
     """
-    # Chunks return sums; a sum has the direction of the mean, and only that is kept.
+    # Chunks return sums, which have the direction of the mean; normalisation keeps only the direction.
     states = [np.sum(output.hidden_states, axis=0) for output in outputs]
     stacked = np.array(states, dtype=np.float32) if states else np.empty((0, hidden_size), dtype=np.float32)
     return functional.normalize(torch.from_numpy(stacked), dim=1)
 
 
 def rank_method(by: RankBy | None, model: str) -> RankBy:
-    """Return how a model ranks: as it is asked to, else by its name, since configs of rerankers do not say it."""
+    """Return a model's ranking method: the requested one, else by its name, since rerankers' configs do not tell."""
     if by is None:
         return "judgement" if "reranker" in Path(model).name.lower() else "embedding"
     if by not in get_args(RankBy):
@@ -54,7 +54,7 @@ def rank_method(by: RankBy | None, model: str) -> RankBy:
 
 
 def text_pairs(queries: list[str], documents: list[str]) -> list[tuple[str, str]]:
-    """Return each document with its query, or with the only one."""
+    """Return each document with its query, or with the single query."""
     for text in (*queries, *documents):
         if not isinstance(text, str):
             raise ValueError(f"queries and documents are texts, not {text!r:.80}")
@@ -64,25 +64,25 @@ def text_pairs(queries: list[str], documents: list[str]) -> list[tuple[str, str]
 
 
 def cosines(vectors: torch.Tensor, num_queries: int) -> list[float]:
-    """Return the similarity of documents to queries; vectors: of the queries, then of the documents."""
+    """Return cosine similarities; vectors: embeddings of the queries, then of the documents."""
     values: list[float] = (vectors[:num_queries] * vectors[num_queries:]).sum(1).tolist()
     return values
 
 
 def ranked(scores: Sequence[float], documents: Sequence[str], top_n: int | None = None) -> list[RankedDocument]:
-    """Return the documents of the highest scores first, all or `top_n`; ties keep their order."""
+    """Return the documents by descending score, all or `top_n`; ties keep their order."""
     order = sorted(range(len(documents)), key=lambda index: -scores[index])[:top_n]
     return [RankedDocument(index, scores[index], documents[index]) for index in order]
 
 
 class Judge:
-    """Asks a causal model whether documents fit queries.
+    """Asks a causal model whether documents match queries.
 
     Args:
-        processor: of the model's inputs.
+        processor: the model's input processor.
 
     Attributes:
-        params: of the requests.
+        params: sampling parameters of the requests.
 
     Raises:
         ValueError: the model has no tokenizer, or one with the same first token for both answers.
@@ -96,16 +96,16 @@ class Judge:
         self.params = SamplingParams(0, 1, allowed_token_ids=answers, logprobs=num_logprobs, detokenize=False)
 
     def prompts(self, pairs: Sequence[tuple[str, str]], instruction: str | None = None) -> list[str]:
-        """Return the prompts that ask about pairs of a query and a document."""
+        """Return a prompt for each pair of query and document."""
         return [
             _PROMPT.format(system=_SYSTEM, instruction=instruction or INSTRUCTION, query=query, document=document)
             for query, document in pairs
         ]
 
     def scores(self, outputs: Sequence[RequestOutput]) -> list[float]:
-        """Return the probability of "yes", 0 ... 1, where either answer is given.
+        """Return the probability of "yes" versus "no", 0 ... 1.
 
-        An answer that is not among the `max_logprobs` most likely tokens counts as likely as the last of those.
+        An answer that is not among the `max_logprobs` most likely tokens gets the probability of the last of them.
         """
         return [self._score(output) for output in outputs]
 

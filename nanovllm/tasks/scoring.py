@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations: what `LLM.score` asks for, and what it returns."""
+"""Scores continuations by their log-probabilities, for `LLM.score`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nanovllm.utils.checks import token_list
 
 
 def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> list[tuple[list[int], int]]:
-    """Return for each pair the token ids of prompt and continuation, and the number of those of the prompt.
+    """Return each pair's joined token ids, and the number of tokens of its prompt.
 
     Raises:
-        ValueError: there are not as many of both, a pair is of different kinds, or one has no tokens.
+        ValueError: the lists differ in length, a pair mixes text and token ids, or an item has no tokens.
     """
     if not isinstance(prompts, (list, tuple)) or not isinstance(continuations, (list, tuple)):
         raise ValueError("prompts and continuations must be lists")
@@ -24,7 +24,7 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
     pairs = [(token_list(p), token_list(c)) for p, c in zip(prompts, continuations, strict=True)]
     for prompt, continuation in pairs:
         if isinstance(prompt, str) and isinstance(continuation, str):
-            # Tokens begin with their space, so it belongs to what follows it.
+            # A token includes the space before it, so trailing space moves to the continuation.
             stripped = prompt.rstrip()
             texts += [stripped, prompt + continuation]
         elif not isinstance(prompt, list) or not isinstance(continuation, list):
@@ -48,12 +48,12 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
 
 
 def score_params(num_prompt_tokens: int) -> SamplingParams:
-    """Return the parameters of a request that scores what follows so many tokens."""
+    """Return the parameters of a request that scores the tokens after the first `num_prompt_tokens`."""
     return SamplingParams(0, 1, prompt_logprobs=0, prompt_logprobs_start=num_prompt_tokens, detokenize=False)
 
 
 def score_output(output: RequestOutput, num_prompt_tokens: int) -> ScoreOutput:
-    """Return the scores of the tokens after a prompt, from a request with `prompt_logprobs=0`."""
+    """Return the scores of the tokens after the prompt, from a request with `prompt_logprobs=0`."""
     found = output.prompt_logprobs
     assert isinstance(found, Logprobs)
     logprobs = found.token_logprobs[num_prompt_tokens:].tolist()

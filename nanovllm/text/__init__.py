@@ -1,1 +1,1 @@
-"""Between a user's texts and the engine's token ids."""
+"""Converts a user's texts to the engine's token ids, and back."""

@@ -1,4 +1,4 @@
-"""A chat's answer: the model's form of it, its constraints, and its split into thoughts, text and calls."""
+"""Answers to chats: constrains their form, and splits them into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Tool = Mapping[str, Any]
 
 
 class AnswerFormat:
-    """A model's form of answers to chats.
+    """The format in which a model answers chats.
 
     Args:
-        tokenizer: a transformers tokenizer; None makes no text.
-        tool_call_parser, reasoning_parser: names of formats; "auto": by the chat template.
-        template: a chat template instead of the tokenizer's.
+        tokenizer: a transformers tokenizer; None if the model has none.
+        tool_call_parser, reasoning_parser: names of formats; "auto" detects them in the chat template.
+        template: a chat template to use instead of the tokenizer's.
 
     Attributes:
-        calls: its form of calls.
-        reasoning: its marks of thoughts.
+        calls: the format of tool calls.
+        reasoning: the tags around reasoning.
         has_channels: whether an answer is a list of messages, whatever a request asks for.
 
     Raises:
@@ -50,45 +50,45 @@ class AnswerFormat:
         self.reasoning = reasoning_format(reasoning_parser, tokenizer, template)
         self.has_channels = self.calls.has_channels or self.reasoning.has_channels
         shown = template or template_text(tokenizer)
-        # A template that knows the end of thoughts alone is of a model that may leave out their beginning.
+        # If the template has only the end tag of reasoning, the model may omit the begin tag.
         self._is_taught = any(end in shown and begin not in shown for begin, end in self.reasoning.tags)
         tags = CALL_TAGS | {tag for pair in self.reasoning.tags for tag in pair} | set(CHANNEL_TAGS)
         special = _special_tokens(tokenizer)
-        # Tags that are special tokens are part of a text if it has all special tokens; the others are dropped then.
+        # Tags that are special tokens appear only in text that keeps all special tokens; the others are dropped later.
         self._has_special_tags = not tags.isdisjoint(special)
         self._dropped = tuple(sorted(special - tags))
 
     @cached_property
     def tag_tokens(self) -> dict[str, int]:
-        """Tags of forced calls that are tokens of their own."""
+        """Tags of forced calls that are single tokens."""
         form = self.calls
         written = f"{form.list_begin}{form.call}{form.list_end}{form.answer_begin}"
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         return {str(token): token_id for token_id, token in added.items() if str(token) in written}
 
     def start(self, prompt: Sequence[int]) -> Start:
-        """Return where an answer to a prompt begins; a chat template may have begun the thoughts."""
+        """Return the part in which an answer to a prompt begins; a chat template may have opened the reasoning."""
         return self.reasoning.start(prompt_end(self._tokenizer, prompt), self._is_taught)
 
     def kept_tags(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters of an output that is to be taken apart: its text has the tags."""
+        """Return sampling parameters that keep the tags in the text, so that it can be parsed."""
         return replace(params, skip_special_tokens=False) if self._has_special_tags else params
 
     def dropped_tokens(self, params: SamplingParams) -> tuple[str, ...]:
-        """Return the special tokens that are in such a text, and that these parameters do not ask for."""
+        """Return the special tokens to remove from such a text, since these parameters do not ask for them."""
         return self._dropped if self._has_special_tags and params.skip_special_tokens else ()
 
 
 @dataclass(frozen=True)
 class AnswerOptions:
-    """The wishes of one request about its answer.
+    """One request's options for its answer.
 
     Attributes:
-        form: how the model writes answers.
-        tools: that the model may call, as in OpenAI's API; empty if it may call none.
-        choice: "auto", "required", or the name of the one to call.
-        parallel: whether there may be several calls.
-        separates: whether thoughts are split off the text.
+        form: the model's answer format.
+        tools: tools that the model may call, as in OpenAI's API; may be empty.
+        choice: "auto", "required", or the name of the tool to call.
+        parallel: whether several calls are allowed.
+        separates: whether reasoning is separated from the text.
     """
 
     form: AnswerFormat
@@ -106,17 +106,17 @@ class AnswerOptions:
         parallel: bool | None = None,
         separates: bool = False,
     ) -> AnswerOptions:
-        """Return the wishes in a request's fields.
+        """Return the options in a request's fields.
 
         Args:
-            form: how the model writes answers.
-            tools: as in OpenAI's API.
+            form: the model's answer format.
+            tools: tools as in OpenAI's API.
             choice: "auto", "none", "required", or `{"function": {"name": ...}}`.
-            parallel: whether there may be several calls; None: yes.
-            separates: whether thoughts are split off the text.
+            parallel: whether several calls are allowed; None: yes.
+            separates: whether reasoning is separated from the text.
 
         Raises:
-            ValueError: a call is required of a tool that is not there, or something is of another form.
+            ValueError: a required tool does not exist, or a value has the wrong form.
         """
         names = [function_of(tool)["name"] for tool in tools or []]
         wanted = choice or "auto"
@@ -132,7 +132,7 @@ class AnswerOptions:
         return cls(form, offered, wanted, parallel is not False, separates or form.has_channels)
 
     def template_tools(self) -> list[dict[str, Any]] | None:
-        """Return the tools as chat templates take them."""
+        """Return the tools in the form that chat templates expect."""
         return [dict(tool) for tool in self.tools] or None
 
     @property
@@ -140,12 +140,12 @@ class AnswerOptions:
         return bool(self.tools) or self.separates
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
-        """Return the sampling parameters of the answer: calls are forced, or come instead of JSON; tags are in it."""
+        """Return sampling parameters that keep the tags, and force calls or allow them instead of a JSON answer."""
         grammar, structured = self._grammar(params.structured_outputs), params.structured_outputs
         thoughts = self.form.reasoning
         after: bool | str = thoughts.tags[0][1] if thoughts.begins_inside else True
         if grammar is not None:
-            # Where thoughts are a message of their own, a grammar leaves none.
+            # Where reasoning is a separate message, a grammar leaves no room for it.
             structured = StructuredOutputsParams(grammar=grammar, after_thinking=not self.form.has_channels and after)
         elif structured is not None and self.separates:
             structured = replace(structured, after_thinking=after)
@@ -153,7 +153,7 @@ class AnswerOptions:
         return self.form.kept_tags(params) if self._is_taken_apart else params
 
     def _grammar(self, structured: StructuredOutputsParams | None) -> str | None:
-        """Return the grammar of forced calls, or of calls as an alternative to a JSON answer."""
+        """Return a grammar of forced calls, or of calls as an alternative to a JSON answer."""
         answer, functions, is_auto = None, [tool["function"] for tool in self.tools], self.choice == "auto"
         if is_auto and structured is not None:
             answer = {"type": "object"} if structured.json_object else structured.json
@@ -166,7 +166,7 @@ class AnswerOptions:
         return tool_call_grammar(functions, calls, several=several, answer=answer, tokens=self.form.tag_tokens)
 
     def complete(self, output: RequestOutput, params: SamplingParams | None) -> None:
-        """Set the `tool_calls` of whole answers; `params`: of the request, before its tags were kept."""
+        """Set the `tool_calls` of whole answers; `params`: the request's, before `constrain`."""
         params = params or SamplingParams()
         dropped = self.form.dropped_tokens(params)
         for item in output.outputs:
@@ -176,18 +176,18 @@ class AnswerOptions:
                 item.text = re.sub("|".join(map(re.escape, dropped)), "", item.text)
 
     def make_splitter(self, prompt: Sequence[int], params: SamplingParams) -> Callable[[], AnswerSplitter]:
-        """Return a function that makes an `AnswerSplitter` for each output.
+        """Return a factory of one `AnswerSplitter` per output.
 
         Args:
-            prompt: its token ids.
-            params: of the request, before `constrain`.
+            prompt: the prompt's token ids.
+            params: the request's sampling parameters, before `constrain`.
         """
         is_bound = params.structured_outputs is not None or (bool(self.tools) and self.choice != "auto")
         start = self.form.start(prompt) if self._is_taken_apart else "answer"
         if is_bound and start == "unknown":
-            # A grammar binds from the start, or from where thoughts that have a begin tag end.
+            # A grammar applies from the start, or from the end of reasoning that has a begin tag.
             start = "before"
-        # A chat template may take tools of another form than OpenAI's.
+        # A chat template may accept tools in a form other than OpenAI's.
         given = [tool.get("function") for tool in self.tools if isinstance(tool, Mapping)]
         named = [function for function in given if isinstance(function, Mapping) and "name" in function]
         functions: list[Tool] = [{name: function.get(name) for name in ("name", "parameters")} for function in named]
@@ -195,19 +195,19 @@ class AnswerOptions:
         return partial(self.splitter, start, functions, dropped)
 
     def splitter(self, start: Start, functions: list[Tool], dropped: tuple[str, ...]) -> AnswerSplitter:
-        """Return a splitter of an output: where it begins, the functions to call, and special tokens to drop."""
+        """Return one output's splitter, given where it begins, the callable functions, and special tokens to drop."""
         form = self.form
         make_id = _short_id if form.calls.short_ids else _call_id
         if form.has_channels:
             return AnswerSplitter(None, HarmonyParser(), dropped, make_id, separates=True)
-        # Calls within thoughts do not count, even if thoughts are not split off.
+        # Calls within reasoning do not count, even if reasoning is not separated.
         reasoning = ReasoningSplitter(start, form.reasoning, not self.separates) if self._is_taken_apart else None
         calls = ToolCallParser(form.calls, self.parallel, functions) if self.tools else None
         return AnswerSplitter(reasoning, calls, dropped, make_id, separates=self.separates)
 
 
 def kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
-    """Return sampling parameters, one or a list, of texts that have the tags of calls if these are looked for."""
+    """Return sampling parameters, one or a list, that keep the tags of tool calls in the text if calls are parsed."""
     if answer is None:
         return params
     if isinstance(params, (list, tuple)):
@@ -217,10 +217,10 @@ def kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
 
 
 def function_of(tool: Any) -> Mapping[str, Any]:
-    """Return the function of a tool, or of a choice of one, as in OpenAI's API.
+    """Return the function of a tool or of a tool choice, as in OpenAI's API.
 
     Raises:
-        ValueError: it has another form.
+        ValueError: it has the wrong form.
     """
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -240,13 +240,13 @@ def _call_id() -> str:
 
 
 def _short_id() -> str:
-    """Return nine letters and digits, the only ids that Mistral's templates take."""
+    """Return nine letters and digits, the only form of id that Mistral's templates accept."""
     return token_hex(5)[:9]
 
 
 @dataclass
 class AnswerDelta:
-    """A new part of an answer: of its thoughts, its text and its calls."""
+    """New reasoning, text and calls of an answer."""
 
     reasoning: str
     content: str
@@ -254,17 +254,17 @@ class AnswerDelta:
 
 
 class AnswerSplitter:
-    """Takes one output's text apart as it comes; see `AnswerOptions.make_splitter`.
+    """Splits one output's text as it is generated; see `AnswerOptions.make_splitter`.
 
     Args:
-        reasoning: finds the thoughts; None: they are text.
-        calls: finds the calls; None: they are text.
-        dropped: special tokens that are in the text, and not wanted.
-        make_id: makes ids of calls if the model does not.
-        separates: whether thoughts are split off the text.
+        reasoning: finds the reasoning; None leaves it in the text.
+        calls: finds the calls; None leaves them in the text.
+        dropped: special tokens to remove from the text.
+        make_id: makes the ids of calls if the model writes none.
+        separates: whether reasoning is separated from the text.
 
     Attributes:
-        call_ids: of the calls so far.
+        call_ids: ids of the calls so far.
     """
 
     def __init__(
@@ -279,13 +279,13 @@ class AnswerSplitter:
         self._reasoning, self._calls, self._make_id = reasoning, calls, make_id
         self._dropped = dropped
         self._pattern = re.compile("|".join(map(re.escape, dropped))) if dropped else None
-        # Text that may be part of a token that is dropped.
+        # Text that may be the start of a dropped token.
         self._held = ""
         self.separates = separates
         self.call_ids: list[str] = []
 
     def append(self, text: str, final: bool) -> AnswerDelta:
-        """Return the new part of the answer. `final`: no text follows."""
+        """Parse new text and return the new part of the answer. `final`: no text follows."""
         text = self._without_dropped(text, final)
         if isinstance(self._calls, HarmonyParser):
             reasoning, content, calls = self._calls.append(text, final)

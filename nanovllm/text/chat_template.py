@@ -1,8 +1,8 @@
-"""Turns messages into prompts by the tokenizer's chat template.
+"""Renders messages as prompts, with the tokenizer's chat template.
 
-Clients write the same conversation in many ways. `one_conversation` brings it to one form, the one that transformers
-documents: what is null is left out, contents are texts or parts of type text, arguments of calls are objects.
-`render_text` then writes what this form leaves open the way the template takes it, see `TemplateForm`.
+Clients write the same conversation in many ways. `one_conversation` normalises it to the form that transformers
+documents: no null fields, contents that are texts or parts of type text, call arguments that are objects.
+`render_text` adapts what this form leaves open to the template, see `TemplateForm`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from nanovllm.outputs import TokensPrompt
 Message = dict[str, Any]
 _MEDIA = "image", "audio", "video", "file", "document"
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Parts of a content that are text, and the field that holds it."""
+"""Types of content parts that hold text, and the field that holds it."""
 _CONTENT = "a message's content is a string, or a list of parts of type text"
 
 
 class ChatTemplateOptions(TypedDict, total=False):
-    """How the chat template makes a prompt of a conversation.
+    """Options for rendering a conversation with the chat template.
 
     Attributes:
-        add_generation_prompt: end the prompt with the beginning of an answer; the default.
-        continue_final_message: leave the last message open instead, for the model to continue.
+        add_generation_prompt: end the prompt with the header of an answer; the default.
+        continue_final_message: leave the last message open for the model to continue instead.
         chat_template: Jinja template to use instead of the tokenizer's.
-        chat_template_kwargs: further variables of the template.
-        tools: descriptions of functions for the template, in OpenAI's form; calls of them in an answer are parsed.
+        chat_template_kwargs: additional variables for the template.
+        tools: function descriptions in OpenAI's form; calls of them are parsed from the answer.
     """
 
     add_generation_prompt: bool
@@ -42,11 +42,11 @@ class ChatTemplateOptions(TypedDict, total=False):
 
 
 def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
-    """Return conversations in the form that `render_text` takes, and whether `messages` was a list of them.
+    """Return conversations in the form that `render_text` expects, and whether `messages` was a list of them.
 
     Raises:
-        ValueError: no list of messages, nor of lists of messages; a content that is not text, or arguments of a call
-            that are no object.
+        ValueError: `messages` is neither a list of messages nor a list of conversations, a content is not text, or a
+            call's arguments are not an object.
     """
     if isinstance(messages, (list, tuple)) and messages:
         if all(map(_is_message, messages)):
@@ -58,10 +58,10 @@ def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
 
 
 def conversation_source(messages: Any) -> Any:
-    """Return what `LLM.chat` is given as conversations, not checked yet: a list, or what gives them.
+    """Return the argument of `LLM.chat` as unchecked conversations: a list or another iterable.
 
     Raises:
-        ValueError: it is neither a conversation, nor does it give any.
+        ValueError: it is neither a conversation nor an iterable of conversations.
     """
     if isinstance(messages, (list, tuple)) and messages:
         return [messages] if _is_message(messages[0]) else messages
@@ -71,10 +71,10 @@ def conversation_source(messages: Any) -> Any:
 
 
 def one_conversation(messages: Any) -> list[Message]:
-    """Return a conversation in the form that `render_text` takes.
+    """Return a conversation in the form that `render_text` expects.
 
     Raises:
-        ValueError: see `conversations`; or it is several of them.
+        ValueError: see `conversations`; or there are several conversations.
     """
     found, is_list = conversations(messages)
     if is_list:
@@ -83,7 +83,7 @@ def one_conversation(messages: Any) -> list[Message]:
 
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:
-    """Return messages whose contents are texts; parts are joined, and thoughts among them left out.
+    """Return messages whose contents are texts; parts are joined, and thinking parts dropped.
 
     Raises:
         ValueError: see `conversations`.
@@ -92,10 +92,10 @@ def plain_messages(messages: Iterable[Any]) -> list[Message]:
 
 
 def normal_content(content: Any, error: str = _CONTENT) -> str | list[dict[str, Any]]:
-    """Return a content of text: a string, or parts of type text and thinking.
+    """Return a content that consists of text: a string, or parts of type text and thinking.
 
     Raises:
-        ValueError: it is anything else; says `error`.
+        ValueError: it is anything else; the message is `error`.
     """
     if isinstance(content, str):
         return content
@@ -110,7 +110,7 @@ def _normal_part(part: Any, error: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and any(name in kind for name in _MEDIA):
         raise ValueError(f"{error}, not {kind!r}: models run on text alone")
-    # Templates of models that think take thoughts as parts of their own.
+    # Templates of reasoning models accept thinking as a separate part.
     if kind == "thinking":
         return dict(part)
     text = part.get(_TEXT_PARTS[kind]) if isinstance(kind, str) and kind in _TEXT_PARTS else None
@@ -120,12 +120,12 @@ def _normal_part(part: Any, error: str) -> dict[str, Any]:
 
 
 def _is_message(given: Any) -> bool:
-    # Those of the openai package are pydantic's.
+    # Messages of the openai package are pydantic models.
     return isinstance(given, dict) or hasattr(given, "model_dump")
 
 
 def _fields(given: Any) -> dict[str, Any]:
-    """Return the fields that are not null. Templates take null for a text, and write "None"."""
+    """Return the fields that are not null: templates would write null as "None"."""
     fields: dict[str, Any] = given if isinstance(given, dict) else given.model_dump()
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -140,7 +140,7 @@ def _normal_message(given: Any) -> Message:
         return message
     if calls:
         return {**message, "tool_calls": [_normal_call(call) for call in calls]}
-    # Templates look whether there are any, and then for the one in an empty list.
+    # Templates test for the field, then index into the list, which must not be empty.
     return {name: value for name, value in message.items() if name != "tool_calls"}
 
 
@@ -151,7 +151,7 @@ def _normal_call(given: Any) -> Any:
     function = call.get("function")
     if not isinstance(function, dict):
         return call
-    # Templates write both, and fail where they are missing.
+    # Templates write both, and fail if they are missing.
     return {"type": "function", **call, "function": {**function, "arguments": _parsed(function.get("arguments"))}}
 
 
@@ -199,16 +199,16 @@ def template_options(options: ChatTemplateOptions) -> dict[str, Any]:
 
 
 class TemplateForm(NamedTuple):
-    """The form in which a chat template takes what clients write in two ways.
+    """Describes which of two forms of a message a chat template supports.
 
-    A template does not say which it takes: what is in the other form it drops, or writes as Python does, without an
-    error. So each template renders short conversations, once, which show it.
+    A template drops the unsupported form, or writes it as a Python object, without an error. So each template renders
+    a few short conversations once, which show what it supports.
 
     Attributes:
-        parts: roles whose contents may be parts.
-        only_parts: roles whose contents may not be texts.
-        text_arguments: whether arguments of calls are JSON texts, not objects.
-        needs_contents: whether it fails on an answer of calls alone that has no empty text beside them.
+        parts: roles whose contents may be lists of parts.
+        only_parts: roles whose contents must be lists of parts.
+        text_arguments: whether call arguments must be JSON texts, not objects.
+        needs_contents: whether an answer that consists of calls needs an empty text as its content.
     """
 
     parts: frozenset[str] = frozenset()
@@ -217,7 +217,7 @@ class TemplateForm(NamedTuple):
     needs_contents: bool = False
 
     def fit(self, conversation: list[Message]) -> list[Message]:
-        """Return a conversation in this form; parts stay parts where the template takes them."""
+        """Return a conversation in this form; parts remain where the template supports them."""
         if not self.only_parts and not self.text_arguments:
             # Most templates, and most messages, need no change.
             return [m if isinstance(m.get("content"), str) else self._fit(m) for m in conversation]
@@ -239,7 +239,7 @@ class TemplateForm(NamedTuple):
 
 _MOST_TEMPLATES = 64
 _PROBED_ROLES = "user", "system", "developer", "assistant", "tool"
-# Words that no template has. A part's further field is not shown, unless the template writes the part as Python does.
+# Words that occur in no template. A part's other fields are rendered only if the template writes the part as a dict.
 _FIRST, _SECOND, _FIELD = "firstprobe", "secondprobe", "fieldprobe"
 _PROBE_PARTS = [{"type": "text", "text": text, "field": _FIELD} for text in (_FIRST, _SECOND)]
 _NAME, _VALUE = "nameprobe", "valueprobe"
@@ -310,9 +310,9 @@ def _probe_messages(role: str, content: Any, question: Any, arguments: Any) -> l
 
 
 def _rendered(render: Callable[..., str], messages: list[Message]) -> str:
-    """Return the text of messages; an empty one if the template takes them neither without tools nor with one."""
+    """Return the text of messages; empty if the template fails both without tools and with one."""
     for tools in (None, [_PROBE_TOOL]):
-        # Whatever a template raises, these messages are not in its form.
+        # Any exception of a template means that it does not support these messages.
         with suppress(Exception):
             return render(messages, tools=tools)
     return ""
@@ -321,7 +321,7 @@ def _rendered(render: Callable[..., str], messages: list[Message]) -> str:
 def render_text(tokenizer: Any, conversation: list[Message], /, **options: Any) -> str:
     """Return the text of a conversation's prompt.
 
-    It is what transformers renders. A template that fails for want of a content, or on a part, is given texts alone.
+    It equals transformers' rendering. If a template fails on a missing content or on a part, it gets plain texts.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -329,18 +329,18 @@ def render_text(tokenizer: Any, conversation: list[Message], /, **options: Any) 
         options: of its `apply_chat_template`.
 
     Raises:
-        ValueError: there is no tokenizer or no template, or the template fails; says why in the template's words.
+        ValueError: there is no tokenizer or template, or the template fails; the message quotes the template's error.
     """
     if tokenizer is None:
         raise ValueError("chat needs a chat template, but the model has no tokenizer")
     try:
         return _applied(tokenizer, conversation, options)
-    # A template can raise whatever it likes, TemplateError above all.
+    # A template can raise anything, usually TemplateError.
     except Exception as error:
         failure = error
     plain = [{"content": "", **_with_text(message)} for message in conversation]
     if plain != conversation:
-        # If this fails too, what the template says of the messages as they came says more.
+        # If this fails too, the error about the original messages is more helpful.
         with suppress(Exception):
             return _applied(tokenizer, plain, options)
     said = "the messages are nested too deeply" if isinstance(failure, RecursionError) else str(failure)
@@ -354,7 +354,7 @@ def _applied(tokenizer: Any, conversation: list[Message], options: dict[str, Any
 
 
 def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> TokensPrompt:
-    """Return the prompt of a conversation, its text and its token ids; the template brings the special tokens.
+    """Return a conversation's prompt, as text and as token ids; the template adds the special tokens.
 
     Raises:
         ValueError: see `render_text`.

@@ -36,9 +36,9 @@ QUICK_SECONDS, MAX_SECONDS = 0.1, 2.0
 MAX_BYTES = 2**26
 """Memory limit of a trial."""
 _MAX_STARTS = 2
-"""Most times that the trial process is started for one grammar."""
+"""Maximum starts of the trial process for one grammar."""
 _MAX_REFUSED = 10_000
-"""Most refused grammars that are remembered, by hash."""
+"""Maximum number of refused grammars that are remembered, by hash."""
 _EXIT_SECONDS = 0.1
 """Longest delay between the end of a process's connections and its exit status."""
 _NICENESS = 10
@@ -63,14 +63,14 @@ class GrammarError(ValueError):
 
 
 class SlowGrammarError(Exception):
-    """A grammar that exceeds `QUICK_SECONDS` on trial; try it again by `patiently`, where others need not wait."""
+    """A grammar that exceeds `QUICK_SECONDS` on trial; to be retried by `patiently`, where no other request waits."""
 
 
 _trial_seconds: ContextVar[float] = ContextVar("trial_seconds", default=QUICK_SECONDS)
 
 
 def patiently(function: Callable[[], T]) -> T:
-    """Call a function; grammars that it compiles have `MAX_SECONDS` on trial."""
+    """Call a function, and allow the grammars that it compiles `MAX_SECONDS` on trial."""
     token = _trial_seconds.set(MAX_SECONDS)
     try:
         return function()
@@ -80,7 +80,7 @@ def patiently(function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """The parts of a tokenizer that llguidance needs; they pickle.
+    """The parts of a tokenizer that llguidance needs; picklable.
 
     Attributes:
         text: the content of `tokenizer.json`.
@@ -93,13 +93,13 @@ class TokenizerParts:
     eos_token_ids: list[int] | None
 
     def tokenizer(self, library: Any) -> Any:
-        """Return the tokenizer; takes about a second and 130 MB for 150,000 tokens."""
-        # `from_tokenizer` of llguidance does the same, but imports transformers.
+        """Make llguidance's tokenizer; takes about a second and 130 MB for 150,000 tokens."""
+        # llguidance's own `from_tokenizer` would import transformers.
         return library.LLTokenizer(self.text, n_vocab=self.num_tokens, eos_token=self.eos_token_ids)
 
 
 def compile_grammar(library: Any, tokenizer: Any, text: str, is_choice: bool) -> Any:
-    """Compile a grammar, and its first mask, which takes longest.
+    """Compile a grammar and compute its first mask, which takes longest.
 
     Args:
         library: the module llguidance.
@@ -116,7 +116,7 @@ def compile_grammar(library: Any, tokenizer: Any, text: str, is_choice: bool) ->
     fuel = _CHOICE_FUEL if is_choice else _LEXER_FUEL
     limits = library.LLParserLimits(initial_lexer_fuel=fuel, **_LIMITS)
     try:
-        # Warnings, which level 1 has, go to stderr.
+        # At level 1 warnings go to stderr.
         matcher = library.LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -143,13 +143,13 @@ def call_with_large_stack(function: Callable[[], Any]) -> Any:
 
 
 class GrammarTrials:
-    """Compiles grammars on trial, each in a fork of a process of its own. Several threads may do so at once.
+    """Compiles grammars on trial, each in a fork of a dedicated process. Thread-safe.
 
-    The process holds the tokenizer and has a single thread, so that it can be forked. It starts with the first grammar,
-    and ends when this object is deleted.
+    The process holds the tokenizer and has a single thread, so that it can be forked. It starts at the first grammar,
+    and exits when this object is deleted.
 
     Args:
-        parts: the tokenizer's.
+        parts: the parts of the tokenizer.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -159,18 +159,18 @@ class GrammarTrials:
         self._refused: set[int] = set()
 
     def start(self) -> _TrialProcess:
-        """Return the trial process; starts it unless it is running."""
+        """Return the trial process, started if necessary."""
         with self._lock:
             if self._process is None or not self._process.is_running:
                 self._process = _TrialProcess(self._parts)
             return self._process
 
     def num_bytes(self, text: str, is_choice: bool) -> int:
-        """Return the memory that a grammar takes to compile, in bytes.
+        """Return the bytes of memory that compiling a grammar takes.
 
         Raises:
             GrammarError: the grammar is invalid, or exceeds `MAX_SECONDS` or `MAX_BYTES`.
-            SlowGrammarError: it exceeds `QUICK_SECONDS`, and this is not within `patiently`.
+            SlowGrammarError: it exceeds `QUICK_SECONDS`, outside of `patiently`.
             RuntimeError: the trial process was killed, twice.
         """
         key, seconds = hash(text), _trial_seconds.get()
@@ -196,7 +196,7 @@ class GrammarTrials:
 
 
 class _TrialProcess:
-    """The process that forks for each trial; it ends when this object is deleted."""
+    """The process that forks for each trial; it exits when this object is deleted."""
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._control, other = socket.socketpair()
@@ -213,13 +213,13 @@ class _TrialProcess:
         return self.process.poll() is None
 
     def is_still_running(self) -> bool:
-        """Return whether the process runs on after a connection to it was closed."""
+        """Return whether the process is still running after a connection to it was closed."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(_EXIT_SECONDS)
         return self.is_running
 
     def try_grammar(self, text: str, is_choice: bool, seconds: float) -> int | str:
-        """Return the memory that a grammar takes, in bytes, or why it is invalid.
+        """Return the bytes of memory that a grammar takes, or an error message if it is invalid.
 
         Raises:
             EOFError, ConnectionError: a limit was exceeded, or the process was killed.
@@ -241,14 +241,14 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def run_trials(descriptor: int) -> None:
-    """Run the trial process: fork for each trial, until the other end of the socket is closed.
+    """Run the trial process: fork for each trial, until the socket's other end is closed.
 
     Args:
-        descriptor: the socket's.
+        descriptor: file descriptor of the socket.
     """
     import llguidance  # noqa: PLC0415
 
-    # Forks are reaped by the system.
+    # The system reaps the forks.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Connection(os.dup(descriptor)) as connection:
         parts: TokenizerParts = connection.recv()
@@ -258,7 +258,7 @@ def run_trials(descriptor: int) -> None:
     control = socket.socket(fileno=descriptor)
     while descriptors := socket.recv_fds(control, 1, 1)[1]:
         if os.fork() == 0:
-            # A fork would keep it open after the process was killed.
+            # A fork would keep it open after the process is killed.
             control.close()
             try:
                 _try_grammar(Connection(descriptors[0]), partial(compile_grammar, llguidance, tokenizer))
@@ -268,10 +268,10 @@ def run_trials(descriptor: int) -> None:
 
 
 def _try_grammar(connection: Connection, compile_text: Callable[[str, bool], Any]) -> None:
-    """Compile a grammar, and send the memory that it took, in bytes, or why it is refused."""
+    """Compile a grammar, and send the bytes of memory that it took, or why it is refused."""
     import resource  # noqa: PLC0415
 
-    # Rust reports there that an allocation failed.
+    # Rust reports failed allocations there.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     text, is_choice, seconds = connection.recv()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -285,14 +285,14 @@ def _try_grammar(connection: Connection, compile_text: Callable[[str, bool], Any
 
 
 def _compile_within_limits(compile_text: Callable[[], Any], seconds: float) -> None:
-    """Compile a grammar in this process, which the system ends at the limits."""
+    """Compile a grammar in this process, which the system kills at the limits."""
     # Not on Windows.
     import resource  # noqa: PLC0415
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Counts CPU time; its signal ends the process.
+    # The limit of CPU time; its signal ends the process.
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    # Elsewhere the system does not limit memory. The stack of this thread is in what it has now.
+    # Other systems do not limit memory. The current size includes this thread's stack.
     if _STATM.exists():
         now = int(_STATM.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_DATA, (now + MAX_BYTES, now + MAX_BYTES))

@@ -1,7 +1,7 @@
-"""From what an output must match to a grammar in llguidance's form; what llguidance could not take is refused before.
+"""Translates constraints to grammars in llguidance's form, and refuses those that llguidance could not handle.
 
-llguidance resolves references and rules by native recursion, whose depth nothing limits: `MAX_RULES` and the stack of
-the thread that compiles keep to each other.
+llguidance resolves references and rules by unlimited native recursion: `MAX_RULES` is chosen to fit the stack of the
+compiling thread.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    # The process that compiles on trial does without numpy, which starts threads.
+    # The trial process must not import numpy, which starts threads.
     from nanovllm.sampling_params import StructuredOutputsParams
 
 _MAX_MESSAGE = 500
 MAX_RULES = 20_000
-"""Lines and brackets of a Lark grammar. A rule takes about 3 KB of stack, and so does a bracket within it."""
+"""Maximum lines and brackets of a Lark grammar. A rule takes about 3 KB of stack, and so does a bracket within it."""
 _MAX_REGEX = 2**15
-"""Characters; the time to compile a regular expression grows with the square of its length."""
+"""Maximum characters; compile time of a regular expression grows with the square of its length."""
 _INSTEAD = {
     '"uniqueItems"': "instead of uniqueItems, bound the array by maxItems and drop repeated items afterwards",
     '"not"': "instead of not, say what is allowed, by enum, anyOf or a pattern",
@@ -34,24 +34,24 @@ _SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "defin
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Formats of texts that llguidance expresses."""
+"""String formats that llguidance supports."""
 _UNKNOWN_FORMAT = f"a format in a JSON schema is ignored, since it is none of {', '.join(sorted(_FORMATS))}"
 _MEANINGS = {"NoExtensionBias": "no text matches it; perhaps it refers to itself without an end"}
-"""Of llguidance's messages that are names alone."""
+"""Explanations of llguidance's messages that are only names."""
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 _COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _VALUES = frozenset({"enum", "const", "default", "examples"})
-"""Fields of a schema that are no schemas."""
+"""Fields of a schema that are not schemas themselves."""
 _COMPOSING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas"})
-"""Fields that add to the properties of an object."""
+"""Fields that add properties to an object."""
 
 
 def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
-    """Return a grammar as llguidance takes it, not compiled yet.
+    """Return a grammar in llguidance's form, not compiled yet.
 
     Args:
         library: the module llguidance.
-        params: what to match.
+        params: the constraint.
 
     Raises:
         ValueError: a regular expression or a Lark grammar is too large.
@@ -67,7 +67,7 @@ def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
             raise ValueError(f"the regular expression has more than {_MAX_REGEX} characters; choice takes many texts")
         text = matcher.grammar_from_regex(params.regex)
     elif params.choice is not None:
-        # One terminal: alternatives of a rule are items of the parser, which takes some thousand.
+        # One terminal: alternatives of a rule are parser items, limited to a few thousand.
         text = matcher.grammar_from_lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, params.choice)))
     else:
         if isinstance(params.grammar, str) and sum(map(params.grammar.count, "\n([")) > MAX_RULES:
@@ -79,10 +79,10 @@ def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
 
 
 def lark_json(schema: Any) -> str:
-    """Return a part of a Lark grammar that matches a JSON schema, whose objects have no further properties.
+    """Return a part of a Lark grammar that matches a JSON schema, without additional properties in its objects.
 
     Raises:
-        ValueError: the schema is no object, or cannot be written as JSON.
+        ValueError: the schema is not an object, or cannot be written as JSON.
     """
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {schema!r:.80}")
@@ -109,7 +109,7 @@ def _json_schema(params: StructuredOutputsParams) -> str:
 
 
 def _without_unknown_formats(schema: Any) -> Any:
-    """Return a schema without the formats of texts that no grammar expresses, of which a warning tells."""
+    """Return a schema without unsupported string formats, and warn about them."""
     if isinstance(schema, list):
         return [_without_unknown_formats(item) for item in schema]
     if not isinstance(schema, dict):
@@ -127,14 +127,14 @@ def _without_unknown_formats(schema: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have no other properties than those that it names.
+    """Return a schema whose objects have only the properties that it names.
 
-    An object that is put together from parts stays open, and so do its parts: one that is closed excludes the others.
+    An object composed of parts stays open, as do its parts: a closed part would exclude the others.
     """
     parts: set[str] = set()
     while True:
         count, closed = len(parts), _close(schema, False, parts)
-        # A definition does not know who refers to it: it is closed once all references are known.
+        # A definition is closed only once all references to it are known.
         if len(parts) == count:
             return closed
 
@@ -143,9 +143,9 @@ def _close(schema: Any, is_part: bool, parts: set[str]) -> Any:
     """Return a closed schema.
 
     Args:
-        schema: or a list of them, or a value that is none.
-        is_part: whether objects of it are parts of others.
-        parts: references to schemas that are parts; those that are found are added.
+        schema: a schema, a list of schemas, or any other value.
+        is_part: whether its objects are parts of others.
+        parts: references to schemas that are parts; newly found ones are added.
     """
     if isinstance(schema, list):
         return [_close(item, is_part, parts) for item in schema]
@@ -171,7 +171,7 @@ def _close(schema: Any, is_part: bool, parts: set[str]) -> Any:
 
 
 def _whitespace(params: StructuredOutputsParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """Return llguidance's options for white space: those that a schema may change, and those that hold for all."""
+    """Return llguidance's whitespace options: the defaults that a schema may override, and the fixed ones."""
     if params.whitespace_pattern is not None:
         return None, {"whitespace_flexible": True, "whitespace_pattern": params.whitespace_pattern}
     if params.disable_any_whitespace is not None:
@@ -180,9 +180,9 @@ def _whitespace(params: StructuredOutputsParams) -> tuple[dict[str, Any] | None,
 
 
 def with_advice(message: str) -> str:
-    """Return llguidance's message, with what can be written instead of what it refuses."""
+    """Return llguidance's message, with advice on what to write instead."""
     advice = [text for refused, text in _INSTEAD.items() if refused in message]
     shown = message.replace("<non-verbose/>", "").strip()
     shown = _MEANINGS.get(shown, shown)
-    # It quotes the grammar, which may be long.
+    # The message quotes the grammar, which may be long.
     return "; ".join([f"structured_outputs cannot be used: {shown[:_MAX_MESSAGE]}", *advice])

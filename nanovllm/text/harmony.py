@@ -1,4 +1,4 @@
-"""Answers of gpt-oss, lists of messages in OpenAI's harmony format (https://cookbook.openai.com/articles/openai-harmony)."""
+"""Parses gpt-oss answers, messages in OpenAI's harmony format (https://cookbook.openai.com/articles/openai-harmony)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 @dataclass
 class ReasoningPiece:
-    """A piece of thoughts."""
+    """A piece of reasoning."""
 
     text: str
 
@@ -28,9 +28,9 @@ Events = Generator["str | ReasoningPiece | ToolCallDelta | None", None, None]
 
 
 class HarmonyParser:
-    """Splits the text of one output, special tokens included, into thoughts, text and calls.
+    """Splits the text of one output, special tokens included, into reasoning, text and calls.
 
-    Messages in the channel `analysis` are thoughts, messages to `functions.name` are calls, and all others are text.
+    Messages in the channel `analysis` are reasoning, messages to `functions.name` are calls, and all others are text.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class HarmonyParser:
         self._num_calls = 0
 
     def append(self, text: str, final: bool = False) -> tuple[str, str, list[ToolCallDelta]]:
-        """Return the new parts of thoughts, text and calls. `final`: no text follows."""
+        """Parse new text, and return new reasoning, text and calls. `final`: no text follows."""
         self._reader.text += text
         self._reader.is_final = final
         reasoning, content, calls = "", "", list[ToolCallDelta]()
@@ -62,7 +62,7 @@ class HarmonyParser:
             if not reader.text:
                 return
             header, is_tagged = "", bool((yield from reader.peek(*_HEADER)))
-            # A prompt may end within a header, and a text need not have one.
+            # A prompt may end within a header, and a text may have no header.
             if is_tagged or (yield from reader.peek(*_HEADER_WORDS)):
                 header, end = yield from reader.until("<|message|>")
                 if not end and not is_tagged:
@@ -76,7 +76,7 @@ class HarmonyParser:
                 yield from self._message("analysis" if channel is not None and channel[1] == "analysis" else "final")
 
     def _message(self, kind: str) -> Events:
-        """Yield a message as it comes."""
+        """Yield a message incrementally."""
         reader, is_empty = self._reader, True
         reader.trim()
         while True:
@@ -86,7 +86,7 @@ class HarmonyParser:
             if at:
                 is_empty, piece = False, reader.text[:at]
                 yield piece if kind == "final" else self._piece(kind, piece)
-            # The tag that begins the next message is part of its header.
+            # The tag that opens the next message is part of its header.
             reader.at = at if tag in _HEADER else at + len(tag)
             reader.trim()
             if tag or reader.is_final:

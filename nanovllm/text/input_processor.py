@@ -1,4 +1,4 @@
-"""The gate: from what a user asks to the checked `Request`s that an engine takes."""
+"""Validates and encodes user input into the `Request`s of an engine."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from nanovllm.utils.checks import check_int, pack_token_ids, token_list
 T = TypeVar("T")
 
 Work = Literal["short", "long", "grammar", "slow grammar"]
-"""Kinds of work on a request's input that do not wait for one another."""
+"""Kinds of input processing that do not wait for one another."""
 LONG_TEXT = 2**16
-"""Characters, or tokens, whose work takes so long, about 0.1 s, that other requests must not wait for it."""
+"""Number of characters or tokens that takes about 0.1 s to process, too long for other requests to wait."""
 
 _NO_HEAD = "the model's folder has no LM head (lm_head.weight): it makes embeddings alone, by embed and rank"
 
 
 class CheckedParams(NamedTuple):
-    """Sampling parameters, checked, and what follows from them for all requests that share them.
+    """Checked sampling parameters, with values derived from them, shared by requests.
 
     Attributes:
-        params: in range, and of this call alone.
-        bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that are never generated.
-        grammar: what outputs must match, compiled.
+        params: a checked copy that belongs to this call.
+        bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that must not be generated.
+        grammar: the compiled grammar that outputs must match.
     """
 
     params: SamplingParams
@@ -40,10 +40,10 @@ class CheckedParams(NamedTuple):
 
 
 class ParamsChecker:
-    """Checks the sampling parameters of a job's prompts, equal ones once.
+    """Checks the sampling parameters of a job's prompts, and caches the results.
 
     Args:
-        check: checks parameters of which no equal ones were seen.
+        check: checks parameters that are not in the cache.
     """
 
     def __init__(self, check: Callable[[Any], CheckedParams]) -> None:
@@ -52,11 +52,11 @@ class ParamsChecker:
         self._last: tuple[Any, CheckedParams | ValueError] | None = None
 
     def check(self, params: Any) -> CheckedParams | ValueError:
-        """Return the checked form of parameters, or why they are refused."""
+        """Return checked parameters, or the error."""
         if self._last is None or self._last[0] is not params:
             key = _params_key(params)
             if key not in self._found:
-                # With the object, whose id may be the key.
+                # Keep the object too, since its id may be the key.
                 self._found[key] = params, self._look_at(params)
             self._last = params, self._found[key][1]
         return self._last[1]
@@ -69,13 +69,13 @@ class ParamsChecker:
 
 
 class InputProcessor:
-    """Encodes prompts and checks requests.
+    """Encodes prompts and validates requests.
 
     Args:
-        tokenizer: a transformers tokenizer; None takes token ids alone.
-        limits: what the engine can serve.
+        tokenizer: a transformers tokenizer; with None only token ids are accepted.
+        limits: the engine's limits.
         grammars: compiles grammars.
-        seeds: numbers requests in the order in which they come.
+        seeds: numbers requests in order of arrival.
         has_head: whether the model has an LM head, so that it can generate.
     """
 
@@ -95,14 +95,14 @@ class InputProcessor:
 
     @cached_property
     def max_characters(self) -> int:
-        """Characters of the longest text that fits the model, all of whose tokens are the longest one.
+        """Maximum characters of a text that could fit the model, if all of its tokens were the longest one.
 
-        Encoding a text takes time in proportion to it, so longer ones are refused before. 0 without a tokenizer.
+        Encoding takes time proportional to the length, so longer texts are refused before. 0 without a tokenizer.
         """
         return 0 if self.tokenizer is None else self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
     def bound_grammars(self, *, compiles_here: bool) -> None:
-        """Refuse grammars that take long to compile; see `ConstraintFactory.bound`."""
+        """Refuse grammars that take too long to compile; see `ConstraintFactory.bound`."""
         self._grammars.bound(compiles_here=compiles_here)
 
     def process(
@@ -116,21 +116,21 @@ class InputProcessor:
         add_special_tokens: bool | None = None,
         max_prompt_tokens: int | None = None,
     ) -> list[Request]:
-        """Return requests, if all of them can be served.
+        """Return requests; all must be valid.
 
         Args:
             prompts: strings, lists of token ids, or `{"prompt": ...}` and `{"prompt_token_ids": ...}`, which may have
                 a `cache_salt`.
-            params: of each.
-            priorities: of each.
-            streams: whether outputs are wanted as they come.
-            template: makes texts of conversations, which these prompts are.
+            params: sampling parameters of each prompt.
+            priorities: priority of each prompt.
+            streams: whether outputs are streamed.
+            template: renders conversations, if prompts are conversations.
             add_special_tokens: whether texts get the tokenizer's special tokens, such as BOS; None: unless a template
                 made them.
-            max_prompt_tokens: number of last tokens to which a prompt is cut, which then has no text; None: all.
+            max_prompt_tokens: keep only this number of last tokens of a prompt, which then has no text; None: all.
 
         Raises:
-            ValueError: one cannot be served; says what is out of bounds.
+            ValueError: a request cannot be served; the message names what is out of bounds.
         """
         cut: dict[str, Any] = {"add_special_tokens": add_special_tokens, "max_prompt_tokens": max_prompt_tokens}
         return good_items(self.process_each(prompts, params, priorities, streams=streams, template=template, **cut))
@@ -149,13 +149,13 @@ class InputProcessor:
         seeds: Sequence[int] | None = None,
         checker: ParamsChecker | None = None,
     ) -> list[Request | ValueError]:
-        """Return requests, and in the places of those that cannot be served why.
+        """Return a request for each prompt, or an error if it cannot be served.
 
         Args:
             prompts, params, priorities, streams, template, add_special_tokens, max_prompt_tokens: see `process`.
             pooling: see `process_pooling`.
-            seeds: of each; None numbers the requests in this order.
-            checker: of earlier chunks of the same job, so that their parameters are not checked again.
+            seeds: request numbers; None numbers the requests in this order.
+            checker: the checker of earlier chunks of the same job, so that their parameters are not checked again.
         """
         if pooling is None and not self._has_head:
             return [ValueError(_NO_HEAD)] * len(prompts)
@@ -201,12 +201,12 @@ class InputProcessor:
     def process_pooling(
         self, prompts: list[Any], pooling: Pooling, priority: int = 0, *, streams: bool = False
     ) -> list[Request]:
-        """Return requests for the hidden states of prompts, if all of them can be served.
+        """Return requests for the hidden states of prompts; all must be valid.
 
         Args:
             prompts: see `process`.
             pooling: "last" takes the last token's, "mean" the mean of all.
-            priority: of all of them.
+            priority: priority of all requests.
             streams: see `process`.
 
         Raises:
@@ -216,11 +216,11 @@ class InputProcessor:
         return good_items(self.process_each(prompts, params, priorities, streams=streams, pooling=pooling))
 
     def params_checker(self) -> ParamsChecker:
-        """Return what checks the parameters of one call, equal ones once."""
+        """Return a checker for the parameters of one call."""
         return ParamsChecker(self._check)
 
     def _check(self, param: Any) -> CheckedParams:
-        """Return checked parameters, and what follows from them for each request."""
+        """Return checked parameters and the values derived from them."""
         params = self.limits.check_params(param)
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
         if needed and self.tokenizer is None:
@@ -245,7 +245,7 @@ class InputProcessor:
         max_tokens: int | None = None,
         template: Callable[[Any], str] | None = None,
     ) -> list[TokensPrompt]:
-        """Return prompts as token ids, which are not checked yet; see `process`.
+        """Encode prompts, without checking the token ids; see `process`.
 
         Raises:
             ValueError: a text cannot be encoded, or is too long.
@@ -275,14 +275,14 @@ class InputProcessor:
         max_tokens: int | None,
         template: Callable[[Any], str] | None,
     ) -> list[ParsedPrompt]:
-        """Return prompts with their token ids, not checked yet; those that have none have an error in their place."""
+        """Return prompts with unchecked token ids, or with an error instead of ids."""
         parts: list[ParsedPrompt] = []
         for prompt in prompts:
             try:
                 part = parse_prompt(prompt) if template is None else ParsedPrompt(None, template(prompt))
                 if part.token_ids is None and self.tokenizer is not None:
                     if max_tokens is not None:
-                        # Characters beyond the reach of that many tokens need not be encoded.
+                        # Characters beyond the reach of `max_prompt_tokens` need not be encoded.
                         part = part._replace(text=(part.text or "")[-self.max_characters :])
                     self._check_length("the prompt", part.text or "", PromptTooLongError)
             except ValueError as error:
@@ -296,37 +296,37 @@ class InputProcessor:
         return parts if max_tokens is None else [part.last(max_tokens) for part in parts]
 
     def _tokenize_each(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
-        """Encode texts; those that cannot be have the error in their place."""
+        """Encode texts; return an error in the place of a text that cannot be encoded."""
         try:
             return self.tokenize(texts, add_special_tokens)
         except ValueError as error:
-            # One at a time shows which it is.
+            # Encode one at a time to find the invalid one.
             return [error] if len(texts) == 1 else [self._tokenize_each([t], add_special_tokens)[0] for t in texts]
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode texts, all in one call, since tokenizers then use every core."""
+        """Encode texts in one call, so that tokenizers use every core."""
         if not texts:
             return []
         if self.tokenizer is None:
             raise ValueError(f"prompt {texts[0][:40]!r} is a string, but the model has no tokenizer: pass token ids")
         try:
-            # Not `verbose`, which warns of texts that are too long: they are refused, or cut.
+            # Not `verbose`, which warns about long texts: these are refused, or cut.
             unwanted = dict.fromkeys(("verbose", "return_attention_mask", "return_token_type_ids"), False)
             options = {"add_special_tokens": add_special_tokens, **unwanted}
             token_ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
         except TypeError as error:
             if len(texts) > 1:
-                # Encoding one at a time shows which text is at fault.
+                # Encode one at a time to find the invalid text.
                 return [self.tokenize([text], add_special_tokens)[0] for text in texts]
             raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
         return token_ids
 
 
 def good_items(found: Sequence[T | ValueError]) -> list[T]:
-    """Return what was found of prompts, if there are no errors.
+    """Return the items, or raise the first error among them.
 
     Raises:
-        ValueError: the first error, with the prompt's number unless it is one of all of them.
+        ValueError: the first error, with the prompt's number unless all prompts share it.
     """
     good = [item for item in found if not isinstance(item, ValueError)]
     if len(good) < len(found):
@@ -336,7 +336,7 @@ def good_items(found: Sequence[T | ValueError]) -> list[T]:
 
 
 def of_prompt(index: int, error: ValueError) -> ValueError:
-    """Return an error that says which prompt it is of, and has the given one as its cause."""
+    """Return an error that names the prompt, with the given error as its cause."""
     kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
     named = kind(f"prompts[{index}]: {error}")
     named.__cause__ = error
@@ -355,7 +355,7 @@ def pooling_params(pooling: Pooling) -> SamplingParams:
 
 
 def _params_key(params: Any) -> Any:
-    """Return a key that equal parameters share; of those with lists in them, one of their own."""
+    """Return a key that equal parameters share; parameters that contain lists get a unique key."""
     try:
         key = tuple(vars(params).values())
         hash(key)
@@ -365,9 +365,9 @@ def _params_key(params: Any) -> Any:
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt as it is given: its token ids, not checked yet, or its text, or both, and its salt.
+    """A prompt as given: unchecked token ids, text, or both, and the cache salt.
 
-    In a list of prompts, those that cannot be parsed or encoded have a ValueError for `token_ids`.
+    A prompt that cannot be parsed or encoded has a ValueError as `token_ids`.
     """
 
     token_ids: Any
@@ -375,7 +375,7 @@ class ParsedPrompt(NamedTuple):
     cache_salt: str | None = None
 
     def last(self, count: int) -> ParsedPrompt:
-        """Return the prompt cut to its last `count` tokens; without its text if it had more."""
+        """Return the prompt cut to its last `count` tokens, without its text if it was cut."""
         if isinstance(self.token_ids, ValueError) or len(self.token_ids) <= count:
             return self
         return self._replace(token_ids=self.token_ids[len(self.token_ids) - count :], text=None)
@@ -385,7 +385,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     """Return the parts of a prompt.
 
     Raises:
-        ValueError: it is a dict of another form.
+        ValueError: it is a dict of the wrong form.
     """
     if isinstance(prompt, str):
         return ParsedPrompt(None, prompt)
@@ -407,8 +407,8 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
 
 
 def work_of(prompts: list[Any], params: Any) -> Work:
-    """Return what kind of work it is to make requests of prompts with these parameters, which may be None."""
-    # What is of no such type is refused by the input processor.
+    """Return the kind of work that processing these prompts is; parameters may be None."""
+    # The input processor refuses other types.
     if getattr(params, "structured_outputs", None) is not None:
         return "grammar"
     texts = [p.get("prompt_token_ids") or p.get("prompt") if isinstance(p, dict) else p for p in prompts]
@@ -418,5 +418,5 @@ def work_of(prompts: list[Any], params: Any) -> Work:
 
 
 def work_of_size(size: int) -> Work:
-    """Return what kind of work it is to encode or decode so many characters, or tokens."""
+    """Return the kind of work that encoding or decoding this number of characters or tokens is."""
     return "long" if size > LONG_TEXT else "short"

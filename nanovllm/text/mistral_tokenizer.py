@@ -1,4 +1,4 @@
-"""The tokenizer of a tekken.json as this library uses one."""
+"""Adapts mistral-common's tokenizer (tekken.json) to the interface of other tokenizers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing_extensions import override
 
 
 class MistralTokenizer(MistralCommonBackend):
-    """The package mistral-common behind transformers' interface, which leaves out some of what others have.
+    """mistral-common's tokenizer behind transformers' interface, with the methods that its own class lacks.
 
-    Text has the same token ids as in the base class, where what is written as a control token is text. Only with
-    `add_special_tokens=False`, which this library passes for the text of a conversation, control tokens are those.
+    Token ids of text are the base class's, which treats control tokens in a text as text. Only with
+    `add_special_tokens=False`, which this library passes for a rendered conversation, are they control tokens.
     """
 
     @cached_property
@@ -27,7 +27,7 @@ class MistralTokenizer(MistralCommonBackend):
 
     @property
     def added_tokens_decoder(self) -> dict[int, str]:
-        """The control tokens by id."""
+        """Control tokens by id."""
         return {token_id: token for token, token_id in self._control_ids.items()}
 
     @override
@@ -39,7 +39,7 @@ class MistralTokenizer(MistralCommonBackend):
         return {"input_ids": [self.encode(item, add_special_tokens=False) for item in text]}
 
     def encode(self, text: Any, *, add_special_tokens: bool = True, **options: Any) -> list[int]:
-        """See the class."""
+        """Encode a text; control tokens count only with `add_special_tokens=False`."""
         if add_special_tokens or not isinstance(text, str):
             return list(super().encode(text, add_special_tokens=add_special_tokens, **options))
         token_ids: list[int] = []
@@ -50,13 +50,13 @@ class MistralTokenizer(MistralCommonBackend):
 
     @override
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """Drop `spaces_between_special_tokens`, which the base class does not know: it has none."""
+        """Drop `spaces_between_special_tokens`, which the base class does not support."""
         options.pop("spaces_between_special_tokens", None)
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **options)
 
     @override
     def apply_chat_template(self, conversation: Any, *, chat_template: str | None = None, **options: Any) -> Any:
-        """Render by code of the library, which has no templates."""
+        """Render with mistral-common's code, which has no templates."""
         if chat_template is not None:
             raise ValueError("chat_template: mistral-common writes the prompts of this tokenizer by its own code")
         return super().apply_chat_template(conversation, **options)

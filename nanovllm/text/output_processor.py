@@ -1,4 +1,4 @@
-"""From an engine's token ids to the text that a user gets."""
+"""Turns an engine's token ids into text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanovllm.text.token_bytes import token_bytes_function
 
 
 class NewTokens(NamedTuple):
-    """What is new of an output: its text, its tokens, and their records of log-probabilities if it asks for them."""
+    """New text and tokens of an output, with log-probability records if requested."""
 
     text: str
     token_ids: list[int]
@@ -20,18 +20,18 @@ class NewTokens(NamedTuple):
 
 
 class OutputState:
-    """One output's tokens and text as they come.
+    """Accumulates one output's tokens and text.
 
-    One thread adds tokens; another may take them. Text is decoded where it is needed: as the tokens come if they may
-    complete a stop string, otherwise when it is taken, so that the thread of the engine does not wait for it.
+    One thread adds tokens; another may read them. Tokens are decoded on arrival if there are stop strings, otherwise
+    when they are read, so that the engine's thread does not wait for decoding.
 
     Args:
         tokenizer: a transformers tokenizer; None makes no text.
-        params: the request's.
-        prompt: its token ids.
+        params: the request's sampling parameters.
+        prompt: the prompt's token ids.
 
     Attributes:
-        num_tokens: how many have come; none is taken after a stop string.
+        num_tokens: tokens so far; tokens after a stop string are dropped.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt: Sequence[int]) -> None:
@@ -48,7 +48,7 @@ class OutputState:
         self._ends = False
 
     def append(self, token_id: int, is_end: bool, logprobs: bytes) -> bool:
-        """Take a token; returns whether it completes a stop string. See `StreamedToken`."""
+        """Add a token, and return whether it completes a stop string. See `StreamedToken`."""
         with self._lock:
             if self._has_stopped:
                 return False
@@ -62,7 +62,7 @@ class OutputState:
             return self._has_stopped
 
     def take(self, final: bool) -> NewTokens:
-        """Return what no call has returned yet. `final`: no token follows."""
+        """Return the text and tokens not returned yet. `final`: no token follows."""
         with self._lock:
             token_ids, logprobs, ends = self._token_ids, self._logprobs, self._ends
             self._token_ids, self._logprobs = [], bytearray()
@@ -70,7 +70,7 @@ class OutputState:
                 return NewTokens(self._take_text(final), token_ids, logprobs)
         if self._text is None:
             return NewTokens("", token_ids, logprobs)
-        # Nobody looks at the text as the tokens come, so that they need not wait for this.
+        # Without stop strings decoding is deferred until now.
         self._decode(token_ids, ends)
         return NewTokens(self._take_text(final), token_ids, logprobs)
 
@@ -80,9 +80,9 @@ class OutputState:
         return None if self._text is None else self._text.stop_string
 
     def _decode(self, token_ids: list[int], ends: bool) -> bool:
-        """Add tokens to the text; returns whether a stop string is complete."""
+        """Add tokens to the text, and return whether a stop string is complete."""
         assert self._text is not None
-        # The text of an EOS or stop token is left out, as that of a stop string is.
+        # The text of an EOS or stop token is left out, like a stop string.
         return self._text.append(token_ids[:-1] if ends and not self._include_stop else token_ids, final=ends)
 
     def _take_text(self, final: bool) -> str:
@@ -93,7 +93,7 @@ class OutputState:
 
 
 class OutputProcessor:
-    """Makes texts of tokens.
+    """Decodes tokens.
 
     Args:
         tokenizer: a transformers tokenizer; None leaves texts empty.
@@ -107,10 +107,10 @@ class OutputProcessor:
         """Return the text of a whole output without stop strings.
 
         Args:
-            prompt: token ids before it.
-            token_ids: of the output.
-            params: of its request.
-            ends: whether the last of them is EOS or a stop token, whose text is left out.
+            prompt: the prompt's token ids.
+            token_ids: the output's token ids.
+            params: the request's sampling parameters.
+            ends: whether the last token is EOS or a stop token, whose text is left out.
         """
         if self.tokenizer is None or not params.detokenize:
             return ""

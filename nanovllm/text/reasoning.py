@@ -1,4 +1,4 @@
-"""A model's thoughts: where they begin and end, split from its answer, and left free by a grammar."""
+"""Separates a model's reasoning from its answer, and exempts it from grammars."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from nanovllm.text.text_reader import partial_start
 
 Start = Literal["inside", "before", "unknown", "answer"]
 _TAIL = 16
-"""Number of last tokens that hold a whole tag, and space after it."""
+"""Number of last tokens that can hold a whole tag and the space after it."""
 
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """A model's marks of its thoughts.
+    """The tags around a model's reasoning.
 
     Attributes:
-        tags: pairs of texts before and after them.
-        begins_inside: whether an answer begins within the thoughts, also where neither prompt nor answer says so.
+        tags: pairs of begin and end tag.
+        begins_inside: whether an answer begins within the reasoning even without a begin tag in prompt or answer.
         has_channels: whether an answer is a list of messages, as in gpt-oss's harmony.
     """
 
@@ -31,11 +31,11 @@ class ReasoningFormat:
     has_channels: bool = False
 
     def start(self, prompt: str, is_taught: bool) -> Start:
-        """Return where an answer begins.
+        """Return the part in which an answer begins.
 
         Args:
-            prompt: its end.
-            is_taught: whether the model's chat template knows the tags: then thoughts may come without the first one.
+            prompt: the end of the prompt.
+            is_taught: whether the chat template contains the tags: then the begin tag may be missing.
         """
         end = prompt.rstrip()
         if any(end.endswith(begin.rstrip()) for begin, _ in self.tags):
@@ -62,17 +62,17 @@ REASONING_FORMATS = {
     "mistral": _MISTRAL, "nemotron_v3": _DEEPSEEK_R1, "olmo3": _THINK, "openai_gptoss": _HARMONY, "qwen3": _THINK,
     "seed_oss": _SEED, "step3": _DEEPSEEK_R1, "step3p5": _THINK,
 }  # fmt: skip
-"""By vLLM's names where it has one."""
+"""Formats by name, vLLM's where it has one."""
 HARMONY_MARK = "<|channel|>"
 
 
 def reasoning_format(name: str, tokenizer: Any, template: str | None = None) -> ReasoningFormat:
-    """Return a format by its name; "auto": the one that the chat template shows, else any tags.
+    """Return a format by name; "auto" detects it in the chat template, and else accepts any tags.
 
     Args:
-        name: of the format.
+        name: the format's name.
         tokenizer: a transformers tokenizer, or None.
-        template: instead of the tokenizer's.
+        template: a chat template to use instead of the tokenizer's.
 
     Raises:
         ValueError: an unknown name.
@@ -85,37 +85,37 @@ def reasoning_format(name: str, tokenizer: Any, template: str | None = None) -> 
 
 
 def template_text(tokenizer: Any) -> str:
-    """Return a tokenizer's chat template, or all of them, to look for tags in; empty if there is none."""
+    """Return a tokenizer's chat templates as one text, to search for tags; empty if it has no template."""
     return str(getattr(tokenizer, "chat_template", None) or "")
 
 
 def prompt_end(tokenizer: Any, prompt: Any) -> str:
-    """Return the text of a prompt's last tokens, special ones too."""
+    """Return the text of a prompt's last tokens, with special tokens."""
     return "" if tokenizer is None else str(tokenizer.decode(list(prompt[-_TAIL:])))
 
 
 class ReasoningSplitter:
-    """Splits the text of one output.
+    """Splits the text of one output into reasoning and answer.
 
-    Space around the tags belongs to neither part. A begin tag counts at the start of the output alone.
+    Space around the tags belongs to neither part. A begin tag counts only at the start of the output.
 
     Args:
-        start: whether the output begins within the thoughts, or before them if there are any; "unknown": what stands
-            before an end tag is thoughts, so that text waits for one. "answer": there are no thoughts.
+        start: whether the output begins within the reasoning, or before it; "unknown": text before an end tag is
+            reasoning, so text waits for an end tag. "answer": there is no reasoning.
         form: the tags.
-        keeps_tags: whether tags and the space around them are part of the thoughts.
+        keeps_tags: whether tags and the space around them are part of the reasoning.
     """
 
     def __init__(self, start: Start = "unknown", form: ReasoningFormat = ANY, keeps_tags: bool = False) -> None:
         self._state: str = start
         self._tags, self._keeps_tags = form.tags, keeps_tags
         self._begins, self._ends = (tuple(tag[i] for tag in form.tags) for i in (0, 1))
-        # Text that may be part of a tag, or space that may be before one.
+        # Text that may be part of a tag, or space that may precede one.
         self._held = ""
         self._has_thoughts = keeps_tags
 
     def append(self, text: str, final: bool = False) -> tuple[str, str]:
-        """Return the new parts of the thoughts and of the answer. `final`: no text follows."""
+        """Parse new text, and return new reasoning and answer. `final`: no text follows."""
         self._held += text
         reasoning = content = ""
         if self._state in ("before", "unknown"):
@@ -123,7 +123,7 @@ class ReasoningSplitter:
         if self._state == "inside":
             reasoning += self._take_reasoning(final)
         if self._state == "after":
-            # Space between the end tag and the answer.
+            # Skip space between the end tag and the answer.
             self._held = self._held.lstrip()
             self._state = "answer" if self._held else "after"
         if self._state == "answer":
@@ -131,7 +131,7 @@ class ReasoningSplitter:
         return reasoning, content
 
     def _begin(self, final: bool) -> str:
-        """Find out how the output begins; return a begin tag that is part of the thoughts."""
+        """Determine how the output begins, and return a begin tag that is part of the reasoning."""
         start = self._held.lstrip()
         begin = next((begin for begin in self._begins if start.startswith(begin)), None)
         if begin is not None:
@@ -164,20 +164,20 @@ class ReasoningSplitter:
         if final:
             thoughts, self._held = self._held, ""
             return thoughts
-        # The possible start of an end tag waits, as does space before it.
+        # Hold back a possible start of an end tag, and space before it.
         end = len(self._held[: partial_start(self._held, self._ends)].rstrip())
         thoughts, self._held = self._held[:end], self._held[end:]
         return thoughts
 
 
 class AfterThinkingConstraint:
-    """A `TokenConstraint` that lets a model think, and then is another one.
+    """A `TokenConstraint` that leaves reasoning free, and then applies another constraint.
 
     Args:
         tokenizer: a transformers tokenizer.
-        inner: masks the answer.
-        prompt_token_ids: the prompt, which may end within thoughts, or after them.
-        end: end tag of thoughts that begin with the output; None: the prompt, or the model, begins them.
+        inner: the constraint on the answer.
+        prompt_token_ids: the prompt, which may end within the reasoning, or after it.
+        end: end tag of reasoning that begins with the output; None: the prompt or the model opens it.
     """
 
     def __init__(
@@ -188,15 +188,15 @@ class AfterThinkingConstraint:
         self._tail: list[int] = []
         before = prompt_end(tokenizer, prompt_token_ids).rstrip()
         tags = reasoning_format("auto", tokenizer).tags if end is None else ((before, end),)
-        # The end tag of the thoughts; None once the answer has begun.
+        # The end tag of the reasoning; None once the answer has begun.
         has_ended = any(before.endswith(end.rstrip()) for _, end in tags)
         begun = [end for begin, end in tags if before.endswith(begin.rstrip())]
         self._end = None if has_ended or not begun else begun[0]
-        # The tokens with which the model may begin to think now.
+        # Tokens with which the model may begin reasoning now.
         self._begins = {} if has_ended or begun else _single_tokens(tokenizer, tags)
 
     def accept(self, token_id: int) -> None:
-        """Take a token of the output; raises as the answer's constraint does."""
+        """Accept a token of the output; raises as the answer's constraint does."""
         if self._end is not None:
             self._tail = [*self._tail[1 - _TAIL :], token_id]
             if self._end in self._tokenizer.decode(self._tail):
@@ -218,6 +218,6 @@ class AfterThinkingConstraint:
 
 
 def _single_tokens(tokenizer: Any, tags: Sequence[tuple[str, str]]) -> dict[int, str]:
-    """Return the begin tags that are one token, with their end tags."""
+    """Return the begin tags that are single tokens, with their end tags."""
     encoded = [(tokenizer.encode(begin, add_special_tokens=False), end) for begin, end in tags]
     return {int(token_ids[0]): end for token_ids, end in encoded if len(token_ids) == 1}

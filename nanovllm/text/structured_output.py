@@ -1,8 +1,8 @@
-"""Outputs that match a grammar, by llguidance (an extra): masks of the tokens that may come next.
+"""Constrains outputs to a grammar, by llguidance's masks of allowed next tokens (an extra).
 
-llguidance computes a mask in the time of a step without compiling the grammar first, takes JSON schemas, regular
-expressions and Lark grammars, and needs no torch. xgrammar, the alternative, compiles each schema ahead, has no Lark
-grammars and no regular expressions of its own, and brings a second tensor library.
+llguidance computes a mask within a step without compiling the grammar first, supports JSON schemas, regular
+expressions and Lark grammars, and needs no torch. The alternative, xgrammar, compiles each schema ahead, lacks Lark
+grammars and regular expressions of its own, and depends on a second tensor library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nanovllm.text.reasoning import AfterThinkingConstraint
 from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS, _MAX_GRAMMAR_BYTES = 64, 64 * 2**20
-"""Grammars that are kept; bytes count where they are compiled on trial, see `ConstraintFactory.bound`."""
+"""Limits of cached grammars; bytes count where they are compiled on trial, see `ConstraintFactory.bound`."""
 _INSTALL = f"structured_outputs needs llguidance: {install_hint('structured')}"
 
 
@@ -38,23 +38,23 @@ class GrammarConstraint:
     """A `TokenConstraint` of the engine: one output's state in its grammar.
 
     Args:
-        executor: llguidance's threads that compute masks.
-        matcher: llguidance's state, which nobody else has.
-        num_tokens: tokens that a mask is of.
+        executor: llguidance's threads for masks.
+        matcher: llguidance's state of this output.
+        num_tokens: number of tokens in a mask.
     """
 
     def __init__(self, executor: Any, matcher: Any, num_tokens: int) -> None:
         self._executor = executor
         self._num_tokens = num_tokens
         self._matcher = matcher
-        # Tokens are consumed with the next mask, those of all outputs at once.
+        # Tokens are consumed together with the next mask, for all outputs at once.
         self._pending: list[int] = []
 
     def accept(self, token_id: int) -> None:
-        """Take a token of the output.
+        """Accept a token of the output.
 
         Raises:
-            GrammarError: llguidance has given up on the grammar, and its mask for this token meant nothing.
+            GrammarError: llguidance failed on the grammar, so that its mask for this token was meaningless.
         """
         if self._matcher.is_error():
             raise GrammarError(with_advice(self._matcher.get_error()))
@@ -68,12 +68,12 @@ class GrammarConstraint:
         while lagging:
             tokens = [(constraint._matcher, constraint._pending.pop(0)) for constraint in lagging]
             running = [(matcher, token_id) for matcher, token_id in tokens if not matcher.is_stopped()]
-            # It refuses an empty list.
+            # llguidance refuses an empty list.
             if running:
                 consume_token_par(self._executor, running)
             lagging = [constraint for constraint in lagging if constraint._pending]
         pairs = [(constraint._matcher, row) for constraint, row in constraints]
-        # A tokenizer may have more tokens than the model, whose masks end before theirs.
+        # A tokenizer may have more tokens than the model, so that its masks are longer.
         num_words, num_own = words.shape[1], -(-constraints[0][0]._num_tokens // 32)
         masks = words if num_own == num_words else np.empty((len(words), num_own), dtype=np.int32)
         fill_next_token_bitmask_par(self._executor, pairs, masks)
@@ -83,14 +83,14 @@ class GrammarConstraint:
 
 
 class ConstraintFactory:
-    """Makes the constraints of outputs, a `MakeConstraint`, for one tokenizer; it can be sent to another process.
+    """Makes constraints of outputs for one tokenizer (a `MakeConstraint`); picklable.
 
-    A grammar is compiled where it is checked, beside the engine. The engine of the same process finds it compiled; one
-    in another process compiles it as the request is queued there, which no step waits for.
+    A grammar is compiled where it is checked, outside the engine's thread. An engine in the same process finds it in
+    the cache; an engine in another process compiles it when the request is queued, without delaying a step.
 
     Args:
-        tokenizer: a fast transformers tokenizer, if there are grammars.
-        vocab_size: token ids of the model are below it.
+        tokenizer: a fast transformers tokenizer, if grammars are used.
+        vocab_size: upper bound of the model's token ids.
         eos_token_ids: tokens that end an output.
     """
 
@@ -98,17 +98,17 @@ class ConstraintFactory:
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
-        # The least recently used one first; several threads make constraints.
+        # Least recently used first; several threads make constraints.
         self._grammars: dict[str, Grammar] = {}
         self._lock = threading.Lock()
         self._trials: GrammarTrials | None = None
         self._compiles_here = True
 
     def bound(self, *, compiles_here: bool) -> None:
-        """Compile each new grammar on trial first, see `GrammarTrials`; does nothing on Windows, which cannot fork.
+        """Compile each new grammar on trial first, see `GrammarTrials`; no effect on Windows, which cannot fork.
 
         Args:
-            compiles_here: whether the engine is in this process; an engine in another process compiles by itself.
+            compiles_here: whether the engine is in this process; other engines compile by themselves.
         """
         if hasattr(os, "fork") and getattr(self._hf_tokenizer, "is_fast", False):
             self._trials, self._compiles_here = GrammarTrials(self._parts), compiles_here
@@ -117,7 +117,7 @@ class ConstraintFactory:
         return ConstraintFactory, (self._hf_tokenizer, self._vocab_size, self._eos_token_ids)
 
     def __call__(self, request: Request) -> TokenConstraint | None:
-        """Return the constraint of one output of a request at its start; see `MakeConstraint`."""
+        """Return the initial constraint of one output of a request; see `MakeConstraint`."""
         constraint: TokenConstraint | None = None
         if (grammar := request.grammar) is not None:
             if grammar.compiled is None:
@@ -155,7 +155,7 @@ class ConstraintFactory:
 
     @cached_property
     def _num_tokens(self) -> int:
-        """Tokens of the model or of the tokenizer, whichever has more."""
+        """The larger of the model's and the tokenizer's number of tokens."""
         return max(self._vocab_size, len(self._hf_tokenizer))
 
     @cached_property
@@ -164,13 +164,13 @@ class ConstraintFactory:
         return self.library.LLExecutor()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Return a grammar that requests can have; equal ones are compiled once.
+        """Compile a grammar for requests; results are cached.
 
         Raises:
             GrammarError: the grammar cannot be used.
             ValueError: the library is not installed, or there is no fast tokenizer.
         """
-        # Before the grammar: they say what is missing.
+        # First, since they raise if something is not installed.
         library, _ = self.library, self._parts
         try:
             text = grammar_text(library, params)
@@ -179,13 +179,13 @@ class ConstraintFactory:
         return self._compiled(Grammar(text, params.choice is not None))
 
     def _compiled(self, grammar: Grammar) -> Grammar:
-        """Return a grammar as it is kept, compiled if the engine is in this process."""
+        """Return the cache entry of a grammar, compiled if the engine is in this process."""
         with self._lock:
             known = self._grammars.pop(grammar.text, None)
         if known is None:
             known = Grammar(grammar.text, grammar.is_choice, grammar.num_bytes)
             if self._trials is not None:
-                # It starts while this process makes its own tokenizer.
+                # The trial process starts while this one makes its own tokenizer.
                 self._trials.start()
                 _ = self.tokenizer if self._compiles_here else None
                 known.num_bytes = self._trials.num_bytes(known.text, known.is_choice)
@@ -200,17 +200,17 @@ class ConstraintFactory:
 
     @property
     def _num_bytes(self) -> int:
-        """Memory of the grammars that are kept."""
+        """Memory of the cached grammars, in bytes."""
         grammars = self._grammars.values()
         return sum([len(grammar.text) + (grammar.num_bytes if self._compiles_here else 0) for grammar in grammars])
 
 
 class BadWordsConstraint:
-    """A `TokenConstraint` that forbids sequences of several tokens, alone or on top of another constraint.
+    """A `TokenConstraint` that forbids sequences of several tokens, optionally on top of another constraint.
 
     Args:
         sequences: token ids of each.
-        inner: what else masks the output.
+        inner: another constraint on the output.
     """
 
     def __init__(self, sequences: Sequence[list[int]], inner: TokenConstraint | None) -> None:
@@ -219,7 +219,7 @@ class BadWordsConstraint:
         self._token_ids: list[int] = []
 
     def accept(self, token_id: int) -> None:
-        """Take a token of the output."""
+        """Accept a token of the output."""
         self._token_ids.append(token_id)
         if self._inner is not None:
             self._inner.accept(token_id)
@@ -237,7 +237,7 @@ class BadWordsConstraint:
 
 
 def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]]:
-    """Return the token sequences that a text may have at the start of the output and after a space.
+    """Return the token sequences of a text at the start of the output and after a space.
 
     Raises:
         ValueError: a text has no tokens.
@@ -252,7 +252,7 @@ def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]
         if not alone:
             raise ValueError(f"bad_words has {word!r}, which is space alone and has no tokens of its own")
         sequences.append(alone)
-        # After a space the word is forbidden already.
+        # The word after a space is already forbidden.
         if alone not in (spaced, spaced[1:]):
             sequences.append(spaced)
     return sequences

@@ -1,4 +1,4 @@
-"""Text that comes in parts, read as if it were all there."""
+"""Incremental text reader for parsers written as generators."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ PYTHON_PARTS = re.compile(r"[\[\](){}\"'\\]")
 
 
 class TextReader:
-    """A position in text that grows, for parsers that are generators.
+    """A position in a growing text, for parsers that are generators.
 
-    A method that needs more text than there is yields None until the text has grown or is final. What it returns
-    depends on the text alone, not on how it was cut, so that a parser finds the same in a stream as in a whole text.
+    A method that needs more text yields None until the text has grown or is final. Its result depends only on the text,
+    not on how it was split, so a parser finds the same in a stream as in a whole text.
 
     Attributes:
-        text: so far; what `trim` has dropped is missing at its start.
-        at: the position in it.
+        text: the text so far, without the beginning that `trim` dropped.
+        at: the position in the text.
         is_final: whether no text follows.
     """
 
@@ -29,11 +29,11 @@ class TextReader:
         self.is_final = False
 
     def trim(self) -> None:
-        """Drop what lies before the position, to which no parser goes back."""
+        """Drop the text before the position; parsers must not go back."""
         self.text, self.at = self.text[self.at :], 0
 
     def peek(self, *options: str) -> Generator[None, None, str]:
-        """Return the longest of some texts that comes next; empty if none does."""
+        """Return the longest of some texts that is next; empty if there is no match."""
         longest = max(map(len, options))
         while True:
             rest = self.text[self.at : self.at + longest]
@@ -42,13 +42,13 @@ class TextReader:
             yield
 
     def skip(self, *options: str) -> Generator[None, None, str]:
-        """Move past one of some texts, and return it; empty if none comes next."""
+        """Skip one of some texts, and return it; empty if there is no match."""
         found = yield from self.peek(*options)
         self.at += len(found)
         return found
 
     def skip_space(self) -> Wait:
-        """Move past white space."""
+        """Skip white space."""
         while True:
             rest = self.text[self.at :]
             self.at += len(rest) - len(rest.lstrip())
@@ -57,7 +57,7 @@ class TextReader:
             yield
 
     def run_of(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
-        """Move past the longest run of characters, each of which matches a pattern, and return it."""
+        """Skip and return the longest run of characters that each match a pattern."""
         end = self.at
         while True:
             while end < len(self.text) and pattern.match(self.text[end]):
@@ -68,7 +68,7 @@ class TextReader:
             yield
 
     def until(self, *ends: str) -> Generator[None, None, tuple[str, str]]:
-        """Move past the first of some texts; return what comes before it, and it: empty if the text ends before."""
+        """Skip the first of some texts; return the text before it, and the match: empty if the text ends first."""
         pattern, longest = re.compile("|".join(map(re.escape, ends))), max(map(len, ends))
         searched = self.at
         while True:
@@ -83,7 +83,7 @@ class TextReader:
 
 
 def partial_start(text: str, starts: tuple[str, ...]) -> int:
-    """Return where the end of a text begins that may be the first part of one of some texts."""
+    """Return the start of a suffix that may be the beginning of one of some texts."""
     longest = max(map(len, starts), default=1) - 1
     for index in range(max(0, len(text) - longest), len(text)):
         if any(start.startswith(text[index:]) for start in starts):
@@ -92,24 +92,24 @@ def partial_start(text: str, starts: tuple[str, ...]) -> int:
 
 
 class EndFinder:
-    """Finds where what begins with a bracket ends, in text that grows.
+    """Finds the matching end of a bracket in a growing text.
 
     Args:
         start: the position of the bracket.
-        parts: brackets, quotes and escapes.
-        depth: brackets that are open there.
+        parts: pattern of brackets, quotes and escapes.
+        depth: number of open brackets there.
     """
 
     def __init__(self, start: int, parts: re.Pattern[str] = JSON_PARTS, depth: int = 0) -> None:
         self._at, self._parts, self._depth, self._quote = start, parts, depth, ""
 
     def find(self, text: str) -> int | None:
-        """Return the end; None if it has not come."""
+        """Return the end position; None if it is not in the text yet."""
         while (found := self._parts.search(text, self._at)) is not None:
             part = found[0]
             if part == "\\" and self._quote:
                 if found.end() == len(text):
-                    # What is escaped has not come.
+                    # The escaped character is not there yet.
                     return None
                 self._at = found.end() + 1
                 continue

@@ -1,4 +1,4 @@
-"""The bytes of tokens, of which a character may have several."""
+"""The UTF-8 bytes of tokens, which may be parts of characters."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
-    """Return what tells the bytes of a token: those of consecutive tokens, joined, are the text in UTF-8.
+    """Return a function from a token to its bytes; bytes of consecutive tokens join to the text in UTF-8.
 
-    None stands for what a tokenizer does not tell.
+    It returns None for a token whose bytes are unknown.
     """
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
     is_byte_level, has_byte_tokens = "ByteLevel" in decoder, "ByteFallback" in decoder
 
     @cache
     def anchor() -> tuple[list[int], int]:
-        """Tokens that a text begins with, and the length of theirs: decoders drop the space at its start."""
+        """Tokens to decode before another one, and their text's length: decoders drop a text's leading space."""
         token_ids = tokenizer.encode("x", add_special_tokens=False)
         return token_ids, len(tokenizer.decode(token_ids))
 
@@ -32,7 +32,7 @@ def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
         text: str = tokenizer.decode([*before, token_id])[length:]
         if "\ufffd" not in text:
             return text.encode()
-        # A part of a character, which its name tells.
+        # Part of a character: the token's name tells its bytes.
         name = tokenizer.convert_ids_to_tokens(token_id)
         if is_byte_level and _BYTES.keys() >= set(name):
             return bytes(_BYTES[character] for character in name)
@@ -45,7 +45,7 @@ def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the bytes for which the characters of byte-level tokens stand; printable Latin-1 is as it is."""
+    """Return the bytes that the characters of byte-level tokens stand for; printable Latin-1 stands for itself."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

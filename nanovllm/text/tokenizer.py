@@ -20,10 +20,10 @@ _OTHER_FILES = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
-    """Return the tokenizer in a model's folder; None if there is none.
+    """Return the tokenizer in a model's folder; None if the folder has no tokenizer.
 
     Raises:
-        ValueError: it cannot be read, lacks its vocabulary or a package, or nothing but code in the folder reads it and
+        ValueError: it cannot be read, its vocabulary or a package is missing, or it needs code in the folder and
             `trust_remote_code` is False.
     """
     names = os.listdir(folder)
@@ -32,7 +32,7 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         return None
     if _TEMPLATE in names:
         refuse_pointer(os.path.join(folder, _TEMPLATE))
-    # Where tokenizer.json is, nothing else of a vocabulary is read. A pointer can be read as merges.
+    # With a tokenizer.json, no other vocabulary file is read. An LFS pointer would be parsed as merges.
     for name in [_FAST] if _FAST in found else found:
         refuse_pointer(os.path.join(folder, name))
     try:
@@ -56,13 +56,13 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
 
 
 def _has_words(tokenizer: Any) -> bool:
-    """Return whether there is more in a vocabulary than the tokens that a config can add to one."""
+    """Return whether a vocabulary has more than the tokens that a config adds."""
     added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
     return any(token_id not in added for token_id in tokenizer.get_vocab().values())
 
 
 def _refuse_faults(folder: str, vocabularies: list[str], trust_remote_code: bool) -> None:
-    """Raise a `ValueError` that says what keeps a tokenizer from being read, if it is something that shows."""
+    """Raise a `ValueError` that explains why a tokenizer cannot be read, if there is a known cause."""
     for name in [*vocabularies, *_OTHER_FILES]:
         path = os.path.join(folder, name)
         if os.path.isfile(path):
@@ -77,7 +77,7 @@ def _refuse_faults(folder: str, vocabularies: list[str], trust_remote_code: bool
 
 
 def _packages(path: str) -> dict[str, str]:
-    """Return what transformers needs to read a vocabulary: packages, and a module of each."""
+    """Return the packages that transformers needs to read a vocabulary, with a module of each."""
     name = os.path.basename(path)
     if name == _TEKKEN:
         return {"mistral-common": "mistral_common"}
@@ -94,13 +94,13 @@ def _packages(path: str) -> dict[str, str]:
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    # Of a package around it.
+    # The parent package is missing.
     except ModuleNotFoundError:
         return False
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Return whether a model's tokenizer, None without one, makes prompts of messages: by a template or own code."""
+    """Return whether a tokenizer (or None) can render messages, by a template or by its own code."""
     if getattr(tokenizer, "chat_template", None):
         return True
     apply = getattr(type(tokenizer), "apply_chat_template", None)
@@ -110,7 +110,7 @@ def has_chat_template(tokenizer: Any) -> bool:
 def decode_function(tokenizer: Any) -> Callable[..., str]:
     """Return `tokenizer.decode` for lists of token ids.
 
-    That of transformers looks for tensors and batches first, which takes longer than decoding a few tokens.
+    transformers' method checks for tensors and batches first, which takes longer than decoding a few tokens.
     """
     is_theirs = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
     decode: Callable[..., str] = tokenizer._decode if is_theirs else tokenizer.decode

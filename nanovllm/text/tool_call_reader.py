@@ -1,4 +1,4 @@
-"""Reads calls of tools, each form of them by a generator, as if the text were all there."""
+"""Parses tool calls incrementally, with one generator for each syntax."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from nanovllm.text.tool_call_syntax import BARE_ENDS, SYNTAX_BY_TAG, Parameters,
 
 @dataclass
 class ToolCallDelta:
-    """A new part of a call.
+    """A new part of a tool call.
 
     Attributes:
-        index: of the answer's calls.
-        name: of the function; None but for the call's first delta.
-        arguments: a piece of its arguments, which together are a JSON object.
-        id: the model's id of the call, if it has one; with the name.
+        index: index of the call in the answer.
+        name: the function's name, in the call's first delta; else None.
+        arguments: a piece of the arguments; all pieces together are a JSON object.
+        id: the model's id of the call, if any, together with the name.
     """
 
     index: int
@@ -31,13 +31,13 @@ class ToolCallDelta:
 
 
 Events = Generator["str | ToolCallDelta | None", None, bool]
-"""Text, pieces of calls, and None to wait for more; returns whether there was a call."""
+"""Yields text, pieces of calls, and None to wait for more; returns whether there was a call."""
 Pieces = Generator["ToolCallDelta | None", None, None]
 
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
-"""The head of a call whose name precedes its arguments."""
+"""The beginning of a call whose name precedes its arguments."""
 _FIRST_KEYS = tuple(
     f'"{key}"' for key in ("name", "type", "id", "index", "tool", "function", "arguments", "parameters", "tool_call_id")
 )
@@ -49,17 +49,17 @@ _PYTHON_START = re.compile(r"\[\s*(?:$|[A-Za-z_][\w.]*(?:$|\())")
 
 
 class CallReader:
-    """Reads calls where a tag has been found.
+    """Parses calls where a tag was found.
 
-    A method that reads calls returns whether there was one; if not, the position is anywhere after the tag.
+    A method that parses calls returns whether there was one; if not, the position is anywhere after the tag.
 
     Args:
-        reader: the text.
+        reader: the text reader.
         has_bare_names: whether a name alone between `<tool_call>` tags is a call.
         functions: see `ToolCallParser`.
 
     Attributes:
-        num_calls: so far.
+        num_calls: number of calls so far.
     """
 
     def __init__(self, reader: TextReader, has_bare_names: bool, functions: Iterable[Mapping[str, Any]]) -> None:
@@ -69,7 +69,7 @@ class CallReader:
         self.num_calls = 0
 
     def tagged_calls(self, tag: str) -> Events:
-        """Read the calls that begin with a tag, which comes next."""
+        """Read the calls after a tag, which is next."""
         reader, syntax, count = self._reader, SYNTAX_BY_TAG[tag], self.num_calls
         is_section = tag in syntax.sections
         if is_section:
@@ -86,7 +86,7 @@ class CallReader:
             yield from self._skip_ends(syntax.ends)
 
     def _call(self, syntax: Syntax) -> Events:
-        """Read a call after its tag, or several as JSON."""
+        """Read a call after its tag, or several in JSON."""
         reader, start = self._reader, self._reader.at
         yield from reader.skip_space()
         if (yield from reader.peek("{", "[")) and (yield from self._json_calls()):
@@ -105,20 +105,20 @@ class CallReader:
         return False
 
     def _skip_ends(self, ends: tuple[str, ...]) -> Wait:
-        """Move past tags that end a call."""
+        """Skip tags that end a call."""
         reader = self._reader
         while ends:
             start = reader.at
             yield from reader.skip_space()
             if not (yield from reader.skip(*ends)):
                 rest = reader.text[reader.at :]
-                # A limit may have cut the answer within the tag.
+                # The answer may have been cut within the tag.
                 is_cut = bool(rest) and reader.is_final and any(end.startswith(rest) for end in ends)
                 reader.at = len(reader.text) if is_cut else start
                 return
 
     def _begin(self, name: str, arguments: str = "", call_id: str | None = None) -> ToolCallDelta:
-        """Return the first delta of a call; the parser does not go back before it."""
+        """Return the first delta of a call; the parser does not backtrack before it."""
         self._reader.trim()
         self.num_calls += 1
         return ToolCallDelta(self.num_calls - 1, name, arguments, call_id)
@@ -127,7 +127,7 @@ class CallReader:
         return ToolCallDelta(self.num_calls - 1, None, arguments)
 
     def _json_calls(self, is_bare: bool = False) -> Events:
-        """Read objects, alone, in a list, or after each other."""
+        """Read JSON objects: a single one, a list, or a sequence."""
         reader, count = self._reader, self.num_calls
         in_list = bool((yield from reader.skip("[")))
         while True:
@@ -144,7 +144,7 @@ class CallReader:
         return self.num_calls > count
 
     def _json_call(self, is_bare: bool) -> Events:
-        """Read an object that has a name and arguments; the first key of one without tags is a call's."""
+        """Read an object with a name and arguments; without tags its first key must be one of a call's."""
         reader, start = self._reader, self._reader.at
         if is_bare:
             yield from reader.skip("{")
@@ -171,7 +171,7 @@ class CallReader:
             yield None
 
     def _json_object(self) -> Pieces:
-        """Read an object as a piece of arguments."""
+        """Read an object and yield it as a piece of arguments."""
         reader, finder = self._reader, EndFinder(self._reader.at)
         while True:
             end = finder.find(reader.text)
@@ -184,7 +184,7 @@ class CallReader:
             yield None
 
     def _json_arguments(self) -> Pieces:
-        """Read arguments as they come, and the rest of the call's object."""
+        """Read arguments incrementally, and the rest of the call's object."""
         reader = self._reader
         yield from self._json_object()
         yield from reader.skip_space()
@@ -231,7 +231,7 @@ class CallReader:
         return bool(calls)
 
     def _mistral_call(self) -> Events:
-        """Read `name[ARGS]{...}`, perhaps with `[CALL_ID]id` between."""
+        """Read `name[ARGS]{...}`, optionally with `[CALL_ID]id` in between."""
         reader = self._reader
         yield from reader.skip_space()
         name = yield from reader.run_of(_NAME)
@@ -281,7 +281,7 @@ class CallReader:
         return True
 
     def _gemma_call(self) -> Events:
-        """Read `call:name{key:value}`, where texts stand between `<|"|>`."""
+        """Read `call:name{key:value}`, whose strings are enclosed in `<|"|>`."""
         reader = self._reader
         if not (yield from reader.skip("call:")):
             return False
@@ -327,11 +327,11 @@ class CallReader:
             if form.value:
                 yield from reader.skip_space()
                 yield from reader.skip(form.value)
-            # Models forget the tag after a value.
+            # Models may forget the tag after a value.
             call_end = form.call_end or "</tool_call>"
             value, value_end = yield from reader.until(form.value_end, form.key, call_end)
             if not value_end:
-                # The answer was cut within a value, which is dropped.
+                # The answer was cut within a value: drop it.
                 return
             reader.at -= 0 if value_end == form.value_end else len(value_end)
             key, _, is_text = key.partition('" string="')
@@ -344,13 +344,13 @@ class CallReader:
 
 
 def argument_schemas(parameters: Any) -> Mapping[str, Any]:
-    """Return the schemas of a function's arguments, by name, as far as they are known."""
+    """Return the known schemas of a function's arguments, by name."""
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     return properties if isinstance(properties, dict) else {}
 
 
 def argument_value(text: str, schema: Any) -> Any:
-    """Return a value written without quotes: a text if the schema says so, else parsed as JSON or Python.
+    """Parse a value written without quotes: a string if the schema says so, else JSON or Python.
 
     One line break around it belongs to the tags.
     """
@@ -366,7 +366,7 @@ def argument_value(text: str, schema: Any) -> Any:
 
 
 def _types(schema: Any) -> set[str]:
-    """Return the JSON types that a schema names; empty if it names none."""
+    """Return the JSON types that a schema names; may be empty."""
     if not isinstance(schema, dict):
         return set()
     if isinstance(schema.get("enum"), list):
@@ -380,7 +380,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _literal(text: str) -> tuple[bool, Any]:
-    """Return whether a text is a literal of Python that JSON has too, and its value."""
+    """Return whether a text is a Python literal with a JSON equivalent, and its value."""
     try:
         value = ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False)
@@ -390,9 +390,9 @@ def _literal(text: str) -> tuple[bool, Any]:
 
 
 def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls in a list of Python calls, each with its keywords; none if the text is something else.
+    """Return the calls in a list of Python calls, each with its keywords; empty if the text is anything else.
 
-    Names of JSON's constants stand for these.
+    The names of JSON's constants are accepted as values.
     """
     try:
         found, calls = ast.parse(text.strip(), mode="eval").body, []
@@ -409,7 +409,7 @@ def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Makes constants of the names that JSON has for them."""
+    """Replaces names of JSON's constants by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         constants = {"true": True, "false": False, "null": None}
@@ -435,7 +435,7 @@ def gemma_object(text: str) -> str | None:
 
 
 def call_of(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
-    """Return the name and arguments (JSON) of a call given as an object; None if it is not a call."""
+    """Return the name and the arguments (JSON) of a call object; None if it is not a call."""
     if not isinstance(value, dict):
         return None
     call = value["function"] if isinstance(value.get("function"), dict) else value
@@ -445,7 +445,7 @@ def call_of(value: Any, needs_arguments: bool) -> tuple[str, str] | None:
         return None
     arguments = given[0] if given else None
     if isinstance(arguments, str) and isinstance(inner := json_value(arguments), dict):
-        # A text of JSON, as OpenAI's API has it.
+        # Arguments as a JSON text, as in OpenAI's API.
         arguments = inner
     return name, json_text({} if arguments in (None, "") else arguments)
 

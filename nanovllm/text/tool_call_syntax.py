@@ -1,4 +1,4 @@
-"""The syntax of calls: their tags, and the text between these."""
+"""The syntaxes of tool calls: tags, and the text between them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """A model's form of calls.
+    """A model's format of tool calls.
 
     Attributes:
-        marks: texts that the chat templates of such models contain, all of them.
-        call: a call as it is forced, with NAME and ARGUMENTS, a JSON object, and perhaps NUMBER, in their places.
-            Where a format has no JSON, it is JSON between the format's tags, which the parser reads as well.
-        separator: text between calls.
-        list_begin, list_end: texts around all calls.
-        is_bare: whether calls may have no tags.
+        marks: texts that identify the format: a chat template of it contains all of them.
+        call: template of a forced call, with placeholders NAME, ARGUMENTS (a JSON object) and optionally NUMBER. If the
+            format does not use JSON, it is JSON between the format's tags, which the parser accepts too.
+        separator: text between two calls.
+        list_begin, list_end: texts before and after all calls.
+        is_bare: whether calls may lack tags.
         has_bare_names: whether a name alone between `<tool_call>` tags is a call.
         has_channels: whether an answer is a list of messages, as in gpt-oss's harmony.
-        answer_begin: text before an answer that is forced instead.
-        short_ids: whether templates take nine letters and digits alone as the id of a call.
+        answer_begin: text before a forced answer without calls.
+        short_ids: whether templates require call ids of nine letters and digits.
     """
 
     marks: tuple[str, ...]
@@ -36,13 +36,13 @@ class ToolCallFormat:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A syntax of arguments one by one, as in `<function=f><parameter=a>1</parameter></function>`.
+    """A syntax with separate arguments, as in `<function=f><parameter=a>1</parameter></function>`.
 
     Attributes:
-        name, name_end: around the function's name; empty: there is nothing.
-        key, key_end: around a parameter's name.
-        value, value_end: around its value; `value` may be empty.
-        call_end: after the last one; empty: the syntax ends the call.
+        name, name_end: tags around the function's name; may be empty.
+        key, key_end: tags around a parameter's name.
+        value, value_end: tags around its value; `value` may be empty.
+        call_end: tag after the last parameter; empty: the surrounding syntax ends the call.
     """
 
     name: str
@@ -59,11 +59,11 @@ class Syntax:
     """Tags, and the text between them.
 
     Attributes:
-        sections: tags that begin a list of calls; optional.
+        sections: optional tags that begin a list of calls.
         call: the tag that begins a call.
         ends: tags that end calls and lists.
-        body: text after the tag: "json", "pythonic", "mistral", "deepseek", "kimi", "gemma"; or parameters, in the
-            order in which they are tried. JSON is read in each.
+        body: syntax after the tag: "json", "pythonic", "mistral", "deepseek", "kimi", "gemma"; or parameter syntaxes,
+            in the order in which they are tried. JSON is accepted with each.
     """
 
     sections: tuple[str, ...]
@@ -80,7 +80,7 @@ _DSML = Parameters("", '">', '<｜DSML｜parameter name="', '">', "", "</｜DSML
 SYNTAXES = (
     # Hermes, Qwen 2.5 and 3, Granite 4; Qwen3-Coder and Qwen3.5; GLM 4.5 to 4.7.
     Syntax((), "<tool_call>", ("</tool_call>",), (_FUNCTION, _ARG_KEYS)),
-    # Models that leave the tag before it out.
+    # Models may omit the tag before it.
     Syntax((), "<function=", ("</tool_call>",), (replace(_FUNCTION, name=""),)),
     Syntax((), "<seed:tool_call>", ("</seed:tool_call>",), (_FUNCTION,)),
     Syntax((), "[TOOL_CALLS]", (), "mistral"),

@@ -1,8 +1,8 @@
-"""Calls of tools: the formats in which models write them, a parser, and grammars that make a model call.
+"""Tool calls: the formats of models, a parser, and grammars that force calls.
 
-Tags tell formats apart, so one parser reads all formats that have tags, whatever the model's template teaches: models
-are fine-tuned away from their templates. Calls without tags, Llama's JSON and lists of Python calls, are looked for
-only if the format has them.
+Tags identify a format, so one parser accepts all tagged formats regardless of the model's template: fine-tuned models
+may deviate from their templates. Calls without tags (Llama's JSON, lists of Python calls) are parsed only if the
+format has them.
 """
 
 from __future__ import annotations
@@ -86,15 +86,15 @@ TOOL_CALL_FORMATS = {
     "pythonic": ToolCallFormat(("<|python_start|>",), _LLAMA, ";", is_bare=True),
     "llama3_json": LLAMA3_JSON,
 }  # fmt: skip
-"""By vLLM's names where it has one, in the order in which templates are searched: an earlier one may have the marks of
-a later one too."""
+"""Formats by name (vLLM's where it has one), in search order: a template of an earlier format may also contain the
+marks of a later one."""
 _SAME = {
     "deepseek_r1": "deepseek_v3", "glm4_moe": "glm45", "glm47": "glm45", "granite4": "hermes",
     "hunyuan_a13b": "minimax", "jamba": "minimax",
     "llama4_json": "llama3_json", "llama4_pythonic": "pythonic", "phi4_mini": "phi4_mini_json",
     "qwen3_xml": "qwen3_coder", "step3p5": "qwen3_coder",
 }  # fmt: skip
-"""Further names."""
+"""Aliases of formats."""
 
 
 _UNKNOWN = (
@@ -104,12 +104,12 @@ _UNKNOWN = (
 
 
 def tool_call_format(name: str, tokenizer: Any, template: str | None = None) -> ToolCallFormat:
-    """Return a format by its name; "auto": the one that the chat template or the tokenizer's vocabulary shows.
+    """Return a format by name; "auto" detects it in the chat template or the tokenizer's vocabulary.
 
     Args:
-        name: of the format.
+        name: the format's name.
         tokenizer: a transformers tokenizer, or None.
-        template: instead of the tokenizer's.
+        template: a chat template to use instead of the tokenizer's.
 
     Raises:
         ValueError: an unknown name.
@@ -124,7 +124,7 @@ def tool_call_format(name: str, tokenizer: Any, template: str | None = None) -> 
     for form in TOOL_CALL_FORMATS.values():
         if all(mark in template for mark in form.marks):
             return form
-    # Llama's templates name no tag.
+    # Llama's templates contain no tag.
     if tokenizer is not None and "<|python_tag|>" in tokenizer.get_vocab():
         return LLAMA3_JSON
     if "tools" in template:
@@ -135,14 +135,14 @@ def tool_call_format(name: str, tokenizer: Any, template: str | None = None) -> 
 class ToolCallParser:
     """Splits the text of one output into calls and other text.
 
-    The name comes with the first delta of a call, and its arguments as the model writes them: JSON by the character,
-    other forms by the argument. Text that only resembles a call stays text.
+    A call's first delta has its name; its arguments follow as the model writes them, by character in JSON and by
+    argument in other formats. Text that only resembles a call stays text.
 
     Args:
-        form: how the model is taught to write calls.
-        allows_several: whether calls after the first one are wanted; without, they are dropped.
-        functions: that can be called, each with its `name` and, if it has any, `parameters`, a JSON schema: it says
-            which arguments that are written without quotes are texts.
+        form: the model's format of calls.
+        allows_several: whether to keep calls after the first one.
+        functions: the callable functions, each with its `name` and optionally `parameters`, a JSON schema that tells
+            which arguments written without quotes are strings.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class ToolCallParser:
         self._reader = TextReader()
         self._calls = CallReader(self._reader, form.has_bare_names, functions)
         self._events = self._run()
-        # Whether nothing but space stands before the position in its line, or since the last call.
+        # Whether only space precedes the position, on its line or since the last call.
         self._is_new_line = True
 
     def append(self, text: str, final: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """Return the new text beside the calls, and the new parts of calls. `final`: no text follows."""
+        """Parse new text; return new text outside of calls, and new parts of calls. `final`: no text follows."""
         self._reader.text += text
         self._reader.is_final = final
         content: list[str] = []
@@ -198,7 +198,7 @@ class ToolCallParser:
                     yield from self._plain_object()
 
     def _text(self) -> Generator[str | None, None, str]:
-        """Yield the text before the next tag, or before the end; return the space before it."""
+        """Yield the text before the next tag or the end; return the space before it."""
         reader = self._reader
         while True:
             found = self._tag_pattern.search(reader.text, reader.at)
@@ -219,7 +219,7 @@ class ToolCallParser:
             yield None
 
     def _plain_object(self) -> Generator[str | None, None, None]:
-        """Yield an object that is not a call, nor contains any."""
+        """Yield an object that neither is nor contains a call."""
         reader = self._reader
         start = reader.at
         yield from reader.skip_space()
@@ -239,11 +239,11 @@ class ToolCallParser:
 def parse_tool_calls(
     text: str, form: ToolCallFormat = HERMES, functions: Iterable[Mapping[str, Any]] = ()
 ) -> list[ToolCall]:
-    """Return the calls in a whole answer, without calls whose arguments are not a JSON object.
+    """Return the calls in a whole answer, except calls whose arguments are not a JSON object.
 
     Args:
-        text: the answer without its thoughts.
-        form: how the model is taught to write calls.
+        text: the answer without its reasoning.
+        form: the model's format of calls.
         functions: see `ToolCallParser`.
 
     Example:
@@ -258,11 +258,11 @@ def parse_tool_calls(
 
 
 def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """Return whole calls, without calls whose arguments are not a JSON object."""
+    """Return complete calls, except calls whose arguments are not a JSON object."""
     calls = []
     for name, arguments in whole_calls(deltas):
         try:
-            # Models that write code forget to escape line breaks.
+            # Models that write code may forget to escape line breaks.
             value = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
             continue
@@ -272,7 +272,7 @@ def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
 
 
 def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[tuple[str, str]]:
-    """Return the names and the arguments of calls."""
+    """Return the names and arguments of calls."""
     calls: list[tuple[str, str]] = []
     for delta in deltas:
         if delta.name is not None:
@@ -292,17 +292,17 @@ def tool_call_grammar(
     """Return a Lark grammar of calls whose arguments match the functions' parameters.
 
     Args:
-        functions: each with its `name` and, if it has any, `parameters`, a JSON schema.
-        form: how calls are written.
-        several: whether there may be more than one call.
-        answer: the JSON schema of an answer that may come instead of calls; None: there must be a call.
-        tokens: tags that are tokens of their own, which a text in a grammar does not match.
+        functions: functions with a `name` and optionally `parameters`, a JSON schema.
+        form: the format of calls.
+        several: whether to allow several calls.
+        answer: JSON schema of an answer that is allowed instead of calls; None: a call is required.
+        tokens: tags that are single tokens, which a literal in a grammar does not match.
     """
     tags = tokens or {}
     calls, rules = [], []
     for index, function in enumerate(functions):
         calls.append(f"call{index}")
-        # As within a JSON text; names written without quotes have no characters that JSON escapes.
+        # Escaped as in a JSON string; unquoted names contain no characters that JSON escapes.
         name = json.dumps(json.dumps(function["name"])[1:-1])
         own = {"NAME": name, "ARGUMENTS": f"arguments{index}", "NUMBER": "/[0-9]+/"}
         parts = [part for part in re.split("(NAME|ARGUMENTS|NUMBER)", form.call) if part]
@@ -317,14 +317,14 @@ def tool_call_grammar(
 
 
 def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Return a text as a Lark grammar matches it."""
+    """Return a literal of a Lark grammar that matches a text."""
     pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
     parts = [part for part in (re.split(f"({pattern})", text) if tokens else [text]) if part]
     return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts)
 
 
 def _object_schema(parameters: Any) -> dict[str, Any]:
-    """Return the schema of a function's arguments, which are an object, also where the schema does not say so."""
+    """Return the schema of a function's arguments, with type object even if the schema does not say so."""
     if not parameters or parameters == {"type": "object"}:
         return {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or "$ref" in parameters:

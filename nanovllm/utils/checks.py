@@ -1,4 +1,4 @@
-"""Validation of user input: unless stated otherwise, a failed check raises a `ValueError` with the value and limit."""
+"""Validates user input; unless stated otherwise, a failed check raises a `ValueError` with the value and limit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from nanovllm.utils.folder_faults import refuse_pointer
 T = TypeVar("T")
 
 _FEW_PROMPTS = 4
-"""So many take no longer one by one."""
+"""Up to this number, checking prompts one by one is as fast."""
 
 
 class UnsupportedError(ValueError):
-    """A value of a model's config that may well be right, but that this library's own models do not have."""
+    """A possibly valid value of a model's config that this library's own models do not support."""
 
 
 def strict_keywords(cls: type[T]) -> type[T]:
-    """Make a dataclass raise a `ValueError` that lists the known keywords when it gets an unknown one."""
+    """Make a dataclass raise a `ValueError` with the known keywords when it gets an unknown one."""
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
     init = cls.__init__
 
@@ -45,7 +45,7 @@ def strict_keywords(cls: type[T]) -> type[T]:
 
 def check_int(name: str, value: Any, low: int | None = None, high: int | None = None) -> int:
     """Return `value`, of any integral type except bool, as an int in `low ... high`."""
-    # The exact type first: looking up abstract classes is most of the time of checking a request.
+    # Test the exact type first: abstract base classes are slow, and would dominate the check of a request.
     is_integer = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
     number = int(value) if is_integer else 0
     if is_integer and (low is None or number >= low) and (high is None or number <= high):
@@ -59,7 +59,7 @@ def check_int(name: str, value: Any, low: int | None = None, high: int | None = 
 def check_number(
     name: str, value: Any, low: float | None = None, high: float | None = None, *, above: bool = False
 ) -> float:
-    """Return `value`, of any real type except bool, as a finite float in `low ... high`; `above`: and not `low`."""
+    """Return `value`, of any real type except bool, as a finite float in `low ... high`; `above` excludes `low`."""
     number = math.nan
     if type(value) is float or (isinstance(value, Real) and not isinstance(value, bool)):
         try:
@@ -76,7 +76,7 @@ def check_number(
 
 
 def check_strings(name: str, values: Any) -> list[str]:
-    """Return a list of non-empty strings; None is an empty list."""
+    """Check that `value` is a list of non-empty strings and return it; None becomes an empty list."""
     if values is None:
         return []
     if not isinstance(values, (list, tuple)) or not all(isinstance(value, str) and value for value in values):
@@ -85,7 +85,7 @@ def check_strings(name: str, values: Any) -> list[str]:
 
 
 def token_list(token_ids: Any) -> Any:
-    """Return token ids as a list if they are a tuple, or an array or a tensor of one dimension; else as they are."""
+    """Convert a tuple, or a one-dimensional array or tensor, of token ids to a list; return other values unchanged."""
     if isinstance(token_ids, (tuple, array)):
         return list(token_ids)
     if getattr(token_ids, "ndim", None) == 1 and hasattr(token_ids, "tolist"):
@@ -105,12 +105,12 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
     if not token_ids:
         raise ValueError("the prompt is empty: at least one token is needed")
     try:
-        # Half the time of array("i", token_ids).
+        # Takes half the time of array("i", token_ids).
         packed = array("i", struct.pack(f"{len(token_ids)}i", *token_ids))
         values = np.asarray(packed)
         low, high = int(values.min()), int(values.max())
     except struct.error:
-        # Not an integer (`index` raises TypeError), or more than 32 bits, which is outside every vocabulary.
+        # Not an integer (`index` raises TypeError), or over 32 bits, which is outside every vocabulary.
         low, high = min(map(index, token_ids)), max(map(index, token_ids))
     if low <= 1 and bool in set(map(type, token_ids)):
         raise TypeError("True and False are no token ids")
@@ -121,32 +121,32 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
 
 
 def pack_token_ids(prompts: list[Any], vocab_size: int) -> list[array[int] | None]:
-    """Return what `check_token_ids` does of many prompts, in a third of the time; None for prompts left to it."""
+    """Do `check_token_ids` for many prompts in a third of the time; None for prompts that it has to check itself."""
     if len(prompts) < _FEW_PROMPTS:
         return [None] * len(prompts)
     try:
         packed = [struct.pack(f"{len(token_ids)}i", *token_ids) for token_ids in prompts]
         is_empty = not all(packed)
-    # Of one of them.
+    # At least one prompt is invalid.
     except (struct.error, TypeError):
         return [None] * len(prompts)
     if is_empty or not all(isinstance(token_ids, list) for token_ids in prompts):
         return [None] * len(prompts)
     starts = np.cumsum([0, *map(len, packed[:-1])]) // 4
     values = np.frombuffer(b"".join(packed), dtype=np.int32)
-    # True and False are 1 and 0.
+    # Ids 0 and 1 might be False and True.
     is_good = (np.minimum.reduceat(values, starts) > 1) & (np.maximum.reduceat(values, starts) < vocab_size)
     return [array("i", data) if good else None for data, good in zip(packed, is_good.tolist(), strict=True)]
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raise unless `value` is a bool; truthiness does not count."""
+    """Raise unless `value` is a bool, not merely truthy."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be True or False, not {value!r}")
 
 
 def read_json(path: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds."""
+    """Return the JSON object in a file."""
     content = _load_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{os.path.basename(path)} in {os.path.dirname(path)!r} must hold a JSON object")
@@ -154,7 +154,7 @@ def read_json(path: str) -> dict[str, Any]:
 
 
 def read_json_list(path: str) -> list[dict[str, Any]]:
-    """Return the list of JSON objects that a file holds."""
+    """Return the list of JSON objects in a file."""
     content = _load_json(path)
     if not isinstance(content, list) or not all(isinstance(item, dict) for item in content):
         raise ValueError(f"{os.path.basename(path)} in {os.path.dirname(path)!r} must hold a list of JSON objects")
@@ -174,7 +174,7 @@ def refuse_remote_code(folder: str, file: str, auto_class: str) -> None:
     """Raise a `ValueError` if `file` in `folder` names code in its `auto_map` for transformers' `auto_class`."""
     path = os.path.join(folder, file)
     auto_map = read_json(path).get("auto_map") if os.path.isfile(path) else None
-    # In old tokenizer configs `auto_map` is a list: the slow class and the fast one.
+    # In old tokenizer configs `auto_map` is a list of the slow and the fast class.
     code = auto_map.get(auto_class) if isinstance(auto_map, dict) else auto_map
     if code:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver that torch does not offer (CUDA Driver API)."""
+"""CUDA driver calls that torch does not offer (CUDA Driver API)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def _driver() -> ctypes.CDLL:
 
 
 def call_driver(name: str, *args: Any) -> None:
-    """Call a function of the driver's; something has used the current device in this thread before.
+    """Call a driver function; the thread must have used the current device before.
 
     Raises:
-        RuntimeError: the driver refuses.
+        RuntimeError: the driver returns an error.
     """
     error = getattr(_driver(), name)(*args)
     if error:
@@ -26,7 +26,7 @@ def call_driver(name: str, *args: Any) -> None:
 
 
 class _Place(ctypes.Structure):
-    """The source or the destination of CUDA_MEMCPY3D."""
+    """Source or destination in CUDA_MEMCPY3D."""
 
     _fields_ = (
         ("x", ctypes.c_size_t),
@@ -60,17 +60,16 @@ _HOST, _DEVICE = 1, 2
 
 
 def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Queue a copy on the current stream, in one call, that copy engines make: it takes no multiprocessor.
+    """Queue a copy on the current stream with one call, done by copy engines without occupying multiprocessors.
 
     Args:
         destination, source: [rows, numbers] of one dtype, on the GPU or in host memory. With pageable memory the call
-            returns once the copy is done. The numbers of a row lie side by side, and the distance of two rows is a
-            multiple of their size.
+            returns after the copy. Rows are contiguous, and the row stride is a multiple of the row size.
     """
     rows, numbers = source.shape
     row_bytes = numbers * source.itemsize
-    # A plane for each row, as high as two are apart: with a pitch of more than 2 GiB, as the rows of a 2D copy would
-    # have, the driver copies each on its own.
+    # One plane per row, whose height gives the row stride: with a 2D copy's pitch of over 2 GiB the driver would copy
+    # rows one by one.
     from_place, to_place = (
         _Place(pitch=row_bytes, height=side.stride(0) // numbers, **_address(side)) for side in (source, destination)
     )

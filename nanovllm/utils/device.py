@@ -1,4 +1,4 @@
-"""Resolve the device and dtype settings."""
+"""Resolves the device and dtype settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
     """Return the device of a rank; "auto" is CUDA if available, else the CPU.
 
-    Several ranks use consecutive CUDA devices, starting with the named one, or with 0.
+    Several ranks use consecutive CUDA devices, starting at the named one, or at 0.
 
     Raises:
         ValueError: the device is unknown, or there are too few CUDA devices.
@@ -29,7 +29,7 @@ def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
 
 
 def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
-    """Return the dtype of a setting; "auto" is the checkpoint's on CUDA and float32 on the CPU."""
+    """Return the dtype for a setting; "auto" is the checkpoint's on CUDA and float32 on the CPU."""
     if name == "auto":
         name = checkpoint if is_cuda else "float32"
     dtype: torch.dtype = getattr(torch, name)
@@ -37,7 +37,7 @@ def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
 
 
 def device_name(name: str, size: int = 1) -> str:
-    """Return what people call the devices of a setting, such as "2 x NVIDIA H200"; see `resolve_device`."""
+    """Return a readable name of a setting's devices, such as "2 x NVIDIA H200"; see `resolve_device`."""
     device = resolve_device(name, 0, size)
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return kind if size == 1 else f"{size} x {kind}"

@@ -1,4 +1,4 @@
-"""The package's extras: what is not installed with it."""
+"""The package's extras, its optional dependencies."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Command-line flags of a dataclass's fields, and a parser whose errors are one line.
+"""Creates command-line flags from a dataclass's fields, and a parser with one-line errors.
 
-jsonargparse and tyro make flags of dataclasses as well, but of a repeated flag of an optional list they keep the last
-value, errors take several lines, and what was given is not told from defaults, on which a model's
-`generation_config.json` depends. jsonargparse has neither `--max-tokens` nor `--no-` forms for them, and tyro reads no
-JSON; flag by flag their types would replace a dozen lines of this file. (jsonargparse 4.53, tyro 1.0.17.)
+jsonargparse and tyro also make flags from dataclasses, but keep only the last value of a repeated flag of an optional
+list, print several lines on errors, and do not tell given values from defaults, as a model's `generation_config.json`
+requires. jsonargparse has neither `--max-tokens` nor `--no-` forms for them, and tyro does not parse JSON; used flag
+by flag they would save a dozen lines of this file. (jsonargparse 4.53, tyro 1.0.17.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser that ends the program with code 2 and one line when an argument is wrong."""
+    """A parser that exits with code 2 and a one-line message on an invalid argument."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -34,7 +34,7 @@ class CommandParser(argparse.ArgumentParser):
 
 @contextmanager
 def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
-    """End the program with code 2 and one line if something that the user gave is wrong."""
+    """Exit with code 2 and a one-line message on a user's error inside the `with` block."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -51,25 +51,25 @@ def add_flags(
     description: str | None = None,
     **defaults: Any,
 ) -> None:
-    """Add a flag for each field of a dataclass: its type says how the flag is read, the class's docstring its help.
+    """Add a flag for each field of a dataclass, parsed by the field's type, with help from the class's docstring.
 
-    A list's flag can be repeated, a bool's has a `--no-` form, and a mapping's or a dataclass's value is JSON. What may
-    be None and is no text takes "none".
+    A list's flag can be repeated, a bool's has a `--no-` form, and a mapping's or a dataclass's value is JSON. Optional
+    fields that are not strings accept "none".
 
     Args:
         parser: gets the flags.
-        cls: a dataclass whose docstring has a line `name: text` for each field, below "Attributes:".
-        title: of the flags in the help.
-        renamed: flags whose name is not their field's.
+        cls: a dataclass whose docstring has an entry `name: text` for each field, below "Attributes:".
+        title: title of the flags in the help.
+        renamed: flags whose names differ from their fields'.
         positional: a field that may also be given without its flag.
-        description: of the flags, which says what their defaults are; without one, each says its own.
-        defaults: of fields; the others have the class's.
+        description: describes the flags and their defaults; without it, each flag shows its default.
+        defaults: defaults that replace the class's.
     """
     group = parser.add_argument_group(title, description)
     hints, texts = get_type_hints(cls), field_texts(cls)
     for item in fields(cls):
         flag = f"--{(renamed or {}).get(item.name, item.name).replace('_', '-')}"
-        # Without docstrings, under `python -OO`, there are no texts.
+        # `python -OO` strips docstrings.
         text = texts.get(item.name, "")
         if description is None:
             text += _default_text(defaults.get(item.name, item.default), item)
@@ -87,21 +87,21 @@ def add_flags(
 
 
 def flag_values(options: argparse.Namespace, cls: type[Any]) -> dict[str, Any]:
-    """Return the fields of a dataclass that were given by flags or have a default of the parser's, by name."""
+    """Return by name the fields of a dataclass that flags set, or that have a default in the parser."""
     given = vars(options)
     return {item.name: given[dest] for item in fields(cls) if (dest := flag_dest(cls, item.name)) in given}
 
 
 def field_texts(cls: type[Any]) -> dict[str, str]:
-    """Return what a class's docstring says about each of its attributes."""
+    """Return the descriptions of a class's attributes in its docstring."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"^    (\w+): ", section, flags=re.MULTILINE)[1:]
     return {name: " ".join(text.split()) for name, text in zip(entries[::2], entries[1::2], strict=True)}
 
 
 def flag_dest(cls: type[Any], name: str) -> str:
-    """Return the name under which a parser's result has a field."""
-    # Two classes may have fields of the same name.
+    """Return the name of a field in the parser's result."""
+    # Different classes may share field names.
     return f"{cls.__name__}.{name}"
 
 
@@ -111,7 +111,7 @@ def _default_text(default: Any, item: Field[Any]) -> str:
 
 
 def _reading(hint: Any) -> dict[str, Any]:
-    """Return the arguments of `add_argument` that read a value of this type."""
+    """Return the arguments of `add_argument` for values of a type."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     lists = [kind for kind in kinds if get_origin(kind) in (list, Sequence)]
     if bool in kinds:
@@ -134,7 +134,7 @@ def _optional_reader(kind: type[Any]) -> Any:
     def read(text: str) -> Any:
         return None if text == "none" else kind(text)
 
-    # argparse names it when a value is wrong.
+    # argparse shows this name in errors.
     read.__name__ = kind.__name__
     return read
 

@@ -1,4 +1,4 @@
-"""Says in one sentence what is wrong with a model's folder, and what to do about it."""
+"""Explains in one sentence what is wrong with a model's folder, and what to do about it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def refuse_pointer(path: str, start: bytes | None = None, *, named: str | None = None) -> None:
-    """Raise a `ValueError` if a file is empty, or a pointer of Git LFS, which a clone without LFS leaves in its place.
+    """Raise a `ValueError` if a file is empty, or a Git LFS pointer, as in a clone without LFS.
 
     Args:
-        path: of the file.
-        start: its first bytes; None reads them.
-        named: the file's name in the message, if it is a copy; None for the path.
+        path: path of the file.
+        start: first bytes of the file; None reads them.
+        named: name of the file in the message; None: the path.
     """
     if start is None:
         with open(path, "rb") as stream:
@@ -33,7 +33,7 @@ def refuse_pointer(path: str, start: bytes | None = None, *, named: str | None =
 
 
 def no_folder(path: str) -> str:
-    """Return what a file is that was given for a model's folder, and what to give instead."""
+    """Return an explanation for a file given as a model's folder, with advice."""
     if path.endswith(".safetensors"):
         return f"{path!r} is a file of weights: give its folder"
     if path.endswith(_PICKLED):
@@ -42,7 +42,7 @@ def no_folder(path: str) -> str:
 
 
 def no_model(folder: str) -> str:
-    """Return what a folder without config.json is, and how to use it."""
+    """Return an explanation for a folder without config.json, with advice."""
     names = sorted(os.listdir(folder))
     if ADAPTER_CONFIG in names:
         return _adapter_advice(folder)
@@ -55,12 +55,12 @@ def no_model(folder: str) -> str:
 
 
 def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
-    """Return why a model cannot be loaded from a place that has these files, and no weights.
+    """Return an explanation for a place without weights, given the files there.
 
     Args:
-        place: of the weights.
-        folder: of the config; the same, or a copy of the place's small files.
-        names: of the files at the place.
+        place: location of the weights.
+        folder: folder of the config: the same, or a copy of the place's small files.
+        names: names of the files at the place.
     """
     if os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
         return _adapter_advice(folder)
@@ -87,11 +87,11 @@ def _adapter_advice(folder: str) -> str:
 
 
 def other_layout(place: str, names: list[str]) -> str | None:
-    """Return what to do about weights in files that are read otherwise, or not at all; None if there are none such.
+    """Return advice on weights in files of another format; None if there are no such files.
 
     Args:
-        place: of the files: a folder, a URL or a Hub id.
-        names: of the files there, sorted.
+        place: location of the files: a folder, a URL or a Hub id.
+        names: sorted names of the files there.
     """
     if found := [name for name in names if name.endswith(".gguf")]:
         return f"{place!r} has its weights in GGUF files, such as {found[0]!r}: give the path of one"

@@ -1,7 +1,7 @@
-"""GGUF files: their models as folders in the Hub's layout, read by transformers.
+"""Converts models in GGUF files to folders in the Hub's layout, by transformers.
 
-The weights of a file are dequantised, so that the folder is several times as large, and the model takes as much memory
-as it would from its original.
+The weights are dequantised, so the folder is several times as large as the file, and the model takes the memory of its
+unquantised original.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _PART = re.compile(r"(?P<name>.+)-\d+-of-(?P<count>\d+)\.gguf")
 _ARCHITECTURE = "general.architecture"
 _MAGIC = b"GGUF"
 _MOST_START = 64
-"""Bytes that tell a GGUF file from others."""
+"""Magic bytes of a GGUF file."""
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the GGUF file that a path is, whatever its name, or that a folder has, of one model; else None.
+    """Return the path itself if it is a GGUF file, regardless of its name, or the GGUF file in a folder; else None.
 
     Raises:
         ValueError: a folder has files of several models.
@@ -44,20 +44,20 @@ def gguf_file(path: str) -> Path | None:
         with open(path, "rb") as opened:
             return Path(path) if path.endswith(".gguf") or opened.read(len(_MAGIC)) == _MAGIC else None
     names = sorted(name for name in os.listdir(path) if name.endswith(".gguf"))
-    # The parts of one model count once.
+    # Count the parts of one model once.
     if len({_PART.sub(r"\g<name> \g<count>", name) for name in names}) > 1:
         raise ValueError(f"{path!r} has GGUF files of several models: give the path of one of {shown(names)}")
     return Path(path, names[0]) if names else None
 
 
 def cached_folder(file: Path) -> str:
-    """Return the folder of a GGUF file's model in the cache, in bfloat16; it is written unless it is there already.
+    """Return the cached folder of a GGUF file's model, in bfloat16; it is written if necessary.
 
-    The cache is `nanovllm` in `$XDG_CACHE_HOME`, or in `~/.cache`. A model's place follows from the file's path, its
-    folder from the size and the time of the file, or of all parts. Folders of an older content are removed.
+    The cache is `nanovllm` in `$XDG_CACHE_HOME` or `~/.cache`. The location follows from the file's path, and the
+    folder's name from the size and modification time of all parts. Folders of older content are removed.
 
     Args:
-        file: the GGUF file; of several parts, any.
+        file: the GGUF file, or any part of several.
 
     Raises:
         ValueError: see `convert_gguf`; or the cache cannot be written.
@@ -72,7 +72,7 @@ def cached_folder(file: Path) -> str:
     print(f"nanovllm: {os.fspath(file)} is converted, once, to {folder}", file=sys.stderr)
     try:
         place.mkdir(parents=True, exist_ok=True)
-        # Others that want the same model wait, instead of converting it beside this process.
+        # Other processes that need the same model wait instead of converting it again.
         with WeakFileLock(place / ".lock"):
             if not folder.is_dir():
                 _renew(place, folder, file)
@@ -90,9 +90,9 @@ def _digest(value: object) -> str:
 
 
 def _renew(place: Path, folder: Path, file: Path) -> None:
-    """Write a model's folder, which is there in whole or not at all, in place of all others of this file."""
+    """Write a model's folder atomically, replacing all older folders of this file."""
     for other in place.iterdir():
-        # Of an older content, or what a conversion that was killed has left.
+        # Older content, or leftovers of a killed conversion.
         if other.is_dir():
             shutil.rmtree(other)
     unfinished = place / "unfinished"
@@ -104,13 +104,13 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
     """Write the model of a GGUF file to a folder.
 
     Args:
-        file: the GGUF file; of several parts, any.
-        folder: empty, or not there yet; stays so if the model is refused.
-        dtype: of the weights in the folder, by its name in torch.
+        file: the GGUF file, or any part of several.
+        folder: an empty or missing folder; unchanged if the model is refused.
+        dtype: dtype of the folder's weights, by its name in torch.
 
     Raises:
-        ValueError: the file is not in GGUF, a part or a tensor is missing, transformers cannot read its architecture,
-            or the folder has files.
+        ValueError: the file is not in GGUF, a part or a tensor is missing, transformers does not support the
+            architecture, or the folder is not empty.
         OSError: the folder cannot be written.
 
     Example:
@@ -126,7 +126,7 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
         try:
             model.save_pretrained(folder)
         except SafetensorError as error:
-            # A full disk is one.
+            # Such as a full disk.
             raise OSError(f"{os.fspath(folder)!r}: {error}") from error
         tokenizer.save_pretrained(folder)
 
@@ -140,7 +140,7 @@ def convert(options: Namespace, parser: ArgumentParser) -> int:
 
 
 def check_gguf(file: Path) -> None:
-    """Raise a `ValueError` if a file is no GGUF file, or the package that reads these is not installed."""
+    """Raise a `ValueError` if a file is not a GGUF file, or the package that reads GGUF is not installed."""
     if find_spec("gguf") is None:
         raise ValueError(f"GGUF files are read by the package gguf, which is not installed: {install_hint('gguf')}")
     with open(file, "rb") as opened:
@@ -152,7 +152,7 @@ def check_gguf(file: Path) -> None:
 
 @contextmanager
 def _filled(folder: Path) -> Iterator[None]:
-    """Make a folder if need be, and leave it as it was, empty or not there, if the `with` block raises."""
+    """Create a folder if necessary, and restore it (empty or missing) if the `with` block raises."""
     was_there = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -166,10 +166,10 @@ def _filled(folder: Path) -> Iterator[None]:
 
 
 def _parts(file: Path) -> list[Path]:
-    """Return the parts of the model that a file is one of, in order; the file alone if it is in one.
+    """Return all parts of a file's model, in order; only the file if the model is not split.
 
     Raises:
-        ValueError: one is missing.
+        ValueError: a part is missing.
     """
     if (found := _PART.fullmatch(file.name)) is None:
         return [file]
@@ -181,7 +181,7 @@ def _parts(file: Path) -> list[Path]:
 
 
 def _join(parts: list[Path], path: Path) -> Path:
-    """Write the tensors of all parts, and the rest of the first, to one file, as transformers reads it."""
+    """Write the tensors of all parts and the first part's metadata to one file, as transformers expects."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter  # noqa: PLC0415
 
     readers = [_opened(part, GGUFReader) for part in parts]
@@ -210,8 +210,8 @@ def _opened(part: Path, reader: Any) -> Any:
 
 
 def _read(path: Path, file: Path, dtype: str) -> tuple[Any, Any]:
-    """Return the model and the tokenizer that are in `path`; messages name `file`."""
-    # They take seconds to import, and a model in the cache needs neither.
+    """Return the model and the tokenizer in `path`; messages name `file`."""
+    # Slow imports, which a cached model does not need.
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
 
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -221,10 +221,10 @@ def _read(path: Path, file: Path, dtype: str) -> tuple[Any, Any]:
             model, info = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, output_loading_info=True)
     except Exception as error:  # transformers has one for each way in which a file can be unknown to it
         raise ValueError(f"transformers cannot read {os.fspath(file)!r}: {error}") from error
-    # transformers draws these at random.
+    # transformers initialises these randomly.
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{os.fspath(file)!r} has not all of the model: tensors missing {shown(missing)}")
-    # The weights are plain floats by now, which the model does not know of itself.
+    # The weights are dequantised, but the model's config still says otherwise.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -233,7 +233,7 @@ def _read(path: Path, file: Path, dtype: str) -> tuple[Any, Any]:
 
 @contextmanager
 def _errors_alone() -> Iterator[None]:
-    """Keep warnings of transformers back, which are of how a GGUF model would run in transformers itself."""
+    """Suppress transformers' warnings, which are about running a GGUF model in transformers itself."""
     import transformers  # noqa: PLC0415
 
     before = transformers.logging.get_verbosity()

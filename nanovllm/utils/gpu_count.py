@@ -1,4 +1,4 @@
-"""The number of GPUs, for processes that only start others: importing torch takes seconds."""
+"""Counts GPUs without importing torch, which takes seconds, for processes that only start others."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def num_gpus() -> int:
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        # There is no driver.
+        # No driver is installed.
         return 0
     count = ctypes.c_int()
-    # Without a GPU, the driver cannot be initialised.
+    # Without a GPU the driver cannot be initialised.
     has_failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     return 0 if has_failed else count.value

@@ -1,4 +1,4 @@
-"""Reads the free memory of the host."""
+"""Reads the host's free memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _GIB = 2**30
 
 
 def check_swap_space(swap_space: float, num_engines: int = 1) -> None:
-    """Check that the host has free memory for some engines, given the GiB of each.
+    """Check that the host has free memory for engines, given the GiB of each.
 
     Raises:
-        ValueError: they are not.
+        ValueError: there is not enough.
     """
     if swap_space and num_engines * swap_space * _GIB > (free := available_memory()):
         each = f" for each of {num_engines} engines" if num_engines > 1 else ""
@@ -22,7 +22,7 @@ def check_swap_space(swap_space: float, num_engines: int = 1) -> None:
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can take without swapping: the system's, or its control group's if fewer."""
+    """Return the bytes that this process can allocate without swapping, within its control group's limit."""
     if not hasattr(os, "sysconf"):
         raise ValueError("swap_space needs Linux or macOS, not Windows")
     info = Path("/proc/meminfo")
@@ -33,7 +33,7 @@ def available_memory() -> int:
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     group = Path("/sys/fs/cgroup")
     if (limit := group / "memory.max").exists() and (most := limit.read_text().strip()) != "max":
-        # Pages of files are given up when memory is needed.
+        # File pages are reclaimed when memory is needed.
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(stats["inactive_file"])
         free = min(free, int(most) - used)

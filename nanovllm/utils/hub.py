@@ -1,4 +1,4 @@
-"""Resolve a model's name to a local folder."""
+"""Resolves a model's name to a local folder."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from nanovllm.utils.remote import fetch_small_files, is_url
 _CONFIG_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*_Pooling/config.json"]
 _WEIGHT_FILES = ["*.safetensors"]
 _UNUSED_FILES = ["consolidated*.safetensors", "original/*", "*/adapter_model*.safetensors", "optimizer*.safetensors"]
-"""Weights in their maker's own layout, which many repositories have, too, and what is left of a training."""
+"""Weights in their maker's own layout, which many repositories also contain, and training artefacts."""
 _CODE_FILES = ["*.py"]
 _PAGE = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/]+/[^/]+)/?")
 _ANSWER_SECONDS = 5.0
-"""In which the Hub answers. Its own client waits minutes for one that a firewall hides, or for ever."""
+"""Timeout for the Hub; behind a firewall its own client would wait for minutes, or forever."""
 
 
 def resolve_model(model: str, revision: str | None, weights: bool = True, code: bool = False) -> str:
     """Return the folder of a model: `model` itself, or a Hub snapshot, downloaded unless `HF_HUB_OFFLINE` is set.
 
-    Of a folder that fsspec opens, all but the weights is copied; these are read where they are. A GGUF file's model is
-    converted to a folder in a cache, once.
+    For a URL that fsspec opens, everything but the weights is copied; weights are read in place. A GGUF file's model is
+    converted once to a folder in a cache.
 
     Args:
-        model: a folder, a URL of one, a GGUF file, a folder that has one and no config, or a Hub id.
+        model: a folder, a folder's URL, a GGUF file, a folder with a GGUF file and no config, or a Hub id.
         revision: branch, tag or commit of a Hub id.
         weights: whether to fetch the weights, or only config and tokenizer.
-        code: whether to fetch the Python files of a URL; transformers fetches a Hub id's.
+        code: whether to fetch a URL's Python files; transformers fetches a Hub id's.
 
     Raises:
-        ValueError: `model` is none of these, or a Hub id that can neither be downloaded nor is cached; says what to do.
+        ValueError: `model` is invalid, or a Hub id that can be neither downloaded nor found in the cache.
     """
     if page := _PAGE.fullmatch(model):
         raise ValueError(f"{model!r} is a page of the Hub: give its id, {page[1]!r}")
@@ -61,7 +61,7 @@ def resolve_model(model: str, revision: str | None, weights: bool = True, code: 
 def _local_folder(path: str) -> str:
     if os.path.isfile(os.path.join(path, "config.json")):
         return path
-    # Only a GGUF file, and what is no model, need it.
+    # Imported only for GGUF files and invalid folders.
     from nanovllm.utils.gguf import cached_folder, gguf_file  # noqa: PLC0415
 
     if (file := gguf_file(path)) is not None:
@@ -72,9 +72,9 @@ def _local_folder(path: str) -> str:
 
 
 def _snapshot(model: str, revision: str | None, weights: bool) -> str:
-    """Return a Hub id's folder in the cache, brought up to date if the Hub answers.
+    """Return a Hub id's cached folder, updated if the Hub is reachable.
 
-    Errors are raised without their causes, which have several traces of the HTTP client.
+    Errors are raised without their causes, which contain several tracebacks of the HTTP client.
     """
     unreached: Exception | None = None
     names: list[str] = []
@@ -102,7 +102,7 @@ def _snapshot(model: str, revision: str | None, weights: bool) -> str:
 
 
 def _advice(model: str, revision: str | None, error: Exception) -> str:
-    """Return why the Hub does not give a model, and what to do."""
+    """Return an explanation for a failed download, with advice."""
     command = f"`hf download {model}{'' if revision is None else f' --revision {revision}'}`"
     if isinstance(error, GatedRepoError):
         return f"the Hub asks to accept its terms first: https://huggingface.co/{model}, then `hf auth login`"

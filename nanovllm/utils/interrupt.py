@@ -1,4 +1,4 @@
-"""Deferred handling of signals."""
+"""Defers signals."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Hold back SIGINT and SIGTERM inside the `with` block, and raise them at its end.
+    """Defer SIGINT and SIGTERM to the end of the `with` block.
 
-    Signals without a Python handler are not deferred. Outside the main thread, where Python's handlers do not run, this
-    does nothing.
+    Signals without a Python handler are not deferred. No effect outside the main thread, where handlers do not run.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,7 +36,7 @@ def deferred_signals() -> Iterator[None]:
 
 
 def _restore(handlers: dict[int, Any]) -> None:
-    """Restore all handlers, even if a handler that runs meanwhile raises."""
+    """Restore all handlers, even if a handler raises meanwhile."""
     if handlers:
         number, handler = handlers.popitem()
         try:
@@ -47,7 +46,7 @@ def _restore(handlers: dict[int, Any]) -> None:
 
 
 def _raise(numbers: list[int]) -> None:
-    """Raise all signals, even if the handler of one raises."""
+    """Raise all signals, even if a handler raises."""
     if numbers:
         try:
             signal.raise_signal(numbers.pop(0))

@@ -1,4 +1,4 @@
-"""Progress bars of the stages of an engine's start."""
+"""Progress bars for the stages of an engine's start."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tqdm.auto import tqdm
 
 
 def loading_bar(stage: str, total: int, unit: str, rank: int = 0) -> Any:
-    """Return a bar that vanishes when it is closed; rank 0 alone shows it, and only on a terminal.
+    """Return a bar that disappears when closed; shown only by rank 0, on a terminal.
 
     Args:
-        stage: what is done.
-        total: of what there is to do, 0 for nothing.
-        unit: of `total`; "B" for bytes.
-        rank: of the process.
+        stage: name of the stage.
+        total: total work in `unit`; may be 0.
+        unit: unit of `total`; "B" for bytes.
+        rank: rank of the process.
     """
     disable = None if total and rank == 0 else True
     return tqdm(

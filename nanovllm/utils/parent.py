@@ -1,4 +1,4 @@
-"""Processes that end with the one that has started them, however that ends."""
+"""Ends a process when its parent is gone for any reason."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _POLL_SECONDS = 0.5
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
-    """End this process once its parent is gone, even if the main thread is blocked.
+    """Exit this process once its parent is gone, even if the main thread is blocked.
 
     Args:
-        parent: the parent's id; it may be gone by now.
-        clean_up: called before.
+        parent: the parent's process id; the parent may be gone already.
+        clean_up: called before the exit.
     """
 
     def poll() -> None:

@@ -1,7 +1,7 @@
-"""Python processes that import this library but not the user's program.
+"""Starts Python processes that import this library but not the user's program.
 
-They are started by `subprocess`, because a fork of this process would, at its exit, end the processes that
-`multiprocessing` started.
+They are started by `subprocess`, because a fork of this process would at exit terminate the processes started by
+`multiprocessing`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {
 def start_python(
     module: str, function: str, arguments: Sequence[int], title: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls a function of a module, and ignores Ctrl-C.
+    """Start a process that calls a module's function and ignores Ctrl-C.
 
     Args:
-        module, function: what is called.
-        arguments: of the call.
-        title: what a list of processes shows last.
-        descriptors: which it inherits.
+        module, function: the function to call.
+        arguments: arguments of the call.
+        title: last item of the command line, for process lists.
+        descriptors: file descriptors to inherit.
     """
-    # The import system ignores other entries, which need not have a valid repr.
+    # The import system ignores entries that are not strings, whose repr may be invalid.
     path = [entry for entry in sys.path if isinstance(entry, str)]
     called = ", ".join(map(str, arguments))
     program = _PROGRAM.format(path=path, module=module, function=function, arguments=called)
@@ -41,7 +41,7 @@ def start_python(
 
 
 class PythonProcess:
-    """Looks after a process until its end; any thread may, and a signal handler.
+    """Watches a process until its exit; usable from any thread and from signal handlers.
 
     Args:
         process: from `start_python`.
@@ -49,7 +49,7 @@ class PythonProcess:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        # While one thread is in `Popen.poll`, another one gets None even if the process has ended.
+        # While one thread is in `Popen.poll`, another one gets None even if the process exited.
         self._lock = RLock()
 
     @property
@@ -64,19 +64,19 @@ class PythonProcess:
             return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for its end, at most so many seconds, and return its exit code; None if it still runs."""
+        """Wait up to `seconds` for the exit and return the exit code; None if the process is still running."""
         deadline = time.monotonic() + seconds
         while (code := self.exit_code) is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return code
 
     def kill(self) -> None:
-        """Kill it, unless it has ended; does not wait for that."""
+        """Kill the process if it is running, without waiting for its exit."""
         with self._lock:
             self._process.kill()
 
     def stop(self, wait: float = 0.0) -> None:
-        """Wait for its end, and kill it if that takes more seconds; a second call does nothing."""
+        """Wait up to `seconds` for the exit, then kill the process; a second call does nothing."""
         if self.wait(wait) is None:
             with self._lock:
                 self._process.kill()
@@ -84,7 +84,7 @@ class PythonProcess:
 
 
 def describe_exit(code: int) -> str:
-    """Describe the exit of a process, after its name: "was killed by SIGKILL", "exited with code 1"."""
+    """Describe a process's exit, as a predicate: "was killed by SIGKILL", "exited with code 1"."""
     if code < 0:
         names = {number.value: number.name for number in signal.Signals}
         return f"was killed by {names.get(-code, f'signal {-code}')}"
@@ -93,7 +93,7 @@ def describe_exit(code: int) -> str:
 
 @contextmanager
 def _blocked_sigint() -> Iterator[None]:
-    """Block SIGINT in this thread inside the `with` block; processes started there inherit the mask and keep it."""
+    """Block SIGINT in this thread inside the `with` block; processes started there inherit the mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

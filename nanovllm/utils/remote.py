@@ -1,4 +1,4 @@
-"""Paths that fsspec opens: `s3://`, `gs://`, `memory://` and the like."""
+"""Accesses paths through fsspec: `s3://`, `gs://`, `memory://` and others."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from nanovllm.utils.extras import install_hint
 
 _PREFIX = "nanovllm-model-"
 _POINTER = "weights.url"
-"""In a folder of a remote model's small files: where its weights are."""
+"""File in a local copy of a remote model's small files that holds the URL of its weights."""
 
 
 def is_url(path: str) -> bool:
-    """Return whether fsspec opens a path, and not Python."""
+    """Return whether a path is opened by fsspec instead of Python."""
     return "://" in path
 
 
 def absolute_folder(path: str) -> str:
-    """Return a folder's path as other processes of this host find it; a URL is one.
+    """Return a folder's absolute path, for other processes of this host; a URL is returned unchanged.
 
     Raises:
-        ValueError: there is no such local folder.
+        ValueError: the local folder does not exist.
     """
     if is_url(path):
         return path
@@ -41,16 +41,16 @@ def absolute_folder(path: str) -> str:
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system of a path, local or not, and the path in it.
+    """Return fsspec's file system for a path, local or remote, and the path within it.
 
     Raises:
-        ValueError: fsspec or what it needs for this kind of path is not installed, or the kind is unknown.
+        ValueError: fsspec or its backend for the URL's scheme is not installed, or the scheme is unknown.
     """
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415
         from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
 
-        # In a local name `::` means nothing, unlike where fsspec reads it.
+        # fsspec would interpret `::`, which has no meaning in a local name.
         found: tuple[Any, str] = url_to_fs(path) if is_url(path) else (LocalFileSystem(), os.path.abspath(path))
     except (ImportError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened: {error}; {install_hint('remote')}") from error
@@ -58,18 +58,18 @@ def filesystem(path: str) -> tuple[Any, str]:
 
 
 class StorageError(OSError):
-    """Access to a path failed; the message names it."""
+    """Access to a path failed; the message names the path."""
 
 
 @contextmanager
 def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[None]:
-    """Raise, as one of a kind that names the path, whatever error a file system raises.
+    """Re-raise any error of a file system as `kind`, with the path in the message.
 
-    Clients of object stores have errors of their own: that they find no credentials, or no server, is no OSError.
+    Clients of object stores raise errors of their own, which are not OSErrors, such as for missing credentials.
     """
     try:
         yield
-    # Of another path, which is read inside this block.
+    # Raised for another path, inside this block.
     except StorageError:
         raise
     except FileExistsError as error:
@@ -79,16 +79,16 @@ def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[
 
 
 def fetch_small_files(url: str, patterns: list[str]) -> str:
-    """Copy a remote folder's files of some names to a folder, removed when this process ends; return the folder.
+    """Copy a remote folder's files that match patterns to a folder, removed when this process exits; return the folder.
 
-    Every process of this host may read it, and finds the weights by `weights_place`.
+    Other processes of this host may read it, and get the location of the weights from `weights_place`.
 
     Raises:
-        ValueError: there is no such folder, or it cannot be read.
+        ValueError: the folder does not exist, or cannot be read.
     """
     source, path = filesystem(url)
     folder = tempfile.mkdtemp(prefix=_PREFIX)
-    # Unlike atexit's, also called where multiprocessing has started the process.
+    # Unlike atexit, this also works in processes started by multiprocessing.
     Finalize(None, shutil.rmtree, args=(folder, True), exitpriority=0)
     names = [name for name in list_names(url) if any(fnmatch(name, pattern) for pattern in patterns)]
     with storage_errors(url, ValueError):
@@ -102,7 +102,7 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
 
 
 def cached_copy(path: str) -> str:
-    """Return a local file with the content of a path: itself, or of a URL a copy in the cache, renewed if it changed.
+    """Return a local file with a path's content: the path itself, or for a URL a cached copy, updated if it changed.
 
     Raises:
         ValueError: it cannot be read, or the cache cannot be written.
@@ -118,7 +118,7 @@ def cached_copy(path: str) -> str:
         return os.fspath(copy)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Other ranks, which want the same file, wait.
+        # Other ranks wait for the same file.
         with WeakFileLock(folder / ".lock"):
             if not copy.exists():
                 _renew(source, found, path, copy)
@@ -132,7 +132,7 @@ def _cache() -> Path:
 
 
 def _renew(source: Any, found: str, path: str, copy: Path) -> None:
-    """Copy a remote file, in whole or not at all, in place of its earlier versions."""
+    """Copy a remote file atomically, replacing earlier versions."""
     for other in copy.parent.iterdir():
         if other.name != ".lock":
             other.unlink()
@@ -143,10 +143,10 @@ def _renew(source: Any, found: str, path: str, copy: Path) -> None:
 
 
 def list_names(url: str) -> list[str]:
-    """Return the names in a folder, local or not.
+    """Return the names in a local or remote folder.
 
     Raises:
-        ValueError: there is no such folder, or it cannot be read.
+        ValueError: the folder does not exist, or cannot be read.
     """
     source, path = filesystem(url)
     with storage_errors(url, ValueError):
@@ -155,7 +155,7 @@ def list_names(url: str) -> list[str]:
 
 
 def weights_place(folder: str) -> str:
-    """Return where a folder's weights are: the folder itself, or of one that `fetch_small_files` has made, a URL."""
+    """Return the location of a folder's weights: the folder, or its URL if `fetch_small_files` made it."""
     pointer = Path(folder, _POINTER)
     is_copy = pointer.parent.name.startswith(_PREFIX) and pointer.is_file()
     return pointer.read_text(encoding="utf-8") if is_copy else folder

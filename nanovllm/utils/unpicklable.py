@@ -1,4 +1,4 @@
-"""Objects that hold a device, and so belong to one process."""
+"""Base class of objects that hold a device, and so belong to one process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import NoReturn
 
 
 class Unpicklable:
-    """An object that can neither be pickled nor copied.
+    """An object that cannot be pickled or copied.
 
-    Without this, pickling one would pack gigabytes of weights and cache before it fails.
+    Without this, pickling would serialise gigabytes of weights and cache before failing.
     """
 
     def __reduce__(self) -> NoReturn:

@@ -171,7 +171,12 @@ def closure(*names: str) -> dict[str, int]:
 
 
 CORE = ("models.decoder", "attention.sdpa", "sampling.sampler")
-LIMITS = {"lines": 0, "files": 0, "loaded by `import nanovllm.llm`": 0, "the core with all that it imports": 0}
+LIMITS = {
+    "lines": 41_300,
+    "files": 238,
+    "loaded by `import nanovllm.llm`": 12_820,
+    "the core with all that it imports": 12_940,
+}
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not."""
 
 

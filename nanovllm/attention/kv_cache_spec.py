@@ -1,4 +1,4 @@
-"""What layers keep in the cache: keys and values of tokens in pages, or a state of fixed size a sequence."""
+"""Specs of what a layer caches: keys and values of tokens in pages, or a state of fixed size per sequence."""
 
 from __future__ import annotations
 

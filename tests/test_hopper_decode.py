@@ -265,7 +265,8 @@ def test_the_host_asks_with_the_contexts_of_the_step(monkeypatch: pytest.MonkeyP
 def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
     asked = (policy := Asked()).lens
-    builder = BatchBuilder(4, 3, 16, 128, planned_backend(monkeypatch, 4, policy), CPU, num_groups=1)
+    backend = planned_backend(monkeypatch, 4, policy)
+    builder = BatchBuilder(4, 3, 16, 128, backend, CPU, num_groups=1)
     # Two rows have two blocks in common, and the third none with them.
     new_requests = [
         NewRequest(slot, [[*blocks, 5 + slot]], 40, 0.0, 0) for slot, blocks in enumerate([(0, 1), (0, 1), (3, 4)])
@@ -278,6 +279,9 @@ def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -
         shape, plan = builder.plan(step)
         builder.send(step, shape, plan)
         assert shape.variant == DecodeVariant(len(slots) == 3, False) and asked[-1] == lens
+        # The device has the plan of the last step that uses one.
+        assert not len(plan) or backend.plan_buffer.tolist() == plan.tolist()
+    assert backend.plan_buffer.any()
 
 
 @pytest.mark.gpu

@@ -118,28 +118,33 @@ class EngineThread:
 
     def _deliver(self, news: News) -> None:
         failures = self._client.take_failures()
+        for state in news.values():
+            if isinstance(state.error, StepError) and state.error not in failures:
+                failures.append(state.error)
+        if failures:
+            self._log_failures(failures)
         for request_id, state in news.items():
             if state.is_done:
                 reference = self._streams.pop(request_id, None)
-                if isinstance(state.error, StepError) and state.error not in failures:
-                    failures.append(state.error)
             elif state.request.is_streamed:
                 reference = self._streams[request_id]
             else:
                 continue
             if reference is not None and (stream := reference()) is not None:
                 stream.notify()
+
+    def _log_failures(self, failures: list[StepError]) -> None:
+        """Log failed steps, and raise if one has closed the engine: before its readers know, `error` must be set."""
         for failure in failures:
             if isinstance(failure.__cause__, GrammarError):
                 # Concerns only that request, and is no fault of the engine. The message may quote the grammar.
                 _logger.warning("the grammar of a request cannot be used")
             else:
                 _logger.error("a step failed, and %d requests with it", len(failure.request_ids), exc_info=failure)
-        if failures:
-            try:
-                self._client.engine.require_open()
-            except RuntimeError as closed:
-                raise closed from failures[-1]
+        try:
+            self._client.engine.require_open()
+        except RuntimeError as closed:
+            raise closed from failures[-1]
 
     def _end(self, error: BaseException | None) -> None:
         """Fail all remaining requests."""
@@ -149,7 +154,8 @@ class EngineThread:
         left = [message for message in self._messages if isinstance(message, RequestStream)]
         left += [stream for reference in self._streams.values() if (stream := reference()) is not None]
         for stream in left:
-            stream.state.error = _closed_error(error)
+            if not stream.state.is_done:
+                stream.state.error = _closed_error(error)
             stream.notify()
         request_ids = set(self._streams)
         self._streams.clear()

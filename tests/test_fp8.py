@@ -27,13 +27,13 @@ from nanovllm.configs.model import ModelConfig
 from nanovllm.configs.quantization import Granularity, QuantizationConfig
 from nanovllm.kernels import policy
 from nanovllm.kernels._triton import converts_e4m3
-from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref, dequantize_triton, quantize
-from nanovllm.kernels.linear import fp8_linear
+from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref, quantize
+from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.linear import scaled_gemm as scaled_gemm_op
 from nanovllm.kernels.linear.gemv import gemv
-from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref, quantize_rows_triton
+from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.linear.scaled_gemm import _tile as scaled_tile
-from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref, scaled_gemm_triton
+from nanovllm.kernels.linear.scaled_gemm import scaled_gemm, scaled_gemm_ref
 from nanovllm.kernels.linear.skinny_gemm import _fp8_tile as skinny_tile
 from nanovllm.kernels.linear.skinny_gemm import skinny_gemm
 from nanovllm.kernels.policy import FASTEST, FP8_INS, KernelPolicy
@@ -49,7 +49,7 @@ from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
-from tests.test_kernels import DEVICE, DTYPES, GPU, randn
+from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, randn
 from tests.test_layers import TwoRanks
 from tests.test_sharding import shards
 
@@ -606,7 +606,7 @@ def test_long_sums_of_positive_numbers(block: tuple[int, int]) -> None:
     torch.manual_seed(0)
     made = make_product(2, (12288, 20), block, torch.float16, gated=False, positive=True)
     check_product(skinny_gemm(made.x, made.weight), made)
-    check_product(fp8_linear.fp8_linear_ref(made.x, made.weight)[0], made)
+    check_product(norm_linear.norm_linear_ref(made.x, made.weight)[0], made)
     check_product(gemv(made.x[:1], made.weight)[0], made, slice(1))
 
 
@@ -615,7 +615,7 @@ def test_dequantize(block: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight = quantize(randn(200, 300), block[0], block[1] or 300)
     for dtype in DTYPES:
-        want, found = dequantize_ref(weight, dtype), dequantize_triton(weight, dtype)
+        want, found = dequantize_ref(weight, dtype), by_triton(dequantize)(weight, dtype)
         torch.testing.assert_close(found, want, rtol=2e-3 if dtype != torch.float32 else 0, atol=1e-6)
 
 
@@ -631,14 +631,14 @@ def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dt
         (torch.cat((x, residual), 1), None, None, True),
     ]  # fmt: skip
     for rows, before, added, gated in cases:
-        found, total = quantize_rows_triton(rows, Rounding(group), before, added, gated)
+        found, total = by_triton(quantize_rows)(rows, Rounding(group), before, added, gated)
         want, same = quantize_rows_ref(rows, Rounding(group), before, added, gated)
         torch.testing.assert_close(total, same, rtol=2e-3 if dtype != torch.float32 else 1e-5, atol=1e-3)
         torch.testing.assert_close(found.scales, want.scales, rtol=4e-3 if dtype != torch.float32 else 1e-5, atol=1e-6)
         # Norms round a little otherwise.
         assert (found.values.float() != want.values.float()).float().mean() < 0.02
         assert found.values.float().abs().amax(1).max() == 448
-        padded = quantize_rows_triton(rows, Rounding(group, for_scaled_mm=True), before, added, gated)[0]
+        padded = by_triton(quantize_rows)(rows, Rounding(group, for_scaled_mm=True), before, added, gated)[0]
         assert padded.values.shape == (8, 300) and torch.equal(padded.values[:5].float(), found.values.float())
         assert padded.scales.T.is_contiguous() and torch.equal(padded.scales[:5], found.scales)
 
@@ -674,7 +674,7 @@ def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int,
     if gated:
         gate, up = exact.chunk(2, -1)
         exact = functional.silu(gate) * up
-    for form in (scaled_gemm_triton, scaled_gemm_ref):
+    for form in (by_triton(scaled_gemm), scaled_gemm_ref):
         out = form(x, made.weight, dtype, bias, gated, parts)
         assert out.dtype == rounded_to
         missed = ((out.sum(0) if parts > 1 else out).double() - exact).abs()
@@ -696,9 +696,9 @@ def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str, block
     exact = wide @ dequantize_ref(made.weight, torch.float64).T
     if kind == "SCALED_MM":
         padded = quantize_rows(made.x, Rounding(block[1] or 12288, for_scaled_mm=True))[0]
-        out = fp8_linear._scaled_mm(padded, made.weight, torch.bfloat16, None)[:rows]
+        out = norm_linear._scaled_mm(padded, made.weight, torch.bfloat16, None)[:rows]
     else:
-        out = fp8_linear._scaled_linear(x, made.weight, torch.bfloat16, None, False)
+        out = scaled_gemm(x, made.weight, torch.bfloat16)
     same = scaled_gemm_ref(x, made.weight, torch.bfloat16)
     error, allowed = ((y.double() - exact).abs().max().item() for y in (out, same))
     assert error <= 1.5 * allowed, (error, allowed)
@@ -749,15 +749,15 @@ def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypa
     # Rows stay as they are on this GPU, too.
     monkeypatch.setattr(policy, "converts_e4m3", lambda device: False)
     # As if these were large: in several chunks, the last of them smaller.
-    monkeypatch.setattr(fp8_linear, "_CHUNK_WEIGHTS", 300 * 128)
+    monkeypatch.setattr(norm_linear, "_CHUNK_WEIGHTS", 300 * 128)
     for gated in (False, True):
         made = make_product(num_rows, (300, 200), (1, 0), DTYPES[-1], gated)
-        out, total = fp8_linear.fp8_linear(made.x, made.weight, made.bias, made.norm, made.residual, gated)
+        out, total = norm_linear.norm_linear(made.x, made.weight, made.bias, made.norm, made.residual, gated)
         check_product(out, made)
         assert FASTEST.fp8_linear(num_rows, DTYPES[-1], made.weight).name == kernel
         # The parts of a sum.
         parts = torch.stack((made.x.float() - 1, torch.ones_like(made.x).float()))
-        again, same = fp8_linear.fp8_linear(parts, made.weight, made.bias, made.norm, made.residual, gated)
+        again, same = norm_linear.norm_linear(parts, made.weight, made.bias, made.norm, made.residual, gated)
         assert torch.equal(total, same) or (total - same).abs().max() < 0.01
         assert again.shape == out.shape and (again - out).abs().max() < 0.05 * out.abs().max()
 
@@ -790,7 +790,7 @@ def test_parts_take_rows_that_were_rounded_for_torchs_product(
     # 66 rows become 68 for torch's product.
     made = make_product(66, (512, 144), block, torch.bfloat16, gated=False, positive=True)
     assert FASTEST.fp8_linear(66, torch.bfloat16, made.weight) is policy.LinearKernel.SCALED_MM
-    parts, _ = fp8_linear.fp8_linear_into(made.x, made.weight, torch.zeros(66, 144, dtype=torch.bfloat16))
+    parts, _ = norm_linear.linear_into(made.x, made.weight, torch.zeros(66, 144, dtype=torch.bfloat16))
     rows = quantize_rows_ref(made.x, Rounding(made.weight.block_ins))[0]
     want = scaled_gemm_ref(rows, made.weight, torch.float32)
     assert parts.shape == (4, 66, 144)
@@ -823,8 +823,8 @@ def test_rows_that_torchs_product_is_padded_with_are_dropped(rows: int, monkeypa
         monkeypatch.setattr(KernelPolicy, "fp8_linear", lambda *_, kind=kind: kind)
         # Both multiply alike: torch has no such product everywhere, and a GPU's sums in e4m3 lose places.
         for product in ("_scaled_mm", "scaled_gemm"):
-            monkeypatch.setattr(fp8_linear if product == "_scaled_mm" else scaled_gemm_op, product, scaled_gemm_ref)
-        results.append(fp8_linear.fp8_linear(made.x, made.weight, None, made.norm, made.residual, gated=True))
+            monkeypatch.setattr(norm_linear if product == "_scaled_mm" else scaled_gemm_op, product, scaled_gemm_ref)
+        results.append(norm_linear.norm_linear(made.x, made.weight, None, made.norm, made.residual, gated=True))
     for found, want in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, want)
 

@@ -33,7 +33,7 @@ from nanovllm.runner import model_runner
 from nanovllm.runner.memory import cpu_cache_budget
 
 CUDA = torch.device("cuda", 0)
-ELSEWHERE = ("norm_linear_ref", "all_reduce_rms_norm_ref", "fp8_linear_ref")
+ELSEWHERE = ("norm_linear_ref", "all_reduce_rms_norm_ref")
 """Ops that are asked about otherwise: in parts, by `connect`, and below."""
 # What Windows, macOS, or either of them has not. Triton and torch, which have ways of their own, are imported before.
 PROGRAM = """

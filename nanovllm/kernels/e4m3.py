@@ -190,11 +190,6 @@ def dequantize(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
     """Return the matrix in `dtype`, [out_features, in_features]."""
     if not uses_triton(matrix.values.device):
         return dequantize_ref(matrix, dtype)
-    return dequantize_triton(matrix, dtype)
-
-
-def dequantize_triton(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """Compute `dequantize` by the kernel."""
     (out_features, in_features), scaling = matrix.values.shape, matrix.scaling
     assert scaling["SCALE_INS"] % _TILE_INS == 0 and matrix.values.is_contiguous() and matrix.scales.is_contiguous()
     out = torch.empty(matrix.values.shape, dtype=dtype, device=matrix.values.device)

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
-from nanovllm.kernels.rms_norm import Norm, rms_norm
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.quantization.weight import MatrixShard, Weight
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
@@ -69,15 +69,11 @@ class DenseWeight(Weight):
         gated: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert isinstance(x, torch.Tensor)
-        if norm is not None and x.dim() == 3:
-            # Kernels of few rows normalise, but add up no parts.
-            normed, total = rms_norm(x, norm.weight, norm.eps, residual)
-            return norm_linear(normed, self.values, self.bias, gated=gated, policy=self.policy)[0], total
         return norm_linear(x, self.values, self.bias, norm, residual, gated, policy=self.policy)
 
     @override
     def multiply_into(
         self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert isinstance(x, torch.Tensor) and self.bias is None
+        assert self.bias is None
         return linear_into(x, self.values, residual, self.policy)

@@ -12,13 +12,7 @@ from typing_extensions import override
 
 from nanovllm.configs.quantization import BLOCK, QuantizationConfig
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
-from nanovllm.kernels.linear.fp8_linear import (
-    fp8_linear,
-    fp8_linear_into,
-    multiply_rounded,
-    multiply_rounded_into,
-    row_rounding,
-)
+from nanovllm.kernels.linear.norm_linear import linear_into, multiply_rounded, norm_linear, row_rounding
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.shard import Shard
@@ -156,16 +150,14 @@ class Fp8Weight(Fp8Values, Weight):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if isinstance(x, Fp8Rows):
             return multiply_rounded(x, self.matrix, self.bias, gated, self.policy), residual
-        return fp8_linear(x, self.matrix, self.bias, norm, residual, gated, policy=self.policy)
+        return norm_linear(x, self.matrix, self.bias, norm, residual, gated, policy=self.policy)
 
     @override
     def multiply_into(
         self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert self.bias is None
-        if isinstance(x, Fp8Rows):
-            return multiply_rounded_into(x, self.matrix, residual, self.policy)
-        return fp8_linear_into(x, self.matrix, residual, self.policy)
+        return linear_into(x, self.matrix, residual, self.policy)
 
 
 def _are_aligned(shards: list[Shard]) -> bool:

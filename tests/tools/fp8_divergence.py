@@ -34,7 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import qkv_rope_store
-from nanovllm.kernels.linear import fp8_linear
+from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.linear.quantize_rows import quantize_rows_ref
 from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages
@@ -203,7 +203,7 @@ def shifted_groups() -> Iterator[None]:
         rows, total = quantize_rows_ref(*args, **settings)
         return rows._replace(scales=rows.scales.roll(1, 1)), total
 
-    with patch.object(fp8_linear, "quantize_rows", shifted):
+    with patch.object(norm_linear, "quantize_rows", shifted):
         yield
 
 

@@ -1,6 +1,9 @@
 """Linear layers fused with their neighbours in a decoder: residual and RMSNorm before, the SwiGLU gate after.
 
-A `KernelPolicy` chooses the kernel; each has a file of its own, which is imported when it is first chosen.
+A `KernelPolicy` chooses the kernel; each has a file of its own, which is imported when it is first chosen. Beside e4m3
+weights 1 to 16 rows stay in 16 bits (W8A16), and more are rounded to e4m3 (W8A8). Where the GPU has no products in
+e4m3, and on the CPU, rows are never rounded: a product of many gets its weights dequantised, some outputs at a time, in
+the dtype of the inputs.
 """
 
 from __future__ import annotations
@@ -9,30 +12,37 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import device_limits
-from nanovllm.kernels.policy import FASTEST, SPLITK_PARTS, KernelPolicy, LinearKernel
+from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
+from nanovllm.kernels.policy import FASTEST, MAX_GATED_ROWS, SPLITK_PARTS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
+
+_CHUNK_WEIGHTS = 2**25
+"""Weights that are dequantised at a time: 64 MiB in 16 bits."""
+_CHUNK_UNIT = 128
+"""Outputs of a chunk are a multiple of this."""
 
 
 def norm_linear_ref(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Matrix,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     gated: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch form of `norm_linear`."""
+    """Plain torch form of `norm_linear` where rows are not rounded to e4m3."""
     total = x
     if norm is not None:
         x, total = rms_norm_ref(x, norm.weight, norm.eps, residual)
-    out = functional.linear(x, weight, bias)
+    out = functional.linear(x, dequantize_ref(weight, x.dtype) if isinstance(weight, Fp8Matrix) else weight, bias)
     return (silu_and_mul_ref(out) if gated else out), total
 
 
 def norm_linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Fp8Matrix,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
@@ -40,58 +50,76 @@ def norm_linear(
     *,
     policy: KernelPolicy = FASTEST,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`.
+    """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`, which may be x itself.
 
     Args:
-        x: [num_rows, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them.
+        x: [num_rows, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them; if
+            `KernelPolicy.rounds_gate_up` also gate and up, [num_rows, 2 * in_features], for SiLU(gate) * up.
         weight: [out_features, in_features]; of a gated layer the gate's rows, then up's.
         bias: [out_features], or None.
         norm: RMSNorm before the product, or None.
         residual: [num_rows, in_features], or None for zero; only with a norm.
         gated: return SiLU(gate) * up, half as wide.
         policy: chooses the kernel.
-
-    Returns:
-        The result, and `x + residual`, which may be x itself.
     """
-    num_rows = x.shape[-2]
-    kernel = policy.linear(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
+    num_rows, dtype = x.shape[-2], x.dtype if norm is None else norm.weight.dtype
+    if isinstance(weight, Fp8Matrix) and (rounding := row_rounding(num_rows, dtype, weight, policy)) is not None:
+        rows, total = quantize_rows(x, rounding, norm, residual, gated=x.shape[-1] > weight.values.shape[1])
+        return multiply_rounded(rows, weight, bias, gated, policy), total
+    if norm is not None and x.dim() == 3:
+        # Kernels of few rows normalise, but add up no parts.
+        normed, total = rms_norm(x, norm.weight, norm.eps, residual)
+        return norm_linear(normed, weight, bias, gated=gated, policy=policy)[0], total
+    if isinstance(weight, Fp8Matrix):
+        kernel = policy.fp8_linear(num_rows, dtype, weight)
+    else:
+        kernel = policy.linear(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
+        if kernel is LinearKernel.RESIDENT_GEMM:
+            from nanovllm.kernels.linear.resident_gemm import resident_gemm  # noqa: PLC0415
+
+            return resident_gemm(x, weight, bias, norm, residual, gated)
     if kernel is LinearKernel.GEMV:
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
         return gemv(x, weight, bias, norm, residual, gated)
-    if kernel is LinearKernel.RESIDENT_GEMM:
-        from nanovllm.kernels.linear.resident_gemm import resident_gemm  # noqa: PLC0415
-
-        return resident_gemm(x, weight, bias, norm, residual, gated)
     total = x
     if norm is not None:
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
+    return _multiply(kernel, x, weight, bias, gated), total
+
+
+def _multiply(
+    kernel: LinearKernel, x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
+    """Return the product of `norm_linear` without a norm by a kernel that has none."""
     if kernel is LinearKernel.SKINNY_GEMM:
         from nanovllm.kernels.linear.skinny_gemm import skinny_gemm  # noqa: PLC0415
 
-        return skinny_gemm(x, weight, bias, gated), total
-    if kernel is LinearKernel.SPLITK_GEMM:
+        return skinny_gemm(x, weight, bias, gated)
+    if isinstance(weight, Fp8Matrix):
+        out = _dequantized_linear(x, weight, bias)
+    elif kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
 
-        return splitk_gemm(x, weight, gated), total
-    if kernel is LinearKernel.PERSISTENT_GEMM:
+        return splitk_gemm(x, weight, gated)
+    elif kernel is LinearKernel.PERSISTENT_GEMM:
         from nanovllm.kernels.linear.persistent_gemm import persistent_gated_gemm  # noqa: PLC0415
 
-        return persistent_gated_gemm(x, weight, device_limits(x.device)[0]), total
-    out = functional.linear(x, weight, bias)
-    return (silu_and_mul(out) if gated else out), total
+        return persistent_gated_gemm(x, weight, device_limits(x.device)[0])
+    else:
+        out = functional.linear(x, weight, bias)
+    return silu_and_mul(out) if gated else out
 
 
 def linear_into(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, policy: KernelPolicy = FASTEST
+    x: torch.Tensor | Fp8Rows, weight: torch.Tensor | Fp8Matrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
 
     With many rows cuBLAS adds the residual in its epilogue, which halves what the next norm reads and writes.
 
     Args:
-        x: [num_rows, in_features], contiguous.
+        x: of `norm_linear` without a norm, or rounded as `row_rounding` says.
         weight: [out_features, in_features].
         residual: [num_rows, out_features]; may be overwritten.
         policy: chooses the kernel.
@@ -100,6 +128,19 @@ def linear_into(
         The x and residual of the next `norm_linear`: either the sum and None, or the product, [num_rows, out_features]
         or its parts, and the residual that is still to be added.
     """
+    if isinstance(weight, Fp8Matrix):
+        if isinstance(x, torch.Tensor):
+            rounding = row_rounding(len(x), x.dtype, weight, policy)
+            if rounding is None:
+                return norm_linear(x, weight, policy=policy)[0], residual
+            x, _ = quantize_rows(x, rounding, gated=x.shape[-1] > weight.values.shape[1])
+        parts = policy.fp8_parts(x.num_rows, x.dtype, weight)
+        if parts == 1:
+            return multiply_rounded(x, weight, policy=policy), residual
+        from nanovllm.kernels.linear.scaled_gemm import scaled_gemm  # noqa: PLC0415
+
+        return scaled_gemm(x.part(slice(x.num_rows)), weight, x.dtype, parts=parts), residual
+    assert isinstance(x, torch.Tensor)
     kernel = policy.branch_end(len(x), weight)
     if kernel is None:
         return norm_linear(x, weight, policy=policy)[0], residual
@@ -108,3 +149,56 @@ def linear_into(
 
         return splitk_gemm(x, weight, parts=SPLITK_PARTS), residual
     return residual.addmm_(x, weight.T), None
+
+
+def row_rounding(
+    num_rows: int, dtype: torch.dtype, weight: Fp8Matrix, policy: KernelPolicy = FASTEST
+) -> Rounding | None:
+    """Return how rows of a dtype are rounded for `multiply_rounded`; None if they are not."""
+    kernel = policy.fp8_linear(num_rows, dtype, weight)
+    if kernel in (LinearKernel.SCALED_MM, LinearKernel.SCALED_GEMM):
+        return Rounding(weight.block_ins, for_scaled_mm=kernel is LinearKernel.SCALED_MM)
+    return None
+
+
+def multiply_rounded(
+    rows: Fp8Rows,
+    weight: Fp8Matrix,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    policy: KernelPolicy = FASTEST,
+) -> torch.Tensor:
+    """Return the product of `norm_linear` without a norm, of rows that are rounded as `row_rounding` says."""
+    if policy.fp8_linear(rows.num_rows, rows.dtype, weight) is LinearKernel.SCALED_GEMM:
+        from nanovllm.kernels.linear.scaled_gemm import scaled_gemm  # noqa: PLC0415
+
+        if len(rows.values) <= MAX_GATED_ROWS:
+            return scaled_gemm(rows, weight, rows.dtype, bias, gated)
+        out = scaled_gemm(rows, weight, rows.dtype, bias)
+    else:
+        out = _scaled_mm(rows, weight, rows.dtype, bias)[: rows.num_rows]
+    return silu_and_mul(out) if gated else out
+
+
+def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None) -> torch.Tensor:
+    # The scales' shapes say which values share one. Fast accumulation is the tensor cores' own,
+    # which keep about 14 bits.
+    return torch._scaled_mm(
+        rows.values, weight.values.T, rows.scales, weight.scales.T, bias=bias, out_dtype=dtype, use_fast_accum=False
+    )
+
+
+def _dequantized_linear(x: torch.Tensor, weight: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
+    out_features, in_features = weight.values.shape
+    step = max(1, _CHUNK_WEIGHTS // (in_features * _CHUNK_UNIT)) * _CHUNK_UNIT
+    if step >= out_features:
+        return functional.linear(x, dequantize(weight, x.dtype), bias)
+    out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
+    for start in range(0, out_features, step):
+        stop = min(start + step, out_features)
+        chunk = dequantize(weight.outputs(start, stop), x.dtype).T
+        if bias is None:
+            torch.mm(x, chunk, out=out[:, start:stop])
+        else:
+            torch.addmm(bias[start:stop], x, chunk, out=out[:, start:stop])
+    return out

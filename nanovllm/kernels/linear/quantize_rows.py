@@ -155,17 +155,6 @@ def quantize_rows(
     """
     if not uses_triton(x.device):
         return quantize_rows_ref(x, rounding, norm, residual, gated)
-    return quantize_rows_triton(x, rounding, norm, residual, gated)
-
-
-def quantize_rows_triton(
-    x: torch.Tensor,
-    rounding: Rounding,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> tuple[Fp8Rows, torch.Tensor]:
-    """Compute `quantize_rows` by the kernel."""
     num_rows, size = x.shape[-2], x.shape[-1] // 2 if gated else x.shape[-1]
     parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm.weight.dtype)
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous()) and not (gated and norm is not None)

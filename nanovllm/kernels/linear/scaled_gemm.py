@@ -176,18 +176,6 @@ def scaled_gemm(
     """
     if not uses_triton(x.values.device):
         return scaled_gemm_ref(x, weight, dtype, bias, gated, parts)
-    return scaled_gemm_triton(x, weight, dtype, bias, gated, parts)
-
-
-def scaled_gemm_triton(
-    x: Fp8Rows,
-    weight: Fp8Matrix,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
-    parts: int = 1,
-) -> torch.Tensor:
-    """Compute `scaled_gemm` by the kernel."""
     num_rows, in_features = x.values.shape
     has_blocks = weight.scales.shape[1] > 1
     assert not (gated and num_rows > MAX_GATED_ROWS)

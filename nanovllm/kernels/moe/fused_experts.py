@@ -1,7 +1,6 @@
 """SwiGLU experts, some for each token.
 
-Beside weights in e4m3 the rows of a step are treated as in linear layers (`fp8_linear`): up to 16 stay in 16 bits, more
-are rounded to e4m3 before each product, where the GPU multiplies it.
+Beside weights in e4m3 the rows of a step are rounded as in linear layers (`norm_linear`), before each product.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import uses_triton
-from nanovllm.kernels.e4m3 import Fp8Matrix
-from nanovllm.kernels.linear.fp8_linear import fp8_linear_ref
+from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
@@ -28,7 +26,7 @@ def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantiz
         from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref  # noqa: PLC0415
 
         return scaled_gemm_ref(quantize_rows_ref(x, Rounding(weight.block_ins))[0], weight.expert(expert), x.dtype)
-    return fp8_linear_ref(x, weight.expert(expert))[0]
+    return functional.linear(x, dequantize_ref(weight.expert(expert), x.dtype))
 
 
 def fused_experts_ref(

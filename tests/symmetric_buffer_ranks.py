@@ -6,9 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
-from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm
-from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels.all_reduce import SymmetricBuffer, all_reduce_argmax, all_reduce_rms_norm
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm

@@ -13,10 +13,15 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 
-from nanovllm.kernels.collective import symmetric_buffer
-from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax, pack_candidates, unpack_tokens
-from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm_ref, fits
-from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels import all_reduce
+from nanovllm.kernels.all_reduce import (
+    SymmetricBuffer,
+    all_reduce_argmax,
+    all_reduce_rms_norm_ref,
+    fits,
+    pack_candidates,
+    unpack_tokens,
+)
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows_ref
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel import symmetric_communicator as symmetric
@@ -83,8 +88,7 @@ def test_ranks_that_share_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("op", ["one-shot", "two-shot", "argmax"])
 def test_calls_that_follow_one_another_write_to_different_places(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("all_reduce_argmax", "all_reduce_rms_norm"):
-        monkeypatch.setattr(f"nanovllm.kernels.collective.{module}.ABORT_CHECK_SPINS", 1)
+    monkeypatch.setattr("nanovllm.kernels.all_reduce.ABORT_CHECK_SPINS", 1)
     memory = torch.zeros(symmetric_buffer_ranks.NUM_RANKS, 2**18, dtype=torch.uint8, device=DEVICE)
     # Alone, and told not to wait.
     abort = torch.ones(1, dtype=torch.int32, pin_memory=GPU)
@@ -211,11 +215,10 @@ def test_all_ranks_take_what_rank_0_chooses(
 
 def test_what_goes_to_another_gpu_needs_no_atomics() -> None:
     """GPUs behind PCIe map each other's memory, but many know no atomics there."""
-    for name in ("symmetric_buffer", "all_reduce_rms_norm", "all_reduce_argmax"):
-        assert "tl.atomic" not in (Path(symmetric_buffer.__file__).parent / f"{name}.py").read_text()
+    assert "tl.atomic" not in Path(all_reduce.__file__).read_text()
 
 
 def test_the_host_is_not_asked_within_the_time_that_ranks_wait_for_each_other() -> None:
     """A read of the host's memory takes microseconds of the bus, and a thousand programs may wait at once."""
     # A read of the buffer takes at least 0.1 us; ranks wait for each other for up to some hundreds of microseconds.
-    assert symmetric_buffer.ABORT_CHECK_SPINS * 1e-7 > 0.003
+    assert all_reduce.ABORT_CHECK_SPINS * 1e-7 > 0.003

@@ -16,7 +16,7 @@ from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.config import Config, KVCacheDtype
-from nanovllm.kernels import qkv_rope_store, store_kv
+from nanovllm.kernels import qkv_rope_store
 from nanovllm.kernels._triton import converts_e4m3, jit, tl
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
@@ -124,8 +124,8 @@ def test_stores_saturate_and_count(dtype: torch.dtype) -> None:
     ops: list[tuple[Any, Any]] = [
         (by_triton(qkv_rope_store.qkv_rope_store), (qkv, rope, positions)),
         (qkv_rope_store.qkv_rope_store_ref, (qkv, rope, positions)),
-        (by_triton(store_kv.store_kv), (key, value)),
-        (store_kv.store_kv_ref, (key, value)),
+        (by_triton(qkv_rope_store.store_kv), (key, value)),
+        (qkv_rope_store.store_kv_ref, (key, value)),
     ]
     for op, args in ops:
         caches = torch.zeros(2, 4, 16, kv_heads, head_dim, dtype=torch.uint8, device=DEVICE).view(E4M3)

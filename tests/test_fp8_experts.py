@@ -18,9 +18,8 @@ from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm as grouped_op
 from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
-from nanovllm.kernels.moe.grouped_gemm import Tile
+from nanovllm.kernels.moe.grouped_gemm import Tile, sort_slots
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.moe.sort_slots import sort_slots
 from nanovllm.kernels.policy import FP8_INS, KernelPolicy
 from nanovllm.models.base import CausalLM
 from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsWeight, Fp8ExpertsWeight

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
+from nanovllm.kernels.all_reduce import all_reduce_argmax
 from tests import symmetric_buffer_ranks
 from tests.conftest import MakeCheckpoint
 from tests.parallel_engine import Plan, Result

@@ -17,8 +17,7 @@ from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-from nanovllm.kernels.attention.context_splits import merge_splits, split_contexts, split_contexts_ref
-from nanovllm.kernels.attention.decode_attention import plan_decode
+from nanovllm.kernels.attention.decode_attention import merge_splits, plan_decode, split_contexts, split_contexts_ref
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape

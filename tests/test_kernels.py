@@ -19,7 +19,7 @@ import torch
 
 from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import plan_cascade_groups
-from nanovllm.kernels import policy, qk_norm, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
+from nanovllm.kernels import policy, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors
 from nanovllm.kernels._triton import device_limits, is_hopper
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
@@ -109,15 +109,15 @@ def test_qk_norm(rows: int, dtype: torch.dtype) -> None:
         for weight, part in zip(weights, result.split([q, k, size - q - k], dim=1), strict=False):
             part.copy_(torch.nn.functional.rms_norm(part, weight.shape, weight.to(part.dtype), 0.1))
     shares = [(slice(q // 5), slice(k // 3)), (slice(q // 5, q), slice(k // 3, k))]
-    norms = [qk_norm.QKNorms(weights[0][own_q], weights[1][own_k], q, k, 0.1) for own_q, own_k in shares]
+    norms = [rms_norm.QKNorms(weights[0][own_q], weights[1][own_k], q, k, 0.1) for own_q, own_k in shares]
 
     def ranks_of(qkv: torch.Tensor) -> list[torch.Tensor]:
         query, key, value = qkv[:, :q], qkv[:, q : q + k], qkv[:, q + k :]
         return [torch.cat((query[:, own_q], key[:, own_k], value), dim=1) for own_q, own_k in shares]
 
     for normalize, sum_squares in (
-        (by_triton(qk_norm.normalize_qk), by_triton(qk_norm.sum_squares)),
-        (qk_norm.normalize_qk_ref, qk_norm.sum_squares_ref),
+        (by_triton(rms_norm.normalize_qk), by_triton(rms_norm.sum_squares)),
+        (rms_norm.normalize_qk_ref, rms_norm.sum_squares_ref),
     ):
         parts = ranks_of(x)
         first, second = starmap(sum_squares, zip(parts, norms, strict=True))
@@ -125,7 +125,7 @@ def test_qk_norm(rows: int, dtype: torch.dtype) -> None:
             normalize(out, norm, first + second)
             check_error(out, *expected)
         out = torch.cat((x, x), dim=1)[:, :size]
-        normalize(out, qk_norm.QKNorms(*weights, q, k, 0.1))
+        normalize(out, rms_norm.QKNorms(*weights, q, k, 0.1))
         check_error(out, same, exact)
 
 
@@ -151,8 +151,8 @@ def test_store_kv(dtype: torch.dtype, by_heads: bool) -> None:
     key, value = (randn(*size, dtype=dtype) for size in sizes)
     if by_heads:
         key, value = key.transpose(0, 1), value.transpose(0, 1)
-    by_triton(store_kv.store_kv)(key, value, KVPages(out[0], out[1]), slots)
-    store_kv.store_kv_ref(key, value, KVPages(same[0], same[1]), slots)
+    by_triton(qkv_rope_store.store_kv)(key, value, KVPages(out[0], out[1]), slots)
+    qkv_rope_store.store_kv_ref(key, value, KVPages(same[0], same[1]), slots)
     for new, pages, theirs, old in zip((key, value), out, same, before, strict=True):
         expected = old.flatten(0, 1).clone()
         for token, slot in enumerate(slots.tolist()):

@@ -18,11 +18,17 @@ from transformers import (
 )
 
 from nanovllm import SamplingParams
-from nanovllm.kernels import cutoffs as cutoff_ops
 from nanovllm.kernels import logits as ops
 from nanovllm.kernels._triton import uses_triton
-from nanovllm.kernels.cutoffs import CutoffParams, cutoffs
-from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits, token_logprobs, top_values
+from nanovllm.kernels.logits import (
+    CutoffParams,
+    EditedRows,
+    LogitsEdits,
+    cutoffs,
+    edit_logits,
+    token_logprobs,
+    top_values,
+)
 from nanovllm.sampling.state import SamplingState
 from nanovllm.sampling_params import SamplingExtra
 
@@ -36,8 +42,7 @@ EMPTY = torch.zeros(1, 1, dtype=torch.long, device=DEVICE)
 def form(request: Any, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both forms of each op: on the CPU, Triton's kernels run in its interpreter."""
     if request.param == "torch" or not GPU:
-        for module in (ops, cutoff_ops):
-            monkeypatch.setattr(module, "uses_triton", lambda device: request.param == "triton")
+        monkeypatch.setattr(ops, "uses_triton", lambda device: request.param == "triton")
     return str(request.param)
 
 

@@ -15,7 +15,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.cli.bench import ModelWeights, shape_folder
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
-from nanovllm.kernels.moe import grouped_gemm, sort_slots
+from nanovllm.kernels.moe import grouped_gemm
 from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
@@ -105,10 +105,10 @@ def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
 
 def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     # More chunks than are added up at a time, and the last one not full.
-    monkeypatch.setattr(sort_slots, "_CHUNK", 16)
+    monkeypatch.setattr(grouped_gemm, "_CHUNK", 16)
     chosen = torch.randint(0, 20, (150, 3), dtype=torch.int32, device=DEVICE)
     for first, count in ((0, 20), (4, 9), (17, 3)):
-        got = sort_slots.sort_slots(Routing(chosen, chosen.float(), 20), first, count)
+        got = grouped_gemm.sort_slots(Routing(chosen, chosen.float(), 20), first, count)
         flat = chosen.flatten().cpu()
         want = [(flat == expert).nonzero().flatten().tolist() for expert in range(first, first + count)]
         assert got.starts.tolist() == [0, *np.cumsum([len(slots) for slots in want])]

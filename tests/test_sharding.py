@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels import sampling
-from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens
+from nanovllm.kernels.all_reduce import pack_candidates, unpack_tokens
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator

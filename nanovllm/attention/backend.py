@@ -12,8 +12,7 @@ import torch
 
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.head_outputs import HeadOutputs
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, HeadOutputs
 from nanovllm.kernels.linear.quantize_rows import Rounding
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 

@@ -44,7 +44,8 @@ if HAS_TRITON:
     triton, tl = import_module("triton"), import_module("triton.language")
     _cuda = import_module("triton.language.extra.cuda")
     gdc_wait, gdc_launch_dependents = _cuda.gdc_wait, _cuda.gdc_launch_dependents
-    INTERPRETED: bool = triton.knobs.runtime.interpret
+    # Triton's interpreter cannot run inline assembly.
+    INTERPRETED: Any = tl.constexpr(triton.knobs.runtime.interpret)
 
     def recorded(base: Any) -> Any:
         """Return a subclass of the kernel class `base` whose kernels `compile_ahead` can compile."""
@@ -97,7 +98,7 @@ if HAS_TRITON:
         """
         if function is None:
             return partial(jit, do_not_specialize=do_not_specialize, unaligned=unaligned)
-        make = triton.jit if INTERPRETED else _Kernel
+        make = triton.jit if INTERPRETED.value else _Kernel
         options = {"do_not_specialize_on_alignment": list(unaligned)} if unaligned else {}
         return make(function, do_not_specialize=list(do_not_specialize), **options)
 

@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import INTERPRETED, converts_e4m3, jit, tl, triton, uses_triton
+from nanovllm.kernels._triton import INTERPRETED as _INTERPRETED
+from nanovllm.kernels._triton import converts_e4m3, jit, tl, triton, uses_triton
 
 E4M3_MAX = 448.0
 _TILE_OUTS, _TILE_INS = 32, 128
-# Triton's interpreter cannot run inline assembly.
-_INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 class Fp8Matrix(NamedTuple):
@@ -55,12 +54,15 @@ class Fp8Matrix(NamedTuple):
         return self._replace(values=self.values[number], scales=self.scales[number])
 
 
+def kernel_arguments(weight: torch.Tensor | Fp8Matrix) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return a weight's values as kernels take them, and its `scaling`, if it has any."""
+    return (weight.bytes, weight.scaling) if isinstance(weight, Fp8Matrix) else (weight, {})
+
+
 def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix:
-    """Round a matrix to e4m3; the largest value of each block becomes 448.
+    """Round a matrix, [out_features, in_features], to e4m3; the largest value of each block becomes 448.
 
     A block with a value that is not finite has a scale that is not finite.
-
-    weight: [out_features, in_features], any float.
     """
     num_outs, num_ins = weight.shape
     padded = functional.pad(weight.float(), (0, -num_ins % block_ins, 0, -num_outs % block_outs))
@@ -72,15 +74,12 @@ def quantize(weight: torch.Tensor, block_outs: int, block_ins: int) -> Fp8Matrix
     return Fp8Matrix(values.view(padded.shape)[:num_outs, :num_ins].contiguous(), scales, block_outs, block_ins)
 
 
-def _per_value(scales: torch.Tensor, block_outs: int, block_ins: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return each value's scale; [shape[0], 1] if a block has all inputs."""
-    by_output = scales.repeat_interleave(block_outs, 0)[: shape[0]]
-    return by_output if scales.shape[1] == 1 else by_output.repeat_interleave(block_ins, 1)[:, : shape[1]]
-
-
 def dequantize_ref(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
     """Plain torch form of `dequantize`."""
-    scales = _per_value(matrix.scales, matrix.block_outs, matrix.block_ins, matrix.values.shape)
+    num_outs, num_ins = matrix.values.shape
+    scales = matrix.scales.repeat_interleave(matrix.block_outs, 0)[:num_outs]
+    if scales.shape[1] > 1:
+        scales = scales.repeat_interleave(matrix.block_ins, 1)[:, :num_ins]
     return (matrix.values.float() * scales).to(dtype)
 
 

@@ -7,10 +7,8 @@ values near 1.
 
 from __future__ import annotations
 
-from nanovllm.kernels._triton import INTERPRETED, jit, tl
-
-# Triton's interpreter cannot run inline assembly.
-_INTERPRETED = tl.constexpr(INTERPRETED)
+from nanovllm.kernels._triton import INTERPRETED as _INTERPRETED
+from nanovllm.kernels._triton import jit, tl
 
 
 @jit

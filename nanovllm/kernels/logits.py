@@ -1,4 +1,4 @@
-"""Masks, penalties and log-probabilities: all that a request can ask of its logits beyond a temperature.
+"""Masks, penalties, truncation and log-probabilities: all that a request can ask of its logits beyond a temperature.
 
 Only the rows of requests that ask for something come here, [num_rows, width]. Rows with edits are float32 copies, whose
 width is the vocabulary padded with -inf to a multiple of `WIDTH_UNIT`; rows without are the model's own logits if
@@ -19,20 +19,26 @@ CHUNK = 64
 """Columns per maximum that is kept: the 64 largest of 151,936 are found in 2,374 maxima and 4,096 logits."""
 _BLOCK = 4096
 LEAST_TEMPERATURE = 1e-30
+_LEAST_CANDIDATES = 16
+_NUCLEUS_CANDIDATES = 256
+"""Candidates for a nucleus without top-k: a trained model's are rarely more."""
+_MOST_CANDIDATES = 4096
+"""Candidates that one program adds up; a larger top-k sorts the whole rows."""
+_BISECTIONS = 40
+_SPAN = 110.0
+"""exp(-_SPAN) is 0 in float32."""
 
 
 @dataclass
 class LogitsEdits:
-    """What is done to rows of logits before they are divided by the temperature; None leaves them alone.
+    """Changes to rows of logits before they are divided by the temperature; None leaves them alone.
 
     Attributes:
         bias: [_, vocab_size] float32; added to the logits; -inf forbids a token.
-        bias_rows: [num_rows] int32; each row's row of `bias`, -1 for none.
         counts: [_, vocab_size] int32; twice a token's number in the output so far, plus one if it is in the prompt.
-        counts_rows: [num_rows] int32; each row's row of `counts`, -1 for none.
         penalties: [num_rows, 3] float32; presence, frequency and repetition penalty.
         bitmask: [_, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
-        bitmask_rows: [num_rows] int32; each row's row of `bitmask`, -1 for none.
+        bias_rows, counts_rows, bitmask_rows: [num_rows] int32; each row's row of these, -1 for none.
         forbidden: [2, _] int64; row and token id of single tokens that are forbidden, unless nothing else is left.
     """
 
@@ -169,11 +175,7 @@ def _edit_kernel(
 def edit_logits(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits: LogitsEdits) -> EditedRows:
     """Return rows of logits after biases, masks and penalties, in vLLM's order.
 
-    Args:
-        logits: [_, vocab_size or more], any float dtype; NaN counts as -inf.
-        rows: [num_rows] int64; which of them, in ascending order.
-        vocab_size: columns that are tokens.
-        edits: what to do to them.
+    logits: [_, vocab_size or more], any float dtype, NaN counts as -inf; rows: [num_rows] int64, in ascending order.
     """
     if not uses_triton(logits.device):
         return edit_logits_ref(logits, rows, vocab_size, edits)
@@ -236,10 +238,8 @@ def row_stats(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's log-sum-exp, [num_rows] float32, and how many of its logits exceed a token's, [num_rows] int64.
 
-    Args:
-        x: [num_rows, width], any float dtype, contiguous; NaN counts as -inf.
-        temperatures: [num_rows] float32; divide the logits, for the log-sum-exp. None for 1.
-        token_ids: [num_rows] int64; None gives zeros.
+    x: [num_rows, width], any float dtype, contiguous, NaN counts as -inf; temperatures: [num_rows] float32, divide the
+    logits, for the log-sum-exp, None for 1; token_ids: [num_rows] int64; None gives zeros.
     """
     if not uses_triton(x.device):
         return row_stats_ref(x, temperatures, token_ids)
@@ -285,13 +285,17 @@ def own_logprobs(
     temperatures: torch.Tensor | None = None,
     top: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of given tokens, and of those in `top`; see `token_logprobs`.
+    """Return log-probabilities of given tokens, and of further ones.
 
     Args:
         x: [num_rows, width], any float dtype, contiguous; logits; NaN counts as -inf.
         token_ids: [num_rows] int64.
         temperatures: [num_rows] float32; divide the logits, but for zeros. None for 1.
-        top: logits and token ids of further tokens, [num_rows, k] each.
+        top: logits and token ids of the further tokens, [num_rows, k] each.
+
+    Returns:
+        Log-probabilities, [num_rows, 1 + k] float32, the given token's first; their token ids, [num_rows, 1 + k] int64;
+        and the given token's rank, [num_rows] int64, from 1.
     """
     if temperatures is not None:
         temperatures = torch.where(temperatures > 0, temperatures, 1.0)
@@ -308,16 +312,123 @@ def own_logprobs(
 def token_logprobs(
     rows: EditedRows, token_ids: torch.Tensor, k: int, temperatures: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of given tokens and of the k most likely ones.
-
-    Args:
-        rows: the logits.
-        token_ids: [num_rows] int64.
-        k: most likely tokens to return, at least 0.
-        temperatures: [num_rows] float32; divide the logits, but for zeros. None for 1.
-
-    Returns:
-        Log-probabilities, [num_rows, 1 + k] float32, the given token's first; their token ids, [num_rows, 1 + k] int64;
-        and the given token's rank, [num_rows] int64, from 1.
-    """
+    """Return `own_logprobs` of given tokens and of the k >= 0 most likely ones."""
     return own_logprobs(rows.x, token_ids, temperatures, top_values(rows, k) if k else None)
+
+
+@dataclass
+class CutoffParams:
+    """Truncation of the rows' distributions.
+
+    Attributes:
+        temperatures: [num_rows] float32; rows of 0 are not truncated.
+        top_k: [num_rows] int32; 0 keeps all.
+        top_p, min_p: [num_rows] float32.
+        max_top_k: at least the largest top_k.
+        any_nucleus: whether a row has top_p without top_k.
+    """
+
+    temperatures: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    max_top_k: int
+    any_nucleus: bool
+
+
+def cutoffs_ref(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
+    """Plain torch form of `cutoffs`, which sorts the whole rows."""
+    values, _ = rows.x.float().nan_to_num(-math.inf, math.inf, -math.inf).sort(dim=1, descending=True)
+    temperatures = params.temperatures.clamp(min=LEAST_TEMPERATURE).unsqueeze(1)
+    top = values[:, :1]
+    below = torch.where(values == top, 0.0, (values - top) / temperatures)
+    least = params.min_p.log().unsqueeze(1)
+    has_top_k = params.top_k > 0
+    ranks = torch.arange(values.shape[1], device=values.device)
+    kept = (below >= least) & ((ranks < params.top_k.unsqueeze(1)) | ~has_top_k.unsqueeze(1))
+    weights = torch.where(kept, below.exp(), 0.0)
+    sums = weights.cumsum(1)
+    mass = (params.top_p * sums[:, -1]).unsqueeze(1)
+    kept &= (sums - weights < mass) | (params.top_p >= 1).unsqueeze(1)
+    result = values.gather(1, (kept.sum(1, keepdim=True) - 1).clamp(min=0)).squeeze(1)
+    # Without top-k, top-p of 1 leaves min-p's cutoff.
+    by_min_p = (top + temperatures * least).squeeze(1)
+    result = torch.where(has_top_k | (params.top_p < 1), result, by_min_p)
+    return torch.where(params.temperatures > 0, result, -math.inf)
+
+
+@jit
+def _weight_above(row_ptr, width, least, top, temperature, BLOCK: tl.constexpr):
+    """Return the sum of exp((x - top) / temperature) of the logits x of a row that are at least `least`."""
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, width, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(row_ptr + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
+        sums += tl.where(x >= least, tl.exp(tl.where(x == top, 0.0, x - top) / temperature), 0.0)
+    return tl.sum(sums, axis=0)
+
+
+@jit(do_not_specialize=["width", "num_candidates"])
+def _cutoffs_kernel(
+    x_ptr, values_ptr, temperatures_ptr, top_k_ptr, top_p_ptr, min_p_ptr, cutoffs_ptr, width, num_candidates, span,
+    least_temperature, ANY_NUCLEUS: tl.constexpr, BISECTIONS: tl.constexpr, CANDIDATES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    temperature = tl.load(temperatures_ptr + row)
+    cutoff = -float("inf")
+    if temperature > 0:
+        temperature = tl.maximum(temperature, least_temperature)
+        top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
+        least = tl.log(tl.load(min_p_ptr + row))
+        ranks = tl.arange(0, CANDIDATES)
+        row_values_ptr = values_ptr + row * num_candidates
+        values = tl.load(row_values_ptr + ranks, mask=ranks < num_candidates, other=-float("inf"))
+        top = tl.load(row_values_ptr)
+        below = tl.where(values == top, 0.0, (values - top) / temperature)
+        kept = (below >= least) & (ranks < tl.where(top_k > 0, top_k, num_candidates))
+        weights = tl.where(kept, tl.exp(below), 0.0)
+        found = tl.sum(weights, axis=0)
+        total = found
+        by_min_p = top + temperature * least
+        row_ptr = x_ptr + row.to(tl.int64) * width
+        is_nucleus = ANY_NUCLEUS & (top_k == 0) & (top_p < 1)
+        if is_nucleus:
+            # What min-p removes is left out of the sum.
+            total = _weight_above(row_ptr, width, by_min_p, top, temperature, BLOCK)
+        mass = tl.where(top_p < 1, top_p * total, float("inf"))
+        kept &= tl.cumsum(weights, axis=0) - weights < mass
+        last = tl.maximum(tl.sum(kept.to(tl.int32), axis=0) - 1, 0)
+        # Without top-k, top-p of 1 leaves min-p's cutoff.
+        cutoff = tl.where((top_k > 0) | (top_p < 1), tl.load(row_values_ptr + last), by_min_p)
+        if is_nucleus & (found < mass):
+            low, high = tl.maximum(by_min_p, top - span * temperature), top
+            for _ in range(BISECTIONS):
+                middle = low + (high - low) * 0.5
+                enough = _weight_above(row_ptr, width, middle, top, temperature, BLOCK) >= mass
+                low = tl.where(enough, middle, low)
+                high = tl.where(enough, high, middle)
+            cutoff = low
+    tl.store(cutoffs_ptr + row, cutoff)
+
+
+def cutoffs(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
+    """Return the least logit that each row keeps by min-p, then top-k, then top-p, [num_rows] float32.
+
+    Top-p adds up the probabilities of what min-p and top-k have left, as in vLLM. Ties with the least logit are kept.
+    """
+    if not uses_triton(rows.device) or params.max_top_k > _MOST_CANDIDATES:
+        return cutoffs_ref(rows, params)
+    x = rows.x
+    width = x.shape[1]
+    num_candidates = max(params.max_top_k, _NUCLEUS_CANDIDATES if params.any_nucleus else _LEAST_CANDIDATES)
+    # Powers of two, so that few sizes occur.
+    padded = triton.next_power_of_2(num_candidates)
+    num_candidates = min(width, padded)
+    result = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    _cutoffs_kernel[(len(x),)](
+        x, largest_logits(rows, num_candidates), params.temperatures, params.top_k, params.top_p, params.min_p, result,
+        width, num_candidates, _SPAN, LEAST_TEMPERATURE, ANY_NUCLEUS=params.any_nucleus, BISECTIONS=_BISECTIONS,
+        CANDIDATES=padded, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return result

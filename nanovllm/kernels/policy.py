@@ -1,29 +1,7 @@
 """The choice of kernels by the number of rows, in plain Python: it runs no kernel and imports none.
 
-Weights, attention and collectives ask one `KernelPolicy` for all that depends on the rows of a step. Linear layers take
-the first row of this table that holds; "16-bit" is bfloat16 and float16, and every kernel but cuBLAS needs Triton. What
-each row gains: kernels/README.md.
-
-| rows of x | kernel | holds where |
-|---|---|---|
-| 1 | gemv | any dtype |
-| 2-16 | resident_gemm | 16-bit, few inputs, all programs resident at once: `uses_resident` |
-| 2-16 | skinny_gemm | 16-bit |
-| 17-256 | splitk_gemm | Hopper, 16-bit, no bias, small weights, all programs resident at once: `uses_splitk` |
-| any | persistent_gemm | Hopper, 16-bit, no bias, gated, tiles fill the device: `uses_persistent` |
-| any | cuBLAS | otherwise |
-
-With e4m3 weights (`KernelPolicy.fp8_linear`):
-
-| rows of x | kernel | holds where |
-|---|---|---|
-| 1 | gemv | any dtype |
-| 2-16 | skinny_gemm | 16-bit |
-| 65 and more | rows in e4m3, `torch._scaled_mm` | sm_89 and newer, bfloat16; blocks of scales: Hopper, CUDA 12.9 |
-| 17 and more | rows in e4m3, scaled_gemm | sm_89 and newer, 16-bit |
-| any | cuBLAS over weights that are dequantised before | otherwise |
-
-Where the next norm adds up parts of sums, scaled_gemm takes up to 128 rows (`fp8_parts`).
+Weights, attention and collectives ask one `KernelPolicy` for all that depends on the rows of a step. kernels/README.md
+has the tables of what is chosen when, from top to bottom, and what each kernel gains.
 """
 
 from __future__ import annotations
@@ -63,7 +41,6 @@ PERSISTENT_COLUMNS = 128
 PERSISTENT_INS = 64
 """Inputs per step of `persistent_gemm`."""
 
-
 MAX_OWN_FP8_ROWS = 64
 """Up to here `torch._scaled_mm` takes as long in e4m3 as cuBLAS in bf16 (H200, layers of 8B)."""
 MAX_SPLIT_FP8_ROWS = 128
@@ -72,11 +49,13 @@ FP8_INS = 128
 """Inputs per step of `scaled_gemm`, which are in one block of scales."""
 MAX_GATED_ROWS = 64
 """Sums of gate and up for more do not fit into the registers of `scaled_gemm`."""
+
 MAX_EXPERT_ROWS = 16
 """Up to this many rows `expert_gemm` multiplies each by its own experts; more are sorted by expert."""
 EXPERT_TILE_ROWS = (8, 24, 64, 512)
 """Rows that an expert has on the average, up to which `grouped_gemm` takes a tile; most experts' weights are read once
 by it."""
+
 FEW_SEQS = 64
 """Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
 2.60 ms a step instead of 2.74 (0.6B, H200)."""
@@ -91,11 +70,7 @@ _ONE_SHOT_BYTES = 2**19
 
 
 class LinearKernel(Enum):
-    """What computes a linear layer.
-
-    SCALED_MM is `torch._scaled_mm`, and CUBLAS torch's own product, also on the CPU; each other kernel is the function
-    of that name in the file of that name.
-    """
+    """What computes a linear layer: torch (CUBLAS, also on the CPU; SCALED_MM), or the function of that name."""
 
     GEMV = auto()
     RESIDENT_GEMM = auto()
@@ -203,7 +178,7 @@ class KernelPolicy:
     uses_cascade = True
 
     def linear(self, num_rows: int, weight: torch.Tensor, *, biased: bool, normed: bool, gated: bool) -> LinearKernel:
-        """Return the kernel for `num_rows` rows and a weight, [out_features, in_features]; see the table above."""
+        """Return the kernel for `num_rows` rows and a weight, [out_features, in_features]."""
         device = weight.device
         if not uses_triton(device):
             return LinearKernel.CUBLAS
@@ -269,7 +244,7 @@ class KernelPolicy:
         return LinearKernel.CUBLAS
 
     def fp8_linear(self, num_rows: int, dtype: torch.dtype, weight: Fp8Matrix) -> LinearKernel:
-        """Return the kernel for rows of a dtype and e4m3 weights; see the table above."""
+        """Return the kernel for rows of a dtype and e4m3 weights."""
         device = weight.values.device
         if self.rounds_rows(num_rows, dtype, device):
             is_large = num_rows > MAX_OWN_FP8_ROWS and dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""QK norm, RoPE, and the store of keys and values into the paged cache, in one op.
+"""Keys and values into the pages of a cache: as they are, or in one op with the QK norm and RoPE before.
 
 The per-head RMS norm is Qwen3's; RoPE: Su et al. 2021, arXiv:2104.09864. Separate ops would each cost a launch and a
 pass over memory.
@@ -11,15 +11,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels._triton import (
-    converts_e4m3,
-    jit,
-    pdl_options,
-    tl,
-    triton,
-    uses_triton,
-    wait_for_previous,
-)
+from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import E4M3_MAX, to_e4m3
 from nanovllm.kernels.fast_math import rsqrt
 
@@ -28,7 +20,7 @@ NormWeights = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class NormRope:
-    """What is done to the heads of queries and keys of one layer: an RMS norm, if there is one, then RoPE.
+    """The RMS norm of each head of queries and keys of a layer, if there is one, and the RoPE after it.
 
     Attributes:
         norm_weights: of the query norm and of the key norm, [head_dim] each; None for no norm.
@@ -89,8 +81,8 @@ class KVPages:
         return {} if self.scales is None else self.scaling | {"clipped_ptr": self.scales.num_clipped}
 
 
-def store_rows(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
-    """Store keys and values, [num_tokens, num_kv_heads, size], in the dtype of the pages; slot -1 stores nothing."""
+def store_kv_ref(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
+    """Plain torch form of `store_kv`."""
     is_stored, scales = slot_mapping >= 0, pages.scales
     slots = slot_mapping[is_stored]
     scales_of = (None, None) if scales is None else (scales.keys, scales.values)
@@ -123,7 +115,7 @@ def qkv_rope_store_ref(
     cos, sin = rope.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.chunk(2, dim=-1)
     x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
-    store_rows(x[:, num_heads:], qkv[:, num_heads + num_kv_heads :], pages, slot_mapping)
+    store_kv_ref(x[:, num_heads:], qkv[:, num_heads + num_kv_heads :], pages, slot_mapping)
     return x[:, :num_heads].contiguous()
 
 
@@ -206,19 +198,13 @@ def qkv_rope_store(
     pages: KVPages,
     slot_mapping: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply QK norm (if there are weights) and RoPE, and store keys and values in the cache in place.
+    """Apply QK norm (if there are weights) and RoPE, store keys and values in the pages, and return the queries.
 
-    All inputs but qkv must be written before the kernel queued last (see `pdl_options`).
+    All inputs but qkv must be written before the kernel queued last (see `pdl_options`). Queries are [num_tokens,
+    num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
 
-    Args:
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]: query, key and value heads; rows contiguous.
-        rope: the layer's norms and table.
-        positions: [num_tokens] int32.
-        pages: where keys and values are stored.
-        slot_mapping: [num_tokens] int32; KV slots, `block * block_size + offset`; -1 stores nothing.
-
-    Returns:
-        The queries, [num_tokens, num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
+    qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], query, key and value heads, rows contiguous; positions:
+    [num_tokens] int32; slot_mapping: [num_tokens] int32, KV slots, `block * block_size + offset`; -1 stores nothing.
     """
     if not uses_triton(qkv.device):
         return qkv_rope_store_ref(qkv, rope, positions, pages, slot_mapping)
@@ -238,3 +224,58 @@ def qkv_rope_store(
         **pages.store_scaling,
     )  # fmt: skip
     return query
+
+
+@jit
+def _store(x_ptr, cache_ptr, token, slot, token_stride, head_stride,
+           HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+           scale_ptr, clipped_ptr, NATIVE: tl.constexpr):  # fmt: skip
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < HEADS * SIZE
+    source = token * token_stride + (offsets // SIZE) * head_stride + offsets % SIZE
+    x = tl.load(x_ptr + source, mask=mask, other=0.0)
+    if scale_ptr is not None:
+        scales = tl.load(scale_ptr + offsets // SIZE, mask=mask, other=1.0)
+        x = quantize_kv(x, scales, mask, clipped_ptr, NATIVE)
+    tl.store(cache_ptr + slot * (HEADS * SIZE) + offsets, x.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _store_kv_kernel(
+    key_ptr, value_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr,
+    key_token_stride, key_head_stride, value_token_stride, value_head_stride,
+    HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: tl.constexpr = False,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    wait_for_previous(PDL)
+    if slot >= 0:
+        _store(key_ptr, k_cache_ptr, token, slot, key_token_stride, key_head_stride, HEADS, KEY_SIZE, KEY_BLOCK,
+               k_scale_ptr, clipped_ptr, NATIVE)  # fmt: skip
+        _store(value_ptr, v_cache_ptr, token, slot, value_token_stride, value_head_stride, HEADS, VALUE_SIZE,
+               VALUE_BLOCK, v_scale_ptr, clipped_ptr, NATIVE)  # fmt: skip
+
+
+def store_kv(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
+    """Store the keys and values of a step's tokens in the pages in place, in their dtype.
+
+    `key`, `value`: [num_tokens, num_kv_heads, key_size or value_size], elements of a head contiguous; `slot_mapping`:
+    see `qkv_rope_store`, written before the kernel queued last (see `pdl_options`).
+    """
+    if not uses_triton(key.device):
+        return store_kv_ref(key, value, pages, slot_mapping)
+    num_tokens, num_heads, key_size = key.shape
+    value_size = value.shape[2]
+    assert key.stride(2) == value.stride(2) == 1 and slot_mapping.is_contiguous()
+    assert pages.k_cache.is_contiguous() and pages.v_cache.is_contiguous()
+    k_cache, v_cache = pages.stored
+    key_block, value_block = (triton.next_power_of_2(num_heads * size) for size in (key_size, value_size))
+    _store_kv_kernel[(num_tokens,)](
+        key, value, slot_mapping, k_cache, v_cache,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        HEADS=num_heads, KEY_SIZE=key_size, VALUE_SIZE=value_size, KEY_BLOCK=key_block, VALUE_BLOCK=value_block,
+        num_warps=min(8, max(1, key_block // 512)), **pdl_options(key.device), **pages.store_scaling,
+    )  # fmt: skip
+    return None

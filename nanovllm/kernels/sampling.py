@@ -31,48 +31,31 @@ _PHILOX_M0, _PHILOX_M1 = 0xD2511F53, 0xCD9E8D57
 _PHILOX_W0, _PHILOX_W1 = 0x9E3779B9, 0xBB67AE85
 
 
-def _mul_hi_lo(a: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return high and low 32 bits of a product of 32-bit words held in int64; int64 wraps to the right 64 bits."""
-    product = a * m
-    return (product >> 32) & _MASK32, product & _MASK32
-
-
 def philox(counter0: torch.Tensor, counter1: torch.Tensor, key: torch.Tensor, counter2: int = 0) -> torch.Tensor:
-    """Return Philox-4x32-10 of the counters (counter0, counter1, counter2, 0).
+    """Return Philox-4x32-10 of the counters (counter0, counter1, counter2, 0): [..., 4] int64, random 32-bit words.
 
-    Args:
-        counter0, counter1: int64 in 0 ... 2**32 - 1; broadcast with each other and with key[..., 0].
-        key: [..., 2] int64; low and high word.
-        counter2: in 0 ... 2**32 - 1.
-
-    Returns:
-        [..., 4] int64; four random 32-bit words.
+    The counters are int64 in 0 ... 2**32 - 1 and broadcast with key[..., 0]; key: [..., 2] int64, low and high word.
     """
     k0, k1 = key[..., 0], key[..., 1]
     c0, c1, k0, k1 = torch.broadcast_tensors(counter0, counter1, k0, k1)
     c2, c3 = torch.full_like(c0, counter2), torch.zeros_like(c0)
     for _ in range(10):
-        hi0, lo0 = _mul_hi_lo(c0, _PHILOX_M0)
-        hi1, lo1 = _mul_hi_lo(c2, _PHILOX_M1)
-        c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
+        # int64 wraps to the right 64 bits of a product of 32-bit words.
+        wide0, wide1 = c0 * _PHILOX_M0, c2 * _PHILOX_M1
+        c0, c2 = (wide1 >> 32) & _MASK32 ^ c1 ^ k0, (wide0 >> 32) & _MASK32 ^ c3 ^ k1
+        c1, c3 = wide1 & _MASK32, wide0 & _MASK32
         k0, k1 = (k0 + _PHILOX_W0) & _MASK32, (k1 + _PHILOX_W1) & _MASK32
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
 def group_noise(num_groups: int, seeds: torch.Tensor, output_index: torch.Tensor, first_group: int = 0) -> torch.Tensor:
-    """Return standard Gumbel noise of the groups from `first_group` on, [num_rows, num_groups] float32.
-
-    seeds: [num_rows, 2] and output_index: [num_rows], see `sample`.
-    """
+    """Return standard Gumbel noise of the groups from `first_group` on, [num_rows, num_groups] float32."""
     groups = first_group + torch.arange(num_groups, device=seeds.device)
     return _gumbel(_words(groups, seeds, output_index, 1)[..., 0])
 
 
 def token_noise(groups: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor) -> torch.Tensor:
-    """Return standard Gumbel noise of the tokens of one group per row, [num_rows, GROUP] float32.
-
-    groups: [num_rows] int64; seeds: [num_rows, 2] and output_index: [num_rows], see `sample`.
-    """
+    """Return standard Gumbel noise of the tokens of one group per row, [num_rows], as [num_rows, GROUP] float32."""
     counters = groups.unsqueeze(1) * (GROUP // 4) + torch.arange(GROUP // 4, device=seeds.device)
     return _gumbel(_words(counters, seeds, output_index, 0).flatten(1))
 

@@ -29,13 +29,9 @@ def _silu_and_mul_kernel(gate_up_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: t
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return SiLU(gate) * up, computed in float32.
+    """Return SiLU(gate) * up, [num_rows, size], computed in float32.
 
-    Args:
-        gate_up: [num_rows, 2 * size], contiguous; the gate's columns first.
-
-    Returns:
-        [num_rows, size].
+    gate_up: [num_rows, 2 * size], contiguous; the gate's columns first.
     """
     if not uses_triton(gate_up.device):
         return silu_and_mul_ref(gate_up)

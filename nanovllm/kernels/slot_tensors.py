@@ -116,13 +116,7 @@ def _gather_decode_rows_kernel(
 
 
 def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
-    """Gather the rows of a decode step.
-
-    Args:
-        state: state of all slots.
-        slots: [num_rows] int32; the last slot for padding rows.
-        block_size: tokens per cache block.
-    """
+    """Gather the rows of a decode step; slots: [num_rows] int32, the last slot for padding rows."""
     if not uses_triton(slots.device):
         return gather_decode_rows_ref(state, slots, block_size)
     num_rows, (num_slots, num_groups, max_blocks) = len(slots), state.block_tables.shape
@@ -184,12 +178,8 @@ def scatter_tokens(
 ) -> None:
     """Write sampled tokens into their slots, and add 1 to `num_computed` of the decode rows' slots, in place.
 
-    Args:
-        state: state of all slots.
-        slots: [num_rows] int32, decode rows first; only the padding slot may occur more than once.
-        token_ids: [num_rows] int64.
-        num_decodes: number of decode rows.
-        sampled: [num_rows or more] int64; its first num_rows entries are set to token_ids.
+    slots: [num_rows] int32, the `num_decodes` decode rows first, of which only the padding slot may occur more than
+    once; token_ids: [num_rows] int64; sampled: [num_rows or more] int64, whose first entries are set to token_ids.
     """
     if not uses_triton(slots.device):
         scatter_tokens_ref(state, slots, token_ids, num_decodes, sampled)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
-from nanovllm.kernels.qk_norm import QKNorms, normalize_qk, sum_squares
+from nanovllm.kernels.rms_norm import QKNorms, normalize_qk, sum_squares
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget

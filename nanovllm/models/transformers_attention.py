@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm.attention.metadata import get_attention_metadata
 from nanovllm.kernels.attention.options import AttentionOptions
-from nanovllm.kernels.store_kv import store_kv
+from nanovllm.kernels.qkv_rope_store import store_kv
 from nanovllm.layers.attention import CachedAttention
 
 PAGED, PROBED = "nanovllm_paged", "nanovllm_probed"

@@ -162,7 +162,7 @@ class DistributedCommunicator(Communicator):
 
     @override
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        from nanovllm.kernels.collective.all_reduce_argmax import pack_candidates, unpack_tokens  # noqa: PLC0415
+        from nanovllm.kernels.all_reduce import pack_candidates, unpack_tokens  # noqa: PLC0415
 
         keys = pack_candidates(scores, token_ids)
         self._reduce_in_place(keys, ReduceOp.MAX)

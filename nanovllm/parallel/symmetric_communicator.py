@@ -13,9 +13,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from nanovllm.kernels._triton import uses_triton
-from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
-from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, whole_pairs
-from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
+from nanovllm.kernels.all_reduce import SymmetricBuffer, all_reduce_argmax, all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.communicator import DistributedCommunicator

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.cutoffs import CutoffParams
-from nanovllm.kernels.logits import LogitsEdits
+from nanovllm.kernels.logits import CutoffParams, LogitsEdits
 
 
 @dataclass

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import LogprobsMode
-from nanovllm.kernels.cutoffs import cutoffs
-from nanovllm.kernels.logits import EditedRows, LogitsEdits, edit_logits, own_logprobs, token_logprobs
+from nanovllm.kernels.logits import EditedRows, LogitsEdits, cutoffs, edit_logits, own_logprobs, token_logprobs
 from nanovllm.kernels.sampling import sample
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import LogprobsMode
-from nanovllm.kernels.cutoffs import CutoffParams
-from nanovllm.kernels.logits import LogitsEdits
+from nanovllm.kernels.logits import CutoffParams, LogitsEdits
 from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling_params import SamplingExtra
 

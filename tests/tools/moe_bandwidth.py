@@ -10,12 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.moe.expert_gemm import expert_gemm
-from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv
+from nanovllm.kernels.moe.expert_gemm import down_gemv, expert_gemm, gate_up_gemv
 from nanovllm.kernels.moe.fused_experts import fused_experts
-from nanovllm.kernels.moe.grouped_gemm import choose_tile, grouped_gemm
+from nanovllm.kernels.moe.grouped_gemm import choose_tile, grouped_gemm, sort_slots
 from nanovllm.kernels.moe.route import Routing, route
-from nanovllm.kernels.moe.sort_slots import sort_slots
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 from tests.tools.compile_vs_kernels import graph_microseconds
 

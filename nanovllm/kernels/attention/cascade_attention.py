@@ -2,8 +2,7 @@
 
 The queries of many sequences are the rows of one matrix, so that the prefix's pages are read once for all of them
 (Hydragen, Juravsky et al. 2024, arXiv:2402.05099). `decode_attention` and `hopper_decode` merge the outputs, by their
-log-sum-exp, with attention over each sequence's own pages. Outputs over pages of e4m3 are without
-scales.
+log-sum-exp, with attention over each sequence's own pages; over pages of e4m3 they also multiply them by the scales.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ _QUERY_ROWS = 64
 
 @dataclass
 class CascadeGroups:
-    """Work items of cascade attention; on the device, so that CUDA graphs can read them.
-
-    An item is some decode rows' attention over some keys of the prefix that they share.
+    """Work items on the device: each is some decode rows' attention over some keys of the prefix that they share.
 
     Attributes:
         items: [num_items, 4] int32; first index into `members`, number of decode rows (0: no work), first key, number
@@ -48,8 +45,7 @@ class CascadePlan:
     """Work items and output buffers, shared by all layers of a step.
 
     Attributes:
-        shared: the work items.
-        rows_per_item: see the function.
+        shared, rows_per_item: the work items, and the maximum number of decode rows of one.
         partial: [num_items * rows_per_item, num_heads, head_dim] float32; outputs.
         lse: [num_items * rows_per_item, num_heads] float32; their base-2 log-sum-exp.
     """
@@ -141,13 +137,8 @@ def cascade_attention(
 ) -> None:
     """Compute attention of decode rows over their shared prefixes, into the plan's outputs.
 
-    Args:
-        query: [num_seqs, num_heads, head_dim]; rows contiguous.
-        pages: with keys and values of equal size.
-        block_tables: [num_seqs, max_blocks] int32.
-        plan: the step's plan.
-        scale: factor of the scores.
-        options: of the layer, without a window. Its sinks are left to what merges the outputs.
+    Arguments are those of `decode_attention`, with keys and values of equal size and options without a window. Sinks
+    and the scales of values in e4m3 are left to the kernel that merges the outputs.
     """
     _, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = pages.k_cache.shape
@@ -155,7 +146,6 @@ def cascade_attention(
     shared = plan.shared
     cap_scale, scale = options.score_scales(scale)
     (k_cache, v_cache), scaling = pages.stored, pages.scaling
-    # What merges the outputs multiplies them.
     scaling.pop("v_scale_ptr", None)
     wide = query.element_size() == 4
     _cascade_kernel[(num_kv_heads, len(shared.items))](

@@ -20,14 +20,14 @@ from nanovllm.kernels._gluon import (
     kernel,
     make_barriers,
     mbarrier,
+    round_heads,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from nanovllm.kernels.attention.head_outputs import HeadOutputs, pointer, scaling
 from nanovllm.kernels.attention.online_softmax import LOG2E
+from nanovllm.kernels.attention.options import HeadOutputs, pointer, scaling
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, UNALIGNED, ChunkRows
-from nanovllm.kernels.attention.warp_attention import round_heads
 from nanovllm.kernels.fast_math import exp2
 from nanovllm.kernels.qkv_rope_store import KVPages
 

@@ -10,15 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, wait_for_previous
-from nanovllm.kernels.attention.head_outputs import HeadOutputs, pointer, scaling, store_outputs
-from nanovllm.kernels.attention.online_softmax import (
-    LOG2E_IN_KERNEL,
-    attend_tile,
-    beside_keys,
-    by_head,
-    load_heads,
+from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
+from nanovllm.kernels.attention.options import (
+    MAX_HEAD_SIZE,
+    PLAIN,
+    AttentionOptions,
+    HeadOutputs,
+    padded_size,
+    pointer,
+    scaling,
+    store_outputs,
 )
-from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERY_TILE = 128
@@ -31,13 +33,10 @@ _HOPPER_WARPS = 4
 
 @dataclass(frozen=True)
 class Tiles:
-    """What one program computes.
+    """Tokens of a program's tiles, pipeline stages, and warps.
 
-    Attributes:
-        queries, keys: tokens of a tile.
-        num_stages: loads that are under way at a time, and one.
-        num_warps: with 4 of 128 elements, a thread spills 480 to 960 bytes, and with 99 KiB of shared memory only one
-            program fits a multiprocessor.
+    With 4 warps for 128 elements, a thread spills 480 to 960 bytes, and with 99 KiB of shared memory only one program
+    fits a multiprocessor.
     """
 
     queries: int
@@ -188,13 +187,7 @@ def prefill_attention(
 ) -> None:
     """Compute causal attention of the last tokens of each sequence over its whole context, into `out`.
 
-    Args:
-        query: [num_tokens, num_heads, key_dim]; rows contiguous.
-        pages: the layer's keys and values.
-        out: of num_tokens rows.
-        chunks: which tokens are whose.
-        scale: factor of the scores.
-        options: of the layer.
+    `query`: [num_tokens, num_heads, key_dim], rows contiguous; `scale`: factor of the scores.
     """
     _, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = pages.v_cache.shape

@@ -1,8 +1,7 @@
-"""Pages of e4m3 as pages of 16 bits, for kernels that read no others.
+"""Pages of e4m3 as pages of 16 bits for `hopper_prefill`, which reads no others.
 
-The prompt chunks of a large step read each key many times, and `hopper_prefill` reads pages of 16 bits only: it is
-faster to widen their contexts once, into pages that live as long as the layer. Chunks of 2,048 tokens write and read
-for it what 40 of their queries do.
+The prompt chunks of a large step read each key many times: it is faster to widen their contexts once, into pages that
+live as long as the layer. Chunks of 2,048 tokens write and read for it what 40 of their queries do.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ _TOKENS = 16
 class WideTables:
     """Where the contexts of some sequences lie in pages of their own, one after the other.
 
-    Attributes:
-        block_tables: [num_seqs, max_blocks] int32; of blocks of BLOCK_SIZE tokens.
-        num_blocks: of all sequences.
+    `block_tables`: [num_seqs, max_blocks] int32, of blocks of BLOCK_SIZE tokens; `num_blocks`: of all sequences.
     """
 
     block_tables: torch.Tensor
@@ -101,14 +98,10 @@ def _widen_pages_kernel(
 def widen_pages(
     pages: KVPages, block_tables: torch.Tensor, seq_lens: torch.Tensor, wide: WideTables, dtype: torch.dtype
 ) -> KVPages:
-    """Return pages with the contexts of some sequences; what lies after a context's last token is undefined.
+    """Return pages of 16 or 32 bits with the contexts of some sequences: e4m3 times its KV head's scale, rounded once.
 
-    Args:
-        pages: of e4m3.
-        block_tables: [num_seqs, max_blocks] int32.
-        seq_lens: [num_seqs] int32; written, as are the tables, before the kernel queued last (see `pdl_options`).
-        wide: where they go.
-        dtype: of the result, of 16 bits or 32: e4m3 times the scale of its KV head, rounded once.
+    `block_tables`, [num_seqs, max_blocks] int32, `seq_lens`, [num_seqs] int32, and the new tables must be written
+    before the kernel queued last (see `pdl_options`). Values after a context's last token are undefined.
     """
     if not uses_triton(seq_lens.device):
         return widen_pages_ref(pages, block_tables, seq_lens, wide, dtype)

@@ -1,7 +1,6 @@
-"""A linear layer of one row, whose time goes to reading the weights.
+"""A linear layer of one row, whose time goes to reading the weights; it does not use the tensor cores.
 
-Each program requests its weights before `gdc_wait`, so that they arrive while the previous kernel still runs. It does
-not use the tensor cores.
+Each program requests its weights before `gdc_wait`, so that they arrive while the previous kernel still runs.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
+from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3, kernel_arguments
 from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.rms_norm import Norm
 
@@ -150,12 +149,10 @@ def gemv(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `norm_linear` of one row; gated layers must not have a bias.
 
-    normed: [1, in_features], or None; filled with what the product takes, if there is a norm.
+    `normed`: [1, in_features], or None; filled with the normalised row, if there is a norm.
     """
     rows, in_features = x.shape
-    scaling = {}
-    if isinstance(weight, Fp8Matrix):
-        scaling, weight = weight.scaling, weight.bytes
+    weight, scaling = kernel_arguments(weight)
     out_features = len(weight) // 2 if gated else len(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     assert residual is None or (norm is not None and residual.is_contiguous())

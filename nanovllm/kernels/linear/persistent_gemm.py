@@ -239,16 +239,7 @@ def _persistent_qkv_kernel(
 
 
 def persistent_gated_gemm(x: torch.Tensor, weight: torch.Tensor, num_programs: int) -> torch.Tensor:
-    """Return SiLU(gate) * up of the product `x @ weight.T`.
-
-    Args:
-        x: [num_rows, in_features], of two-byte elements, contiguous.
-        weight: [2 * size, in_features], contiguous; the gate's rows first.
-        num_programs: maximum number of programs; the number of multiprocessors.
-
-    Returns:
-        [num_rows, size].
-    """
+    """Return the product of a gated `norm_linear` of two-byte elements, by at most `num_programs` programs."""
     rows, in_features = x.shape
     out = torch.empty(rows, len(weight) // 2, dtype=x.dtype, device=x.device)
     row_tiles, column_tiles = -(-rows // _ROWS.value), len(weight) // (2 * _COLUMNS.value)
@@ -271,14 +262,7 @@ def persistent_qkv_rope_store(
 ) -> torch.Tensor:
     """Compute `qkv_rope_store` of `x @ weight.T` for two-byte elements, an even number of heads of 128, and norms.
 
-    Args:
-        x: [num_tokens, hidden_size], contiguous.
-        weight: [(num_heads + 2 * num_kv_heads) * 128, hidden_size].
-        rope, positions, pages, slot_mapping: see `qkv_rope_store`.
-        num_programs: the most programs: the number of multiprocessors.
-
-    Returns:
-        The queries, [num_tokens, num_heads, 128], contiguous.
+    x: [num_tokens, hidden_size], contiguous; weight: [(num_heads + 2 * num_kv_heads) * 128, hidden_size].
     """
     assert rope.norm_weights is not None
     q_norm, k_norm = rope.norm_weights

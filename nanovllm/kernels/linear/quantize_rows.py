@@ -49,8 +49,8 @@ class Rounding(NamedTuple):
 
     Attributes:
         group: inputs that share a scale: all of a row, or a power of two.
-        for_scaled_mm: as `torch._scaled_mm` takes them: scales of a group lie together, and rows are a multiple of 4,
-            and the padding may have any values.
+        for_scaled_mm: as `torch._scaled_mm` takes them: scales of a group lie together, and rows are padded to a
+            multiple of 4.
     """
 
     group: int
@@ -146,12 +146,8 @@ def quantize_rows(
 ) -> tuple[Fp8Rows, torch.Tensor]:
     """Return x, or RMSNorm(x + residual), or SiLU(gate) * up, in e4m3, and `x + residual`, as `rms_norm` does.
 
-    Args:
-        x: [num_rows, size], or with a norm the parts of a sum, [num_parts, num_rows, size].
-        rounding: how; groups of `size`, or a power of two.
-        norm: RMSNorm before, or None.
-        residual: [num_rows, size], or None for zero; only with a norm.
-        gated: x is [num_rows, 2 * size], gate and up, one after the other; without a norm.
+    x: [num_rows, size], or with a norm the parts of a sum, [num_parts, num_rows, size], or if gated, without a norm,
+    [num_rows, 2 * size], gate and up; residual: [num_rows, size], or None for zero, only with a norm.
     """
     if not uses_triton(x.device):
         return quantize_rows_ref(x, rounding, norm, residual, gated)

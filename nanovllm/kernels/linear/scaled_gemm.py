@@ -161,18 +161,11 @@ def scaled_gemm(
     gated: bool = False,
     parts: int = 1,
 ) -> torch.Tensor:
-    """Return `x @ weight.T + bias`, optionally gated.
+    """Return the product of `norm_linear`, [num_rows, out_features], gated only for up to MAX_GATED_ROWS rows.
 
-    Args:
-        x: rows; in groups of 128 if the weight has blocks of inputs, else with one scale each.
-        weight: of a gated layer the gate's rows, then up's.
-        dtype: of the result.
-        bias: [out_features], or None.
-        gated: return SiLU(gate) * up, half as wide; up to MAX_GATED_ROWS rows.
-        parts: programs per output tile, each for some of the inputs (split-K); 1 if gated or with a bias.
-
-    Returns:
-        [num_rows, out_features]; with parts > 1, [parts, num_rows, out_features] float32, to be summed.
+    Rows are in groups of 128 if the weight has blocks of inputs, else with one scale each. With `parts` programs per
+    output tile, each for some of the inputs (split-K), the result is [parts, num_rows, out_features] float32, to be
+    summed; without a gate or a bias.
     """
     if not uses_triton(x.values.device):
         return scaled_gemm_ref(x, weight, dtype, bias, gated, parts)

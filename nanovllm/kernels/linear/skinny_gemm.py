@@ -13,19 +13,9 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3
+from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3, kernel_arguments
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.policy import MAX_SKINNY_ROWS
-
-
-class _Tile(NamedTuple):
-    """Outputs and rows per program, warps, inputs per warp and step, and pipeline stages."""
-
-    outs: int
-    rows: int
-    num_warps: int
-    warp_ins: int
-    num_stages: int
 
 
 @jit
@@ -115,6 +105,16 @@ def _skinny_gemm_kernel(
     tl.store(out_ptr + out_rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
 
 
+class _Tile(NamedTuple):
+    """Outputs and rows per program, warps, inputs per warp and step, and pipeline stages."""
+
+    outs: int
+    rows: int
+    num_warps: int
+    warp_ins: int
+    num_stages: int
+
+
 def _tile(in_features: int, out_features: int, gated: bool) -> _Tile:
     """Return the tile of weights in 16 bits; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
 
@@ -151,9 +151,7 @@ def skinny_gemm(
 ) -> torch.Tensor:
     """Compute product, bias and gate of `norm_linear` for up to MAX_SKINNY_ROWS rows, in a pipeline."""
     num_rows, in_features = x.shape
-    scaling = {}
-    if isinstance(weight, Fp8Matrix):
-        scaling, weight = weight.scaling, weight.bytes
+    weight, scaling = kernel_arguments(weight)
     out_features = len(weight) // 2 if gated else len(weight)
     tile = _fp8_tile(num_rows, in_features, out_features, gated) if scaling else _tile(in_features, out_features, gated)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)

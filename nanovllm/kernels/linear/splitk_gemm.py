@@ -118,16 +118,10 @@ def _splitk_gemm_kernel(
 
 
 def splitk_gemm(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> torch.Tensor:
-    """Return `x @ weight.T`, optionally gated; requires `should_use_splitk`.
+    """Return the product of `norm_linear`, [num_rows, out_features], where `KernelPolicy.uses_splitk`.
 
-    Args:
-        x: [num_rows, in_features], contiguous.
-        weight: [out_features, in_features]; of a gated layer the gate's rows, then up's.
-        gated: return SiLU(gate) * up, half as wide.
-        parts: split-K programs per output tile, 1 or SPLITK_PARTS; 1 if gated.
-
-    Returns:
-        [num_rows, out_features]; with parts > 1, [parts, num_rows, out_features] float32, to be summed.
+    With `parts` programs per output tile, 1 or SPLITK_PARTS, and 1 if gated, the result is [parts, num_rows,
+    out_features] float32, to be summed.
     """
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)

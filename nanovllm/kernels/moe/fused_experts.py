@@ -62,12 +62,8 @@ def _sorted_experts(
     parts: torch.Tensor,
     policy: KernelPolicy,
 ) -> None:
-    """Fill `parts`, [num_tokens * top_k, in_features], by products of rows that are sorted by expert.
-
-    Rows are in e4m3 if the weights are and the device multiplies these.
-    """
-    from nanovllm.kernels.moe.grouped_gemm import grouped_gemm  # noqa: PLC0415
-    from nanovllm.kernels.moe.sort_slots import sort_slots  # noqa: PLC0415
+    """Fill `parts`, [num_tokens * top_k, in_features], by products of rows that are sorted by expert."""
+    from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots  # noqa: PLC0415
 
     num_experts, _, size = _values(down).shape
     order = sort_slots(routing, first_expert, num_experts)
@@ -87,14 +83,14 @@ def fused_experts(
     first_expert: int = 0,
     policy: KernelPolicy = FASTEST,
 ) -> torch.Tensor:
-    """Return the weighted sum of what each token's experts make of it.
+    """Return the weighted sum of the outputs of each token's experts, without experts of other ranks.
 
     Args:
         x: [num_tokens, in_features], contiguous.
-        routing: the experts of each token; experts of other ranks count nothing.
+        routing: the experts of each token.
         gate_up: [num_experts, 2 * size, in_features]; of each expert the gate's rows, then up's.
         down: [num_experts, in_features, size].
-        first_expert: the number of the first of them.
+        first_expert: number of this rank's first expert.
         policy: chooses the kernels.
 
     Returns:
@@ -106,7 +102,7 @@ def fused_experts(
     kernel = policy.experts(num_tokens)
     activated_shape = num_tokens, top_k, size
     if kernel is ExpertsKernel.EXPERT_GEMV:
-        from nanovllm.kernels.moe.expert_gemv import down_gemv, gate_up_gemv  # noqa: PLC0415
+        from nanovllm.kernels.moe.expert_gemm import down_gemv, gate_up_gemv  # noqa: PLC0415
 
         activated, out = x.new_empty(activated_shape), torch.empty_like(x)
         gate_up_gemv(x, routing, gate_up, activated, first_expert)

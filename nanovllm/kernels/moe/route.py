@@ -129,16 +129,8 @@ def route(
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
 
-    Args:
-        x: [num_tokens, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them.
-        weight: [num_experts, in_features], contiguous.
-        top_k: experts of each token.
-        renormalize: divide their probabilities by their sum.
-        norm: RMSNorm before the product, or None.
-        residual: [num_tokens, in_features], or None for zero; only with a norm.
-
-    Returns:
-        The experts, `norm(x + residual)`, and `x + residual`; what is the same as x may be x itself.
+    x, norm and residual: see `norm_linear`; weight: [num_experts, in_features], contiguous; renormalize: divide the
+    probabilities by their sum. Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
     """
     if not uses_triton(x.device):
         return route_ref(x, weight, top_k, renormalize, norm, residual)

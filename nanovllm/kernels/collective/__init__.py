@@ -1,1 +1,0 @@
-"""Collective kernels over a symmetric buffer that several GPUs map."""

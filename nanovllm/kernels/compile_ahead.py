@@ -55,14 +55,10 @@ def compiler_ready(device: torch.device) -> Future[None]:
 
 
 def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]], rank: int = 0, size: int = 1) -> None:
-    """Compile and load, without launching them, the kernels that `runs` would launch.
+    """Compile and load, without launching them, the kernels that `runs` would launch, the slowest to compile first.
 
-    Kernels in Triton's cache are only loaded.
-
-    Args:
-        device: the current device.
-        runs: functions that launch kernels; the slowest kernels to compile should come first.
-        rank, size: this process is number `rank` of `size` that compile the same kernels at the same time.
+    Kernels in Triton's cache are only loaded. `rank`, `size`: this process is number `rank` of `size` that compile the
+    same kernels at the same time.
     """
     kernels: dict[Any, Job] = {}
     num_workers = max(1, len(os.sched_getaffinity(0)) // size)

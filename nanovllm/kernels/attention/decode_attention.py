@@ -15,24 +15,9 @@ import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
-from nanovllm.kernels.attention.online_softmax import (
-    LOG2E_IN_KERNEL,
-    attend_tile,
-    beside_keys,
-    by_head,
-    load_heads,
-    merge_states,
-)
-from nanovllm.kernels.attention.options import (
-    PLAIN,
-    AttentionOptions,
-    HeadOutputs,
-    element_type,
-    padded_size,
-    pointer,
-    scaling,
-    store_outputs,
-)
+from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, HeadOutputs, padded_size, pointer, scaling
+from nanovllm.kernels.e4m3 import store_outputs
 from nanovllm.kernels.fast_math import exp2, log2
 from nanovllm.kernels.qkv_rope_store import KVPages
 
@@ -156,6 +141,19 @@ def split_contexts(
     return ContextSplits(splits, of_seqs)
 
 
+@jit
+def merge_states(lse, outputs, acc, top, total):
+    """Fold normalised outputs [N, HEAD_DIM] with base-2 log-sum-exp lse [N] (-inf: none) into one state.
+
+    The state is acc [HEAD_DIM], the maximum `top` and the sum `total`, and is returned.
+    """
+    new_top = tl.maximum(top, tl.max(lse, axis=0))
+    weights = exp2(lse - new_top)
+    correction = exp2(top - new_top)
+    acc = acc * correction + tl.sum(outputs * weights[:, None], axis=0)
+    return acc, new_top, total * correction + tl.sum(weights, axis=0)
+
+
 @jit(do_not_specialize=["out_scale_row_stride", "out_scale_head_stride"], unaligned=["of_seqs_ptr", "out_scale_ptr"])
 def _merge_splits_kernel(
     out_ptr, partial_ptr, lse_ptr, of_seqs_ptr,
@@ -201,7 +199,8 @@ def merge_splits(
     _merge_splits_kernel[(len(of_seqs), num_heads)](
         pointer(out), outputs, lse, of_seqs,
         HEADS=num_heads, HEAD_DIM=head_dim, PADDED=triton.next_power_of_2(head_dim), AT_ONCE=_MERGED_AT_ONCE,
-        DTYPE=element_type(dtype), num_warps=1, **pdl_options(of_seqs.device), **scaling(out),
+        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), num_warps=1, **pdl_options(of_seqs.device),
+        **scaling(out),
     )  # fmt: skip
 
 

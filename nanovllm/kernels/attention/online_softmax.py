@@ -100,16 +100,3 @@ def load_heads(ptrs, mask, dims, DIM: tl.constexpr, PADDED: tl.constexpr):
     else:
         heads = tl.load(ptrs, mask=mask & (dims < DIM), other=0.0)
     return heads
-
-
-@jit
-def merge_states(lse, outputs, acc, top, total):
-    """Fold normalised outputs [N, HEAD_DIM] with base-2 log-sum-exp lse [N] (-inf: none) into one state.
-
-    The state is acc [HEAD_DIM], the maximum `top` and the sum `total`, and is returned.
-    """
-    new_top = tl.maximum(top, tl.max(lse, axis=0))
-    weights = exp2(lse - new_top)
-    correction = exp2(top - new_top)
-    acc = acc * correction + tl.sum(outputs * weights[:, None], axis=0)
-    return acc, new_top, total * correction + tl.sum(weights, axis=0)

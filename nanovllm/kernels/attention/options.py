@@ -7,10 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nanovllm.kernels._triton import converts_e4m3, jit, tl, triton
+from nanovllm.kernels._triton import converts_e4m3, triton
 from nanovllm.kernels.attention.online_softmax import LOG2E
-from nanovllm.kernels.e4m3 import round_rows
-from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 
 MAX_HEAD_SIZE = 512
@@ -19,7 +17,7 @@ MAX_HEAD_SIZE = 512
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer's scores go through besides their scale.
+    """Changes to a layer's scores besides their scale.
 
     Attributes:
         window: tokens that a query sees, its own included (sliding window attention); None for all.
@@ -64,32 +62,12 @@ def pointer(out: HeadOutputs) -> torch.Tensor:
     return out.values.view(torch.uint8) if isinstance(out, Fp8Rows) else out
 
 
-def element_type(dtype: torch.dtype) -> Any:
-    """Return Triton's name of a dtype."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
 def scaling(out: HeadOutputs) -> dict[str, Any]:
     """Return where kernels store the scales, as their arguments; none if outputs are not rounded."""
     if not isinstance(out, Fp8Rows):
         return {}
     row_stride, head_stride = out.scales.stride()
     return {
-        "out_scale_ptr": out.scales,
-        "out_scale_row_stride": row_stride,
-        "out_scale_head_stride": head_stride,
+        "out_scale_ptr": out.scales, "out_scale_row_stride": row_stride, "out_scale_head_stride": head_stride,
         "OUT_NATIVE": converts_e4m3(out.scales.device),
-    }
-
-
-@jit
-def store_outputs(
-    out, out_ptr, places, mask, scale_ptr, scale_places, scale_mask, dtype: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
-    """Store outputs, [heads or rows, VALUE_PADDED] float32; with scales rounded to `dtype`, then to e4m3."""
-    if scale_ptr is None:
-        tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        rounded, scales = round_rows(round_to(out, dtype), NATIVE)
-        tl.store(out_ptr + places, rounded, mask=mask)
-        tl.store(scale_ptr + scale_places, scales, mask=scale_mask)
+    }  # fmt: skip

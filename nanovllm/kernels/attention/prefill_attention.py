@@ -19,8 +19,8 @@ from nanovllm.kernels.attention.options import (
     padded_size,
     pointer,
     scaling,
-    store_outputs,
 )
+from nanovllm.kernels.e4m3 import store_outputs
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERY_TILE = 128

@@ -31,13 +31,6 @@ class Routing:
     num_experts: int
 
 
-def _best_experts(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
-    logits = logits.float()
-    best, experts = (values[:, :top_k] for values in logits.sort(dim=1, descending=True, stable=True))
-    total = (best if renormalize else logits).logsumexp(1, keepdim=True)
-    return Routing(experts.int(), (best - total).exp(), logits.shape[1])
-
-
 def route_ref(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -48,7 +41,10 @@ def route_ref(
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
-    return _best_experts(functional.linear(normed, weight), top_k, renormalize), normed, total
+    logits = functional.linear(normed, weight).float()
+    best, experts = (values[:, :top_k] for values in logits.sort(dim=1, descending=True, stable=True))
+    sums = (best if renormalize else logits).logsumexp(1, keepdim=True)
+    return Routing(experts.int(), (best - sums).exp(), len(weight)), normed, total
 
 
 @jit

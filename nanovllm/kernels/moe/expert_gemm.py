@@ -20,6 +20,10 @@ _OUTS = 64
 """Rows of a weight per program; if gated, half of them the gate's."""
 _STEP_BYTES = 256
 """Inputs per step, in bytes."""
+_GEMV_WEIGHTS = 4096
+"""Weights per program of one row, or all of an output's: small programs, since there are many and they start late, once
+the experts are known. Qwen3-30B-A3B on an H100: 21.1 -> 18.4 us for gate and up, 12.0 -> 11.1 for down."""
+_MOST_BY_FEW_WARPS = 16384
 
 
 @jit
@@ -182,12 +186,6 @@ def expert_gemm(
     )  # fmt: skip
 
 
-_WEIGHTS = 4096
-"""Weights per program, or all of an output's: small programs, since there are many and they start late, once the
-experts are known. Qwen3-30B-A3B on an H100: 21.1 -> 18.4 us for gate and up, 12.0 -> 11.1 for down."""
-_MOST_BY_FEW_WARPS = 16384
-
-
 @jit(do_not_specialize=["first_expert"])
 def _gate_up_gemv_kernel(
     x_ptr, experts_ptr, weight_ptr, out_ptr, first_expert, num_experts, out_features,
@@ -272,11 +270,6 @@ def _down_gemv_kernel(
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=outs < out_features)
 
 
-def _block_out(each: int) -> int:
-    """Return the outputs per program, given the weights of each."""
-    return min(16, max(1, _WEIGHTS // each))
-
-
 def gate_up_gemv(
     x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix, out: torch.Tensor, first_expert: int
 ) -> None:
@@ -285,7 +278,7 @@ def gate_up_gemv(
     weight, scaling = kernel_arguments(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in = triton.next_power_of_2(in_features)
-    block_out = _block_out(2 * block_in)
+    block_out = min(16, max(1, _GEMV_WEIGHTS // (2 * block_in)))
     _gate_up_gemv_kernel[(triton.cdiv(size, block_out), top_k)](
         x, routing.experts, weight, out, first_expert, len(weight), size,
         IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4, **pdl_options(x.device), **scaling,
@@ -300,7 +293,7 @@ def down_gemv(
     weight, scaling = kernel_arguments(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in, choices = triton.next_power_of_2(size), triton.next_power_of_2(top_k)
-    block_out = _block_out(choices * block_in)
+    block_out = min(16, max(1, _GEMV_WEIGHTS // (choices * block_in)))
     _down_gemv_kernel[(triton.cdiv(out_features, block_out),)](
         x, routing.experts, routing.weights, weight, out, first_expert, len(weight), out_features,
         IN=size, BLOCK_IN=block_in, BLOCK_OUT=block_out, TOP_K=top_k, CHOICES=choices,

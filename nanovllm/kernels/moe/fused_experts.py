@@ -53,28 +53,6 @@ def _values(weight: ExpertsMatrices) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.values
 
 
-def _sorted_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    gate_up: ExpertsMatrices,
-    down: ExpertsMatrices,
-    first_expert: int,
-    parts: torch.Tensor,
-    policy: KernelPolicy,
-) -> None:
-    """Fill `parts`, [num_tokens * top_k, in_features], by products of rows that are sorted by expert."""
-    from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots  # noqa: PLC0415
-
-    num_experts, _, size = _values(down).shape
-    order = sort_slots(routing, first_expert, num_experts)
-    activated = torch.empty(len(parts), size, dtype=x.dtype, device=x.device)
-    for rows, weight, out, gated in ((x, gate_up, activated, True), (activated, down, parts, False)):
-        given: torch.Tensor | Fp8Rows = rows
-        if isinstance(weight, Fp8Matrix) and policy.rounds_rows(len(routing.experts), x.dtype, x.device):
-            given = quantize_rows(rows, Rounding(weight.block_ins))[0]
-        grouped_gemm(given, routing, order, weight, out, gated, policy)
-
-
 def fused_experts(
     x: torch.Tensor,
     routing: Routing,
@@ -100,11 +78,11 @@ def fused_experts(
         return fused_experts_ref(x, routing, gate_up, down, first_expert)
     (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, _values(down).shape
     kernel = policy.experts(num_tokens)
-    activated_shape = num_tokens, top_k, size
+    activated = x.new_empty(num_tokens, top_k, size)
     if kernel is ExpertsKernel.EXPERT_GEMV:
         from nanovllm.kernels.moe.expert_gemm import down_gemv, gate_up_gemv  # noqa: PLC0415
 
-        activated, out = x.new_empty(activated_shape), torch.empty_like(x)
+        out = torch.empty_like(x)
         gate_up_gemv(x, routing, gate_up, activated, first_expert)
         down_gemv(activated, routing, down, out, first_expert)
         return out
@@ -114,9 +92,15 @@ def fused_experts(
     if kernel is ExpertsKernel.EXPERT_GEMM:
         from nanovllm.kernels.moe.expert_gemm import expert_gemm  # noqa: PLC0415
 
-        activated = x.new_empty(activated_shape)
         expert_gemm(x, routing, gate_up, activated, first_expert, gated=True)
         expert_gemm(activated, routing, down, parts, first_expert, gated=False)
-    else:
-        _sorted_experts(x, routing, gate_up, down, first_expert, parts.flatten(0, 1), policy)
+        return parts.transpose(0, 1)
+    from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots  # noqa: PLC0415
+
+    order, by_slot = sort_slots(routing, first_expert, num_experts), activated.flatten(0, 1)
+    for rows, weight, out, gated in ((x, gate_up, by_slot, True), (by_slot, down, parts.flatten(0, 1), False)):
+        given: torch.Tensor | Fp8Rows = rows
+        if isinstance(weight, Fp8Matrix) and policy.rounds_rows(num_tokens, x.dtype, x.device):
+            given = quantize_rows(rows, Rounding(weight.block_ins))[0]
+        grouped_gemm(given, routing, order, weight, out, gated, policy)
     return parts.transpose(0, 1)

@@ -130,43 +130,32 @@ def route(
     """
     if not uses_triton(x.device):
         return route_ref(x, weight, top_k, renormalize, norm, residual)
-    if x.shape[-2] == 1:
+    num_rows, num_experts = x.shape[-2], len(weight)
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)
+    experts = max(16, triton.next_power_of_2(num_experts))
+    if num_rows == 1:
         normed = x if norm is None else torch.empty_like(x)
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
         logits, total = gemv(x, weight, None, norm, residual, normed=None if norm is None else normed)
-        return _choose_row(logits, top_k, renormalize), normed, total
+        _choose_row_kernel[(1,)](
+            logits, chosen, weights, num_experts, EXPERTS=experts, TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=8, **pdl_options(x.device),
+        )  # fmt: skip
+        return Routing(chosen, weights, num_experts), normed, total
     normed, total = (x, x) if norm is None else rms_norm(x, norm.weight, norm.eps, residual)
-    return _route_rows(normed, weight, top_k, renormalize), normed, total
-
-
-def _choose_row(logits: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
-    num_experts, device = logits.shape[1], logits.device
-    chosen = torch.empty(1, top_k, dtype=torch.int32, device=device)
-    weights = torch.empty(1, top_k, dtype=torch.float32, device=device)
-    _choose_row_kernel[(1,)](
-        logits, chosen, weights, num_experts, EXPERTS=max(16, triton.next_power_of_2(num_experts)), TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=8, **pdl_options(device),
-    )  # fmt: skip
-    return Routing(chosen, weights, num_experts)
-
-
-def _route_rows(x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool) -> Routing:
-    num_rows, in_features = x.shape
-    assert x.is_contiguous() and weight.is_contiguous()
-    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)
+    in_features = normed.shape[1]
+    assert normed.is_contiguous() and weight.is_contiguous()
     num_processors, shared_bytes = device_limits(x.device)
     # Each program reads the whole weight.
     tile_rows = 16 if num_rows <= 16 * num_processors else 64
-    experts = max(16, triton.next_power_of_2(len(weight)))
-    ins = _STEP_BYTES // x.element_size()
-    step_bytes = (tile_rows + experts) * _STEP_BYTES
+    ins, step_bytes = _STEP_BYTES // normed.element_size(), (tile_rows + experts) * _STEP_BYTES
     _route_kernel[(triton.cdiv(num_rows, tile_rows),)](
-        x, weight, chosen, weights, num_rows, len(weight), in_features,
+        normed, weight, chosen, weights, num_rows, num_experts, in_features,
         EVEN=in_features % ins == 0, ROWS=tile_rows, EXPERTS=experts, INS=ins, TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
         num_warps=4 if tile_rows == 16 else 8, num_stages=max(1, min(_STAGES, shared_bytes // step_bytes)),
         **pdl_options(x.device),
     )  # fmt: skip
-    return Routing(chosen, weights, len(weight))
+    return Routing(chosen, weights, num_experts), normed, total

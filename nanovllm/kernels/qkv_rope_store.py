@@ -98,11 +98,7 @@ def store_kv_ref(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_ma
 
 
 def qkv_rope_store_ref(
-    qkv: torch.Tensor,
-    rope: NormRope,
-    positions: torch.Tensor,
-    pages: KVPages,
-    slot_mapping: torch.Tensor,
+    qkv: torch.Tensor, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
     """Plain torch form of `qkv_rope_store`."""
     num_kv_heads = pages.k_cache.shape[2]
@@ -192,11 +188,7 @@ def _qkv_rope_store_kernel(
 
 
 def qkv_rope_store(
-    qkv: torch.Tensor,
-    rope: NormRope,
-    positions: torch.Tensor,
-    pages: KVPages,
-    slot_mapping: torch.Tensor,
+    qkv: torch.Tensor, rope: NormRope, positions: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor
 ) -> torch.Tensor:
     """Apply QK norm (if there are weights) and RoPE, store keys and values in the pages, and return the queries.
 

@@ -281,12 +281,7 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
 
 
 def hopper_prefill_attention(
-    query: torch.Tensor,
-    pages: KVPages,
-    out: HeadOutputs,
-    chunks: ChunkRows,
-    scale: float,
-    num_programs: int,
+    query: torch.Tensor, pages: KVPages, out: HeadOutputs, chunks: ChunkRows, scale: float, num_programs: int
 ) -> None:
     """Compute `prefill_attention` for two-byte elements with at most `num_programs` programs."""
     num_tokens, num_heads, head_dim = query.shape

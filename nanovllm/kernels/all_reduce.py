@@ -164,10 +164,7 @@ def receive_words(buffer_ptr, pairs, mask, call, abort_ptr, CHECK: tl.constexpr)
 
 @jit
 def set_signal(addresses_ptr, rank, offset, call):
-    """Set the signal at byte `offset` of a rank's buffer, after all that this program has stored there.
-
-    It is a store with release order, because many PCIe peers do not support atomics.
-    """
+    """Set the signal at byte `offset` of a rank's buffer, by a store in release order: many PCIe peers lack atomics."""
     signal_ptr = (tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(tl.int32))
     tl.debug_barrier()
     if _INTERPRETED:

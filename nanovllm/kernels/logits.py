@@ -288,9 +288,7 @@ def own_logprobs(
     """Return log-probabilities of given tokens, and of further ones.
 
     Args:
-        x: [num_rows, width], any float dtype, contiguous; logits; NaN counts as -inf.
-        token_ids: [num_rows] int64.
-        temperatures: [num_rows] float32; divide the logits, but for zeros. None for 1.
+        x, token_ids, temperatures: see `row_stats`; temperatures of 0 do not divide.
         top: logits and token ids of the further tokens, [num_rows, k] each.
 
     Returns:

@@ -143,10 +143,7 @@ def split_contexts(
 
 @jit
 def merge_states(lse, outputs, acc, top, total):
-    """Fold normalised outputs [N, HEAD_DIM] with base-2 log-sum-exp lse [N] (-inf: none) into one state.
-
-    The state is acc [HEAD_DIM], the maximum `top` and the sum `total`, and is returned.
-    """
+    """Fold normalised outputs [N, HEAD_DIM] with base-2 log-sum-exp lse [N] (-inf: none) into acc [HEAD_DIM]."""
     new_top = tl.maximum(top, tl.max(lse, axis=0))
     weights = exp2(lse - new_top)
     correction = exp2(top - new_top)
@@ -356,15 +353,9 @@ def decode_attention(
 ) -> None:
     """Compute attention of one new token per sequence over its whole context, into `out`.
 
-    Args:
-        query: [num_seqs, num_heads, key_dim]; rows contiguous.
-        pages: the layer's keys and values.
-        out: of num_seqs rows.
-        block_tables: [num_seqs, max_blocks] int32.
-        plan: from the context lengths, each including the new token, and the window; written before the kernel queued
-            last (see `pdl_options`).
-        scale: factor of the scores.
-        options: of the layer.
+    query: [num_seqs, num_heads, key_dim], rows contiguous; block_tables: [num_seqs, max_blocks] int32; plan: from the
+    context lengths, each including the new token, and the window, written before the kernel queued last (see
+    `pdl_options`); scale: factor of the scores.
     """
     _, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = pages.v_cache.shape

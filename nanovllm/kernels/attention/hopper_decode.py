@@ -43,10 +43,7 @@ MAX_GROUP = ROWS.value // 2
 
 @gluon.constexpr_function
 def _key_bytes_layout(head_dim):
-    """Return a layout of a tile of keys in bytes, [WARPS, WARP_KEYS, head_dim]: of each key a quarter for a thread.
-
-    That is how `mma_v2` has its second operand, if the elements are in `key_order`.
-    """
+    """Return a layout of keys in bytes, [WARPS, WARP_KEYS, head_dim], as `mma_v2` has an operand in `key_order`."""
     registers = [[0, 0, 1 << bit] for bit in range((head_dim // 4).bit_length() - 1)] + [[0, 8, 0]]
     lanes = [[0, 0, head_dim // 4], [0, 0, head_dim // 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [WARPS, WARP_KEYS, head_dim])
@@ -54,10 +51,7 @@ def _key_bytes_layout(head_dim):
 
 @gluon.constexpr_function
 def _value_bytes_layout(head_dim):
-    """Return a layout of a tile of values in bytes, [WARPS, WARP_KEYS, head_dim]: of each an eighth for a thread.
-
-    That is how `mma_v2` has its second operand, if the elements are in `value_order`.
-    """
+    """Return a layout of values in bytes, [WARPS, WARP_KEYS, head_dim], as `mma_v2` has an operand in `value_order`."""
     registers = [[0, 0, 1 << bit] for bit in range((head_dim // 8).bit_length() - 1)] + [[0, 1, 0], [0, 8, 0]]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, head_dim // 8], [0, 0, head_dim // 4], [0, 0, head_dim // 2]]
     return gl.DistributedLinearLayout(registers, lanes, [[1, 0, 0], [2, 0, 0]], [], [WARPS, WARP_KEYS, head_dim])
@@ -92,10 +86,7 @@ def as_float16(bytes):
 
 @gluon.jit
 def _as_float16_pairs(even, odd):
-    """Convert the values of an even and an odd key from bytes of e4m3 to float16, [..., 2].
-
-    `mma_v2` takes both in one register. The compiler would combine their bytes one at a time.
-    """
+    """Convert values of an even and an odd key to float16, [..., 2]; the compiler would combine bytes one by one."""
     both = gl.inline_asm_elementwise(
         """{
         .reg .b32 low, high;
@@ -271,9 +262,8 @@ def attend_to_old(
 def begin_softmax(query, own_key, own_value, counts, scale, MMA: gl.constexpr):
     """Initialise the softmaxes with the new token: with weight 1 in the first warp if `counts`, else with weight 0.
 
-    All warps start with its scores as maxima. query: halves [ROWS, HEAD_DIM / 2]; own_key: halves [1, HEAD_DIM / 2];
-    own_value: [HEAD_DIM], of e4m3 in `value_order`. Returns outputs [WARPS, ROWS, HEAD_DIM], maxima and sums [WARPS,
-    ROWS].
+    All warps start with its scores as maxima. own_value: [HEAD_DIM], of e4m3 in `value_order`; others: `_load_token`.
+    Returns outputs [WARPS, ROWS, HEAD_DIM], maxima and sums [WARPS, ROWS].
     """
     STATS: gl.constexpr = gl.SliceLayout(2, MMA)
     zeros = gl.zeros([WARPS, ROWS], gl.float32, STATS)
@@ -381,10 +371,7 @@ def _halves_layout(half):
 
 @gluon.constexpr_function
 def _value_layout(E4M3, MMA):
-    """Return the layout of the new token's value, [head_dim].
-
-    With a cache in e4m3 each element is in one thread, which rounds it; otherwise it is where the products need it.
-    """
+    """Return the layout of the new token's value, [head_dim]: for e4m3 an element is in one thread, which rounds it."""
     return gl.BlockedLayout([1], [32], [WARPS], [0]) if E4M3 else gl.SliceLayout(0, gl.SliceLayout(0, MMA))
 
 
@@ -422,8 +409,7 @@ def _load_token(
 ):
     """Load the new token's query heads, halves [ROWS, HEAD_DIM / 2], key, halves [1, HEAD_DIM / 2], and value.
 
-    With PROJECTED all are in the QKV row at `row_ptr`; else key and value are read from the cache, at `stored`, where
-    they may be bytes of e4m3.
+    With PROJECTED all are in the QKV row at `row_ptr`; else key and value, maybe in e4m3, are in the cache at `stored`.
     """
     HALF: gl.constexpr = dims.shape[0]
     key_ptr, value_ptr = stored
@@ -476,10 +462,9 @@ def _from_e4m3(token, MMA: gl.constexpr):
 def _finish_token(
     token, dims, value_dims, constants, eps, kv_slot, stored, scales, clipped_ptr, HAS_NORM: gl.constexpr
 ):
-    """Apply QK norm and RoPE to the new token's heads, and store its key and value unless kv_slot is -1.
+    """Apply QK norm and RoPE to the new token's heads; return and, unless kv_slot is -1, store its key and value.
 
-    scales: of key and value; clipped_ptr: to the counter of clipped ones, or None if they are stored as they are.
-    Returns key and value as they are stored.
+    clipped_ptr: to the counter of clipped ones, or None if they are stored as they are.
     """
     query, key, value = token
     q_weights, k_weights, angles = constants

@@ -44,11 +44,7 @@ _CLEARED = gl.constexpr(16)
 
 @gluon.jit
 def _find_work(item, work, HEADS: gl.constexpr):
-    """Return work item `item`: one query tile for one head.
-
-    Returns the head, sequence, first row, rows left in the sequence, position of the first row, context length, and
-    number of key tiles.
-    """
+    """Return a query tile of a head: head, sequence, first row, rows left, its position, context length, key tiles."""
     tiles_ptr, num_tiles, cu_seqlens_q_ptr, seq_lens_ptr = work
     seq = gl.load(tiles_ptr + item // HEADS)
     tile = gl.load(tiles_ptr + num_tiles + item // HEADS)
@@ -113,10 +109,7 @@ def _row_major(head_dim):
 
 @gluon.jit
 def _clear_values(values, key, seq_len):
-    """Zero a tile's values beyond the last key: stale NaN or infinity times a zero weight would be NaN.
-
-    Both warpgroups do it without synchronising, because they write the same.
-    """
+    """Zero values beyond the last key, since NaN times 0 is NaN; both warpgroups write the same, unsynchronised."""
     LAYOUT: gl.constexpr = _row_major(values.shape[1])
     for row in gl.static_range(0, KEYS, _CLEARED):
         if key + row + _CLEARED > seq_len:

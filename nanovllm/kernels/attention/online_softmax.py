@@ -25,9 +25,8 @@ def attend_tile(
     query: [M, KEY_DIM]. k_ptr, v_ptr: the KV head's first row in the caches. table_ptr: block table of table_size
     entries. key_stride, value_stride: elements between the rows of two tokens. key_mask: [TILE], which keys exist;
     score_mask: broadcast to [M, TILE], which keys each row sees; both None for all. acc: [M, VALUE_DIM], row_max,
-    row_sum: [M] float32. cap_scale: factor of the scores in front of their tanh; None for no tanh. Sizes of heads that
-    are no powers of two are padded to one, with zeros. Caches of bytes have e4m3; the
-    query is `beside_keys`, and scores' first factor `by_head`; NATIVE: see `from_e4m3`.
+    row_sum: [M] float32. cap_scale: see `AttentionOptions.score_scales`. Sizes of heads are padded to a power of two
+    with zeros. Caches of bytes have e4m3; the query is `beside_keys`, and scores' first factor `by_head`.
     """
     key_dims = tl.arange(0, query.shape[1])
     value_dims = tl.arange(0, acc.shape[1])

@@ -80,7 +80,7 @@ class EditedRows:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
+        """The rows' device."""
         return self.x.device
 
     def above(self, cutoffs: torch.Tensor) -> EditedRows:

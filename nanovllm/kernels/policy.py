@@ -70,7 +70,7 @@ _ONE_SHOT_BYTES = 2**19
 
 
 class LinearKernel(Enum):
-    """What computes a linear layer: torch (CUBLAS, also on the CPU; SCALED_MM), or the function of that name."""
+    """The kernel of a linear layer: torch's (CUBLAS, also on the CPU; SCALED_MM), or the function of that name."""
 
     GEMV = auto()
     RESIDENT_GEMM = auto()
@@ -147,7 +147,7 @@ def _scales_blocks(device: torch.device) -> bool:
 
 
 class ExpertsKernel(Enum):
-    """What multiplies rows by the weights of their experts: each the function of that name."""
+    """The kernel of a mixture's experts: the function of that name."""
 
     EXPERT_GEMV = auto()
     EXPERT_GEMM = auto()

@@ -35,7 +35,7 @@ class NormRope:
 
 @dataclass(slots=True)
 class KVScales:
-    """What the e4m3 of a layer's pages means: each value is multiplied by the scale of its KV head.
+    """Scales of a layer's pages in e4m3: each value is multiplied by its KV head's.
 
     Attributes:
         keys, values: [num_kv_heads] float32.

@@ -8,7 +8,7 @@ group is drawn first and a token of it second, which needs a 64th of the noise.
 
 The noise is Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the request's
 seed. A group's counter is (group, index of the output token, 1), a token's is (token id / 4, index of the output token,
-0), of which it takes word `token id % 4`. The noise therefore depends only on the request, not on the batch, slot, step
+0), and it takes word `token id % 4`. The noise therefore depends only on the request, not on the batch, slot, step
 or device. Ranks that share the vocabulary each take the best of their groups; the best of these is the draw.
 """
 

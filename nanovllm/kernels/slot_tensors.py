@@ -178,8 +178,8 @@ def scatter_tokens(
 ) -> None:
     """Write sampled tokens into their slots, and add 1 to `num_computed` of the decode rows' slots, in place.
 
-    slots: [num_rows] int32, the `num_decodes` decode rows first, of which only the padding slot may occur more than
-    once; token_ids: [num_rows] int64; sampled: [num_rows or more] int64, whose first entries are set to token_ids.
+    slots: [num_rows] int32, the `num_decodes` decode rows first; only the padding slot may occur more than once;
+    token_ids: [num_rows] int64; sampled: [num_rows or more] int64, whose first entries are set to token_ids.
     """
     if not uses_triton(slots.device):
         scatter_tokens_ref(state, slots, token_ids, num_decodes, sampled)

@@ -137,7 +137,7 @@ def cascade_attention(
 ) -> None:
     """Compute attention of decode rows over their shared prefixes, into the plan's outputs.
 
-    Arguments are those of `decode_attention`, with keys and values of equal size and options without a window. Sinks
+    Arguments: see `decode_attention`, with keys and values of equal size and options without a window. Sinks
     and the scales of values in e4m3 are left to the kernel that merges the outputs.
     """
     _, num_heads, head_dim = query.shape

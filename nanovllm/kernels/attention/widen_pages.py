@@ -23,7 +23,7 @@ _TOKENS = 16
 
 @dataclass(frozen=True)
 class WideTables:
-    """Where the contexts of some sequences lie in pages of their own, one after the other.
+    """Tables of the contexts of some sequences in pages of their own, one after the other.
 
     `block_tables`: [num_seqs, max_blocks] int32, of blocks of BLOCK_SIZE tokens; `num_blocks`: of all sequences.
     """

@@ -109,7 +109,7 @@ def _gemv_kernel(
 
 
 class _Tile(NamedTuple):
-    """What a program computes: `block_out` outputs, `parts` times `block_in` inputs of each."""
+    """A program's weights: `block_out` outputs, `parts` times `block_in` inputs of each."""
 
     parts: int
     block_in: int

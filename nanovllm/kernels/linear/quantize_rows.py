@@ -45,7 +45,7 @@ class Fp8Rows(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How a product wants its rows in e4m3.
+    """The form in which a product takes rows in e4m3.
 
     Attributes:
         group: inputs that share a scale: all of a row, or a power of two.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -137,14 +137,14 @@ def _qk_norm_kernel(
         tl.store(ptrs, (x * scale * weight.to(tl.float32)).to(qkv_ptr.dtype.element_ty), mask=mask)
 
 
-def _normalize_qk(qkv: torch.Tensor, norms: QKNorms, squares: torch.Tensor | None, **options: Any) -> None:
+def _normalize_qk(qkv: torch.Tensor, norms: QKNorms, squares: torch.Tensor | None, only_sums: bool) -> None:
     q_size, k_size = len(norms.q_weight), len(norms.k_weight)
     assert qkv.stride(1) == 1
     block = triton.next_power_of_2(max(q_size, k_size))
     _qk_norm_kernel[(len(qkv), 2)](
         qkv, norms.q_weight, norms.k_weight, squares, norms.eps, norms.q_width, norms.k_width, qkv.stride(0),
-        Q_SIZE=q_size, K_SIZE=k_size, BLOCK=block, num_warps=min(8, max(1, block // 512)),
-        **options, **pdl_options(qkv.device),
+        Q_SIZE=q_size, K_SIZE=k_size, BLOCK=block, ONLY_SUMS=only_sums, num_warps=min(8, max(1, block // 512)),
+        **pdl_options(qkv.device),
     )  # fmt: skip
 
 
@@ -153,7 +153,7 @@ def sum_squares(qkv: torch.Tensor, norms: QKNorms) -> torch.Tensor:
     if not uses_triton(qkv.device):
         return sum_squares_ref(qkv, norms)
     squares = torch.empty(len(qkv), 2, dtype=torch.float32, device=qkv.device)
-    _normalize_qk(qkv, norms, squares, ONLY_SUMS=True)
+    _normalize_qk(qkv, norms, squares, only_sums=True)
     return squares
 
 
@@ -166,4 +166,4 @@ def normalize_qk(qkv: torch.Tensor, norms: QKNorms, squares: torch.Tensor | None
     if not uses_triton(qkv.device):
         normalize_qk_ref(qkv, norms, squares)
     else:
-        _normalize_qk(qkv, norms, squares, ONLY_SUMS=False)
+        _normalize_qk(qkv, norms, squares, only_sums=False)

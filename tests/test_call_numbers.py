@@ -14,7 +14,7 @@ from torch.multiprocessing import get_context
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.parallel import symmetric_communicator as symmetric
-from nanovllm.parallel.communicator import open_store
+from nanovllm.parallel.distributed_communicator import open_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
 from nanovllm.runner import model_runner, prompt_outputs
 from nanovllm.runner.worker import step_limits

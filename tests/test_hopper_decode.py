@@ -254,12 +254,12 @@ def test_the_host_asks_with_the_contexts_of_the_step(monkeypatch: pytest.MonkeyP
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
     shape, plan = builder.plan(batch)
     assert shape == StepShape(0, 21, 2, DecodeVariant(False, True)) and asked == [[]]
-    assert builder.gather(builder.send(batch, shape, plan)).metadata[0].variant == shape.variant
+    assert builder.gather(builder.send(batch, shape, plan)).metadata.variant == shape.variant
     step = ScheduledBatch(rows=slot_rows(1, 0), sampled_seq_ids=[1, 0])
     for i in range(2):
         shape, plan = builder.plan(step)
         assert shape.variant == DecodeVariant(False, False) and asked[-1] == [12 + i, 11 + i]
-        assert builder.gather(builder.send(step, shape, plan)).metadata[0].variant == shape.variant
+        assert builder.gather(builder.send(step, shape, plan)).metadata.variant == shape.variant
 
 
 def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:

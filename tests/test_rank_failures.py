@@ -27,7 +27,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import StepError
 from nanovllm.parallel.channel import Sender
-from nanovllm.parallel.communicator import DistributedCommunicator
+from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.parallel.symmetric_communicator import connect
 from nanovllm.runner import parallel_runner
 from nanovllm.runner.model_runner import ModelRunner

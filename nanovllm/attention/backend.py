@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.head_outputs import HeadOutputs
+from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
-from nanovllm.kernels.linear.quantize_rows import Rounding
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.attention.head_outputs import HeadOutputs
+    from nanovllm.kernels.linear.quantize_rows import Rounding
+    from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 NOTHING = np.empty(0, dtype=np.int32)
 
@@ -39,6 +41,23 @@ class CaptureVariant:
 
     variant: Hashable
     is_coarse: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What a backend knows of one layer.
+
+    Attributes:
+        pages: keys and values.
+        scale: factor of the scores before the softmax.
+        options: how it differs from plain causal attention.
+        group: index of its group of the KV cache, whose slots and block tables it has.
+    """
+
+    pages: KVPages
+    scale: float
+    options: AttentionOptions = PLAIN
+    group: int = 0
 
 
 class AttentionBackend(ABC):
@@ -76,43 +95,28 @@ class AttentionBackend(ABC):
         return HostPlan(None, NOTHING)
 
     @abstractmethod
-    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
-        """Set each group's `AttentionMetadata.plan`: what `run` of its layers shares in this step.
+    def plan(self, step: StepMetadata) -> None:
+        """Set `StepMetadata.plan`: what `run` of all layers shares in this step.
 
         A CUDA graph may hold this: what differs between steps of one variant is read on the device.
         """
 
     @abstractmethod
     def run(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-        rounding: Rounding | None = None,
+        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
     ) -> HeadOutputs:
         """Return the attention outputs of all query rows, [num_tokens, num_heads, elements of a value], contiguous.
 
-        Padding rows, and chunk rows outside all `metadata.query_tiles`, are undefined.
+        Padding rows, and chunk rows outside all `step.query_tiles`, are undefined.
 
         Args:
             query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
-            pages: the layer's keys and values.
-            metadata: describes the step.
-            scale: factor of the scores before the softmax.
-            options: of the layer.
+            layer, step: the layer that attends, and the step.
             rounding: how the product that follows takes its rows in e4m3, if it does; a backend that can returns them.
         """
 
     def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rope: NormRope,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        rounding: Rounding | None,
+        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None
     ) -> HeadOutputs | None:
         """Run `qkv_rope_store` and `run` in one kernel; return None, without any effect, if that is unsupported.
 

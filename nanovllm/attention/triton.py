@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from nanovllm.attention.backend import AttentionBackend, CaptureVariant, HostPlan
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer, CaptureVariant, HostPlan
 from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.attention.head_outputs import HeadOutputs, rows_of
-from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
 from nanovllm.kernels.linear.quantize_rows import Rounding
@@ -163,32 +163,30 @@ class TritonBackend(AttentionBackend):
             )
 
     @override
-    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
+    def plan(self, step: StepMetadata) -> None:
         """Divide the decode rows' contexts, or what windows leave of them, among programs; by kind of layer."""
-        plan = StepPlan(self._plan_decodes(groups[0]), self._plan_wide(groups[0]))
-        for metadata in groups:
-            metadata.plan = plan
+        step.plan = StepPlan(self._plan_decodes(step), self._plan_wide(step))
 
-    def _plan_wide(self, metadata: AttentionMetadata) -> WideTables | None:
+    def _plan_wide(self, step: StepMetadata) -> WideTables | None:
         """Return where chunks' contexts are widened to; None where that is not worth it, or a graph may be captured."""
-        lens, num_tokens = metadata.seq_lens_host[metadata.num_decodes :], sum(metadata.query_lens_host)
+        lens, num_tokens = step.seq_lens_host[step.num_decodes :], sum(step.query_lens_host)
         if self._hopper_prefill is None or not self._widens or not lens:
             return None
         if not self.policy.widens_contexts(sum(lens), num_tokens):
             return None
-        return plan_wide_tables(metadata.seq_lens[metadata.num_decodes :], lens)
+        return plan_wide_tables(step.seq_lens[step.num_decodes :], lens)
 
-    def _plan_decodes(self, metadata: AttentionMetadata) -> dict[LayerKind, DecodePlan]:
-        n = metadata.num_decodes
+    def _plan_decodes(self, step: StepMetadata) -> dict[LayerKind, DecodePlan]:
+        n = step.num_decodes
         if not n:
             return {}
-        uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
+        uses_cascade, single_split = cast(DecodeVariant, step.variant)
         groups = self.cascade.groups if uses_cascade else None
         plans = {}
         for kind in self._kinds:
             tile, programs = self._division(kind, n)
             plans[kind] = plan_decode(
-                metadata.seq_lens[:n],
+                step.seq_lens[:n],
                 self.num_heads,
                 kind.num_kv_heads,
                 kind.value_size,
@@ -222,32 +220,26 @@ class TritonBackend(AttentionBackend):
 
     @override
     def run(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-        rounding: Rounding | None = None,
+        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
     ) -> HeadOutputs:
+        pages, scale, options = layer.pages, layer.scale, layer.options
         out = self._empty_outputs(len(query), pages.v_cache.shape[3], query, rounding)
-        n = metadata.num_decodes
-        tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
-        plan: StepPlan = metadata.plan
+        n, tables = step.num_decodes, step.block_tables[layer.group]
+        is_plain, kind, plan = options.is_plain, LayerKind.of_pages(pages, options.window), cast(StepPlan, step.plan)
         if n and is_plain and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(
                 query[:n],
                 pages,
                 rows_of(out, slice(n)),
                 tables[:n],
-                metadata.slot_mapping[:n],
+                step.slot_mappings[layer.group][:n],
                 plan.decodes[kind],
                 scale,
             )
         elif n:
             decode_attention(query[:n], pages, rows_of(out, slice(n)), tables[:n], plan.decodes[kind], scale, options)
-        if len(metadata.query_tiles):
-            chunks = ChunkRows(tables[n:], metadata.seq_lens[n:], metadata.cu_seqlens_q, metadata.query_tiles)
+        if len(step.query_tiles):
+            chunks = ChunkRows(tables[n:], step.seq_lens[n:], step.cu_seqlens_q, step.query_tiles)
             if is_plain and plan.wide is not None:
                 pages = widen_pages(pages, chunks.block_tables, chunks.seq_lens, plan.wide, query.dtype)
                 chunks = replace(chunks, block_tables=plan.wide.block_tables)
@@ -259,22 +251,17 @@ class TritonBackend(AttentionBackend):
 
     @override
     def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rope: NormRope,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        rounding: Rounding | None,
+        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None
     ) -> HeadOutputs | None:
         """Supported by `hopper_decode`, for decode rows only, without cascade attention."""
-        uses_cascade, _ = cast(DecodeVariant, metadata.variant)
-        if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
+        uses_cascade, _ = cast(DecodeVariant, step.variant)
+        if self._hopper_decode is None or uses_cascade or len(step.query_tiles):
             return None
         out = self._empty_outputs(len(qkv), qkv.shape[2], qkv, rounding)
-        plan = metadata.plan.decodes[LayerKind.of_pages(pages, None)]
+        plan = step.plan.decodes[LayerKind.of_pages(layer.pages, None)]
+        tables, slot_mapping = step.block_tables[layer.group], step.slot_mappings[layer.group]
         self._hopper_decode.hopper_decode_attention(
-            qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope
+            qkv, layer.pages, out, tables, slot_mapping, plan, layer.scale, rope=rope
         )
         return out
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.config import make_weight
-from nanovllm.quantization.dense import DenseWeight
-from nanovllm.quantization.weight import MatrixShard
+from nanovllm.quantization.weight import DenseWeight, MatrixShard, make_weight
+
+if TYPE_CHECKING:
+    from nanovllm.configs.quantization import QuantizationConfig
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.configs.model import ExpertsConfig
+from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import ExpertsShard, Shard
-from nanovllm.quantization.config import make_experts_weight
-from nanovllm.quantization.weight import MatrixShard
+from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
+from nanovllm.quantization.experts import make_experts_weight
+from nanovllm.quantization.weight import MatrixShard, Stream
 from nanovllm.weights.slices import LoadableModule
 
 
@@ -100,3 +100,23 @@ class FusedExperts(nn.Module):
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
         out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start, gate_up.policy)
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
+
+
+class SparseMLP(nn.Module):
+    """A mixture of SwiGLU experts; a router chooses some for each token."""
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
+        super().__init__()
+        assert config.experts is not None and shard.experts is not None
+        self.gate = Router(config.hidden_size, config.experts)
+        self.experts = FusedExperts(
+            config.hidden_size, shard.experts, communicator,
+            quant_config=config.quantization, prefix=f"{prefix}.experts",
+        )  # fmt: skip
+
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> Stream:
+        """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
+        rows, routing, residual = self.gate(x, norm, residual)
+        return self.experts(rows, routing), residual

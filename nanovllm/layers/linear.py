@@ -7,16 +7,18 @@ may add its product to the residual itself. See `layers.layernorm` for the pair 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from nanovllm.configs.quantization import QuantizationConfig
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows
-from nanovllm.kernels.rms_norm import Norm
+from nanovllm.kernels import ops
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.config import make_weight
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight, make_weight
+
+if TYPE_CHECKING:
+    from nanovllm.configs.quantization import QuantizationConfig
 
 
 class ColumnParallelLinear(nn.Module):
@@ -32,7 +34,7 @@ class ColumnParallelLinear(nn.Module):
         norm: AllReduceRMSNorm | None = None,
         residual: torch.Tensor | None = None,
         gated: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Stream:
         """Return `gate(norm(x + residual) @ weight.T + bias)`, and the sum `x + residual`.
 
         Args:
@@ -48,7 +50,7 @@ class ColumnParallelLinear(nn.Module):
         if norm is None:
             return self.weight.multiply(x, gated=gated)[0], residual
         if norm.communicator.size == 1:
-            return self.weight.multiply(x, Norm(norm.weight, norm.eps), residual, gated)
+            return self.weight.multiply(x, ops.Norm(norm.weight, norm.eps), residual, gated)
         rows, total = norm(x, residual, self.weight.row_rounding(x.shape[-2], norm.weight.dtype))
         return self.weight.multiply(rows, gated=gated)[0], total
 
@@ -106,9 +108,7 @@ class RowParallelLinear(nn.Module):
         self.inputs = inputs
         self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs))
 
-    def forward(
-        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: Rows, residual: torch.Tensor | None = None) -> Stream:
         """Return the x and the residual of the norm that follows, whose sum is `x @ weight.T + residual`.
 
         Args:

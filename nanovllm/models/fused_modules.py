@@ -18,8 +18,7 @@ from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.dense import DenseWeight
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import DenseWeight, MatrixShard, Weight
 
 _positions: ContextVar[torch.Tensor] = ContextVar("positions")
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nanovllm.attention.metadata import get_attention_metadata
+from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.kernels.store_kv import store_kv
 from nanovllm.layers.attention import CachedAttention
@@ -40,18 +40,17 @@ class PagedAttention(CachedAttention):
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, scale: float, options: AttentionOptions) -> None:
-        super().__init__(key.shape[1], key.shape[3], value.shape[3], options)
-        self.scale = scale
+        super().__init__(key.shape[1], key.shape[3], value.shape[3], scale, options)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query, key, value: [1, heads, num_tokens, size] -> [1, num_tokens, num_heads, value_size]."""
-        metadata, pages = get_attention_metadata(self.group), self.pages
+        step, pages = get_step_metadata(), self.layer.pages
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if key.stride(2) != 1 or value.stride(2) != 1:
             key, value = key.contiguous(), value.contiguous()
-        store_kv(key, value, pages, metadata.slot_mapping)
+        store_kv(key, value, pages, step.slot_mappings[self.layer.group])
         query = query.to(value.dtype if pages.scales is not None else pages.k_cache.dtype).contiguous()
-        out = self.backend.run(query, pages, metadata, self.scale, self.options)
+        out = self.backend.run(query, self.layer, step)
         assert isinstance(out, torch.Tensor)
         return out[None]
 

@@ -7,9 +7,10 @@ whole experts; embedding and LM head by token ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nanovllm.configs.model import ExpertsConfig, ModelConfig
-from nanovllm.configs.quantization import BLOCK
+if TYPE_CHECKING:
+    from nanovllm.configs.model import ExpertsConfig, ModelConfig
 
 _MLP_UNIT = 16
 """MLP shards are multiples of this number of columns, so that the rows of every shard stay aligned."""
@@ -114,7 +115,11 @@ def _column_unit(model: ModelConfig) -> int:
 
 def _input_unit(model: ModelConfig) -> int:
     """Return the number of inputs that must stay together on one rank."""
-    return BLOCK if model.quantization is not None and model.quantization.granularity == "block" else 1
+    if model.quantization is None or model.quantization.granularity != "block":
+        return 1
+    from nanovllm.configs.quantization import BLOCK  # noqa: PLC0415
+
+    return BLOCK
 
 
 def experts_shard(experts: ExpertsConfig, rank: int, size: int, unit: int = _MLP_UNIT) -> ExpertsShard:

@@ -17,8 +17,9 @@ from nanovllm.kernels.collective.all_reduce_argmax import all_reduce_argmax
 from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.collective.symmetric_buffer import SymmetricBuffer
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.parallel.communicator import DistributedCommunicator
+from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.parallel.peer_memory import PeerMemory
 
 _WORD_BYTES = 2**19
@@ -110,6 +111,8 @@ class SymmetricCommunicator(DistributedCommunicator):
         rank, size, device, store: see the base class; every GPU must map every other's memory.
         limits: of every step.
     """
+
+    policy: KernelPolicy = FASTEST
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Store, limits: StepLimits) -> None:
         super().__init__(rank, size, device, store, uses_nccl=False)

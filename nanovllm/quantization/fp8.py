@@ -1,4 +1,4 @@
-"""A weight of e4m3 values with float32 scales."""
+"""Weights of e4m3 values with float32 scales, and the scales of a KV cache in e4m3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.configs.quantization import BLOCK, QuantizationConfig
+from nanovllm.configs.quantization import BLOCK, KVGranularity, QuantizationConfig
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
 from nanovllm.kernels.linear.fp8_linear import (
     fp8_linear,
@@ -22,7 +22,7 @@ from nanovllm.kernels.linear.fp8_linear import (
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
@@ -67,29 +67,23 @@ class Fp8Values(LoadableModule):
         self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
         self.scales = torch.empty_like(self.scales, device=device)
 
-    def part_slices(
-        self, layer: str, part: str | None, expert: int | None, outputs: Shard, region: Fp8Matrix
-    ) -> dict[WeightTarget, WeightSlice]:
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> dict[WeightTarget, WeightSlice]:
         """Return the slices of one projection's values and scales.
 
         Args:
-            layer: its name in the model.
-            part, expert: see `WeightTarget`.
+            target: the projection, with the layer's name as `param`.
             outputs: of this rank.
             region: where they go.
         """
-        config, inputs = self.config, self.shard.inputs
-        slices: dict[WeightTarget, WeightSlice] = {}
-        weight = WeightTarget(f"{layer}.weight", part, expert)
+        config, inputs, slices = self.config, self.shard.inputs, dict[str, WeightSlice]()
         if not config.is_stored:
-            slices[weight] = QuantizingSlice.of_rows(outputs, inputs, region)
+            slices["weight"] = QuantizingSlice.of_rows(outputs, inputs, region)
         else:
-            slices[weight] = E4M3Slice.of((outputs, inputs), region.values.data)
-            scales = ScaleSlice.of_blocks(config, outputs, inputs, region)
-            slices[WeightTarget(f"{layer}.weight_scale", part, expert)] = scales
+            slices["weight"] = E4M3Slice.of((outputs, inputs), region.values.data)
+            slices["weight_scale"] = ScaleSlice.of_blocks(config, outputs, inputs, region)
         if config.has_input_scale:
-            slices[WeightTarget(f"{layer}.input_scale", part, expert)] = ScaleSlice.unused()
-        return slices
+            slices["input_scale"] = ScaleSlice.unused()
+        return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
 
 
 class Fp8Weight(Fp8Values, Weight):
@@ -114,14 +108,14 @@ class Fp8Weight(Fp8Values, Weight):
         if self.bias is not None:
             self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
 
+    @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's part of each projection's values, scales and bias."""
         layer = name.rpartition(".")[0]
         slices: dict[WeightTarget, WeightSlice] = {}
         start = 0
         for part, outputs in self.shard.outputs.items():
             stop = start + outputs.size
-            slices |= self.part_slices(layer, part, None, outputs, self.matrix.outputs(start, stop))
+            slices |= self.part_slices(WeightTarget(layer, part), outputs, self.matrix.outputs(start, stop))
             if self.bias is not None:
                 bias = WeightSlice.of((outputs,), self.bias.data[start:stop])
                 slices[WeightTarget(f"{layer}.bias", part)] = bias
@@ -148,20 +142,14 @@ class Fp8Weight(Fp8Values, Weight):
 
     @override
     def multiply(
-        self,
-        x: torch.Tensor | Fp8Rows,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: Rows, norm: Norm | None = None, residual: torch.Tensor | None = None, gated: bool = False
+    ) -> Stream:
         if isinstance(x, Fp8Rows):
             return multiply_rounded(x, self.matrix, self.bias, gated, self.policy), residual
         return fp8_linear(x, self.matrix, self.bias, norm, residual, gated, policy=self.policy)
 
     @override
-    def multiply_into(
-        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
         assert self.bias is None
         if isinstance(x, Fp8Rows):
             return multiply_rounded_into(x, self.matrix, residual, self.policy)
@@ -277,3 +265,51 @@ class QuantizingSlice(WeightSlice):
             raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")
         self.region.copy_(quantized.values[:, self.inputs])
         self.matrix.scales.copy_(quantized.scales)
+
+
+class KVCacheScales(LoadableModule):
+    """The scales of one layer's keys and values.
+
+    Args:
+        kv_heads: this rank's KV heads.
+        granularity: what has one scale: all heads ("tensor"), or each ("head").
+
+    Attributes:
+        k_scale, v_scale: [KV heads of this rank] float32.
+    """
+
+    def __init__(self, kv_heads: Shard, granularity: KVGranularity) -> None:
+        super().__init__()
+        self.kv_heads, self.granularity = kv_heads, granularity
+        self.k_scale, self.v_scale = (
+            nn.Parameter(torch.empty(kv_heads.size, dtype=torch.float32), requires_grad=False) for _ in range(2)
+        )
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(torch.float32, device)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        total = self.kv_heads.total
+        shapes = ((), (1,)) if self.granularity == "tensor" else ((total,), (total, 1, 1))
+        index = () if self.granularity == "tensor" else (self.kv_heads.present,)
+        return {
+            WeightTarget(f"{name}.{scale}"): KVScaleSlice(shapes[0], index, getattr(self, scale).data[:, None], shapes)
+            for scale in ("k_scale", "v_scale")
+        }
+
+
+@dataclass(frozen=True)
+class KVScaleSlice(ScaleSlice):
+    """Scales by which what is stored is divided first."""
+
+    def check_values(self, name: str, tensor: Any) -> None:
+        """Refuse a scale that is no finite number above 0."""
+        values: torch.Tensor = tensor[()]
+        if not (values.isfinite() & (values > 0)).all():
+            raise ValueError(f"scales {name!r} must be finite and positive")
+
+    @override
+    def store(self, name: str, values: torch.Tensor) -> None:
+        super().store(name, values.flatten())

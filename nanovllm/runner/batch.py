@@ -14,13 +14,12 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels.slot_tensors import gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from nanovllm.runner.slot_state import SlotState
-from nanovllm.sampling.rows import ExtraRows
-from nanovllm.sampling.sampler import Sampled, SamplingInputs
+from nanovllm.sampling.sampler import ExtraRows, Sampled, SamplingInputs
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class StepInputs:
 
     Attributes:
         token_ids, positions: [num_tokens] int32.
-        metadata: attention metadata for each group of the cache.
+        metadata: what attention reads.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
         sampling: sampling parameters of each of them.
@@ -50,7 +49,7 @@ class StepInputs:
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    metadata: list[AttentionMetadata]
+    metadata: StepMetadata
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
@@ -246,21 +245,18 @@ class BatchBuilder:
             ]
             block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
             seq_lens = torch.cat((seq_lens, prompts.seq_lens))
-        metadata = [
-            AttentionMetadata(
-                num_decodes=shape.num_decodes,
-                slot_mapping=slot_mapping,
-                block_tables=block_table,
-                seq_lens=seq_lens,
-                cu_seqlens_q=prompts.cu_seqlens_q,
-                query_tiles=prompts.tiles,
-                sample_tiles=prompts.sample_tiles,
-                seq_lens_host=step.seq_lens_host,
-                query_lens_host=step.query_lens_host,
-                variant=shape.variant,
-            )
-            for slot_mapping, block_table in zip(slot_mappings, block_tables, strict=True)
-        ]
+        metadata = StepMetadata(
+            num_decodes=shape.num_decodes,
+            slot_mappings=slot_mappings,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            cu_seqlens_q=prompts.cu_seqlens_q,
+            query_tiles=prompts.tiles,
+            sample_tiles=prompts.sample_tiles,
+            seq_lens_host=step.seq_lens_host,
+            query_lens_host=step.query_lens_host,
+            variant=shape.variant,
+        )
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
             return StepInputs(decodes.token_ids, decodes.positions, metadata, None, slots, sampling)

@@ -17,7 +17,7 @@ import torch
 
 from nanovllm.attention import check_backend, make_backend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup, have_equal_pages, make_groups, single_group
-from nanovllm.attention.metadata import set_attention_metadata
+from nanovllm.attention.metadata import set_step_metadata
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels._triton import uses_triton
@@ -35,8 +35,7 @@ from nanovllm.runner.on_device import OnDevice
 from nanovllm.runner.output_buffers import OutputBuffers, PendingStep
 from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.runner.swap_space import keep_blocks, make_swap_space
-from nanovllm.sampling.rows import ExtraRows
-from nanovllm.sampling.sampler import DeviceLogprobs, Sampled, Sampler
+from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
@@ -305,14 +304,14 @@ class ModelRunner(OnDevice):
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
         """Run the model; return the logits, [num_samples, tokens of this rank]."""
         self.backend.plan(inputs.metadata)
-        with set_attention_metadata(inputs.metadata):
+        with set_step_metadata(inputs.metadata):
             x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
         return self.model.compute_logits(x, residual)
 
     def _compute_whole_chunks(self, step: DeviceStep, inputs: StepInputs) -> Unsampled:
         """Compute the hidden states of all tokens, for chunks that request more than a token."""
         self.backend.plan(inputs.metadata)
-        with set_attention_metadata(inputs.metadata):
+        with set_step_metadata(inputs.metadata):
             x, residual = self.model(inputs.token_ids, inputs.positions)
         hidden = self.model.hidden_states(x, residual)
         logits = self.model.project_logits(hidden[inputs.sample_indices])
@@ -346,7 +345,7 @@ class ModelRunner(OnDevice):
 
     def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Store tokens in their slots for the next step, and in `_sampled`, from which they are copied to the host."""
-        slots, num_decodes = inputs.sample_slots, inputs.metadata[0].num_decodes
+        slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
 
     def _all_reduce_min(self, value: int) -> int:
@@ -423,8 +422,8 @@ class ModelRunner(OnDevice):
         # Torch's and flash-attn's own kernels do run, and read memory at these indices.
         inputs.token_ids.zero_()
         inputs.positions.zero_()
-        for metadata in inputs.metadata:
-            metadata.block_tables[: shape.num_decodes].zero_()
-        inputs.metadata[0].seq_lens[: shape.num_decodes].fill_(1)
+        for tables in inputs.metadata.block_tables:
+            tables[: shape.num_decodes].zero_()
+        inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
         self._scatter(inputs, sampled.token_ids)

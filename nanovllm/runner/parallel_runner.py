@@ -18,7 +18,8 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
-from nanovllm.parallel.communicator import Communicator, open_store
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.distributed_communicator import open_store
 from nanovllm.parallel.shard import shard_of
 from nanovllm.parallel.symmetric_communicator import connect
 from nanovllm.runner.batch import DeviceStep

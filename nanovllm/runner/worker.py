@@ -23,7 +23,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.parallel.channel import Receiver
-from nanovllm.parallel.communicator import find_store
+from nanovllm.parallel.distributed_communicator import find_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, connect
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner

@@ -14,7 +14,7 @@ import torch
 from nanovllm.config import LogprobsMode
 from nanovllm.kernels.cutoffs import CutoffParams
 from nanovllm.kernels.logits import LogitsEdits
-from nanovllm.sampling.rows import ExtraRows
+from nanovllm.sampling.sampler import ExtraRows
 from nanovllm.sampling_params import SamplingExtra
 
 _LEAST_ROWS = 8

@@ -24,8 +24,9 @@ from nanovllm.utils.units import shown
 from nanovllm.weights.adapter import is_adapter, read_adapter
 from nanovllm.weights.files import misfit, stored_tensors, weight_pair
 from nanovllm.weights.names import WeightedModel
+from nanovllm.weights.readers import WholeTensor, rows_of, shape_of
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeights
-from nanovllm.weights.slices import WeightSlice, WeightTarget, WholeTensor, rows_of, shape_of
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
 Maxima = list[tuple[str, torch.Tensor]]

@@ -12,7 +12,7 @@ import torch
 
 from bench import measure_ceilings
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
+from nanovllm.attention.metadata import StepMetadata, set_step_metadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels.policy import FASTEST
@@ -65,17 +65,17 @@ def microseconds(
     tables = torch.randperm(num_blocks, device=DEVICE).int().view(rows, max_blocks)
     lens = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
     none = lens[:0]
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         num_decodes=rows,
-        slot_mapping=tables[:, -1] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE,
-        block_tables=tables,
+        slot_mappings=[tables[:, -1] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE],
+        block_tables=[tables],
         seq_lens=lens,
         cu_seqlens_q=none,
         query_tiles=none,
         sample_tiles=none,
         variant=DecodeVariant(single_split=FASTEST.single_split(num_kv_heads, lens.cpu().numpy())),
     )
-    backend.plan([metadata])
+    backend.plan(metadata)
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     norms = [RMSNorm(HEAD_DIM, 1e-6).to(DEVICE, DTYPE) for _ in range(2)]
 
@@ -83,7 +83,7 @@ def microseconds(
         for layer in layers:
             layer(qkv, layer.rope(norms[0], norms[1]), lens - 1)
 
-    with torch.inference_mode(), set_attention_metadata([metadata]):
+    with torch.inference_mode(), set_step_metadata(metadata):
         step()
         return graph_microseconds(step) / num_layers, num_bytes
 

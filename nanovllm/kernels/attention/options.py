@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-
-from nanovllm.kernels._triton import triton
-from nanovllm.kernels.attention.online_softmax import LOG2E
 
 MAX_HEAD_SIZE = 512
 """Most elements of a key and of a value: of more, no tile of one fits."""
@@ -35,7 +33,8 @@ class AttentionOptions:
 
     def score_scales(self, scale: float) -> tuple[float | None, float]:
         """Return the factor of the scores before the tanh, None without one, and of a softmax of base 2."""
-        return (None, scale * LOG2E) if self.softcap is None else (scale / self.softcap, self.softcap * LOG2E)
+        factor = math.log2(math.e)
+        return (None, scale * factor) if self.softcap is None else (scale / self.softcap, self.softcap * factor)
 
 
 PLAIN = AttentionOptions()
@@ -43,4 +42,4 @@ PLAIN = AttentionOptions()
 
 def padded_size(size: int) -> int:
     """Return the elements to which kernels pad a key or a value: a power of two, and at least what a product takes."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, 1 << (size - 1).bit_length())

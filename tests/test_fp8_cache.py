@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.backend import AttentionLayer
+from nanovllm.attention.backend import AttentionLayer, AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import StepMetadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
@@ -202,7 +202,7 @@ def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
     cache, tables, seq_lens = paged(lens, 256, 2, 128, dtype)
     pages, meant = in_e4m3(cache)
     spec = Paged(2, 128, 128, None, E4M3)
-    backend = TritonBackend(torch.device(DEVICE), dtype, 256, 8, [spec], num_slots=1)
+    backend = TritonBackend(AttentionSetup(torch.device(DEVICE), dtype, 256, 8, [spec], num_slots=1))
     work = [(i, n) for i, q in enumerate(query_lens[1:]) for n in range(-(-q // QUERY_TILE))]
     tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
     metadata = StepMetadata(

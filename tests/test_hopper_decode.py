@@ -14,6 +14,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.attention import cascade as shared_prefix
+from nanovllm.attention.backend import AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
@@ -241,7 +242,9 @@ def planned_backend(monkeypatch: pytest.MonkeyPatch, num_slots: int, policy: Ker
     """A backend that plans as on a Hopper GPU, on the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     specs = [Paged(2, 16, 16, None, torch.float32)]
-    backend = TritonBackend(CPU, torch.float32, 16, 4, specs, num_slots=num_slots, shares_prefixes=True, policy=policy)
+    backend = TritonBackend(
+        AttentionSetup(CPU, torch.float32, 16, 4, specs, num_slots=num_slots, shares_prefixes=True, policy=policy)
+    )
     backend._hopper_decode = SimpleNamespace()
     return backend
 

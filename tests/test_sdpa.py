@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.attention import sdpa
-from nanovllm.attention.backend import AttentionBackend, AttentionLayer
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer, AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import StepMetadata
 from nanovllm.attention.sdpa import SdpaBackend
@@ -77,7 +77,9 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         device = torch.device(DEVICE)
         specs = [Paged(2, 16, 16, one.window, torch.float32) for one in LAYERS]
-        backend = TritonBackend(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
+        backend = TritonBackend(
+            AttentionSetup(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
+        )
         slots = np.arange(num_decodes, dtype=np.int32)
         variant, array = backend.plan_host(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
         backend.plan_buffer.copy_(torch.from_numpy(array))
@@ -128,7 +130,9 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
         if DEVICE == "cpu":
             properties = SimpleNamespace(multi_processor_count=8)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        backend = TritonBackend(torch.device(DEVICE), dtype, 16, num_heads, specs, num_slots=3, shares_prefixes=True)
+        backend = TritonBackend(
+            AttentionSetup(torch.device(DEVICE), dtype, 16, num_heads, specs, num_slots=3, shares_prefixes=True)
+        )
     for spec in specs:
         backend.check(spec, PLAIN)
     cache, tables, seq_lens = paged(lens, 16, 2, 512, dtype)

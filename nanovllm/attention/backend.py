@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -12,14 +12,42 @@ import torch
 
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import StepMetadata
+from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 
 if TYPE_CHECKING:
     from nanovllm.kernels.attention.head_outputs import HeadOutputs
     from nanovllm.kernels.linear.quantize_rows import Rounding
+    from nanovllm.kernels.policy import KernelPolicy
     from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 NOTHING = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class AttentionSetup:
+    """What a backend is made for.
+
+    Attributes:
+        device, dtype: of the queries.
+        block_size: tokens per cache block.
+        num_heads: query heads of a layer.
+        specs: what the layers cache.
+        num_slots: most decode rows.
+        shares_prefixes: whether sequences share blocks of the prefix cache, so that cascade attention may pay.
+        all_reduce_min: returns the least of all ranks' numbers, which call this together.
+        policy: chooses the kernels.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    num_heads: int
+    specs: Sequence[Paged]
+    num_slots: int
+    shares_prefixes: bool = False
+    all_reduce_min: Callable[[int], int] = int
+    policy: KernelPolicy = field(default_factory=lambda: ops.FASTEST)
 
 
 class HostPlan(NamedTuple):

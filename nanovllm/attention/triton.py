@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -10,7 +9,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from nanovllm.attention.backend import AttentionBackend, AttentionLayer, CaptureVariant, HostPlan
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer, AttentionSetup, CaptureVariant, HostPlan
 from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import StepMetadata
@@ -22,7 +21,6 @@ from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, 
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
 from nanovllm.kernels.linear.quantize_rows import Rounding
-from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
@@ -80,42 +78,19 @@ class StepPlan:
 
 
 class TritonBackend(AttentionBackend):
-    """Attention by this library's Triton and Gluon kernels.
-
-    Args:
-        device: a CUDA device.
-        dtype: of the queries.
-        block_size: tokens per cache block.
-        num_heads: query heads.
-        specs: what the layers cache.
-        num_slots: most decode rows.
-        shares_prefixes: whether sequences share blocks, so that cascade attention may pay.
-        all_reduce_min: returns the least of all ranks' numbers.
-        policy: chooses the kernels.
-    """
+    """Attention by this library's Triton and Gluon kernels, on a CUDA device."""
 
     supports_mixed_graph = True
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        num_heads: int,
-        specs: Sequence[Paged],
-        *,
-        num_slots: int,
-        shares_prefixes: bool = False,
-        all_reduce_min: Callable[[int], int] = int,
-        policy: KernelPolicy = FASTEST,
-    ) -> None:
+    def __init__(self, setup: AttentionSetup) -> None:
+        device, dtype, policy, all_reduce_min = setup.device, setup.dtype, setup.policy, setup.all_reduce_min
         self.policy, self.kernel_rows = policy, policy.attention_rows
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.dtype = dtype
-        self.num_heads, self._kinds = num_heads, list(dict.fromkeys(map(LayerKind.of_spec, specs)))
+        self.dtype, self.num_heads = dtype, setup.num_heads
+        self._kinds = list(dict.fromkeys(map(LayerKind.of_spec, setup.specs)))
         self._hopper_decode: Any = None
         self._hopper_prefill: Any = None
-        self._widens = specs[0].dtype == torch.float8_e4m3fn
+        self._widens = setup.specs[0].dtype == torch.float8_e4m3fn
         num_kv_heads, key_size, *_ = self._kinds[0]
         # Hopper's kernels and cascade attention take one size of heads, the same in all layers. They decide a step's
         # variant, and so its graph, which all ranks capture together: they must agree.
@@ -124,17 +99,17 @@ class TritonBackend(AttentionBackend):
         if are_alike and is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
-            if hopper_prefill.supports(dtype, key_size, BLOCK_SIZE if self._widens else block_size):
+            if hopper_prefill.supports(dtype, key_size, BLOCK_SIZE if self._widens else setup.block_size):
                 self._hopper_prefill = hopper_prefill.hopper_prefill_attention
-            if hopper_decode.supports(dtype, num_heads, num_kv_heads, key_size, block_size):
+            if hopper_decode.supports(dtype, self.num_heads, num_kv_heads, key_size, setup.block_size):
                 self._hopper_decode = hopper_decode
         # Layers with windows take no part in cascade attention.
-        shares_prefixes &= are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
-        shares_prefixes &= any(kind.window is None for kind in self._kinds)
-        max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
+        shares = setup.shares_prefixes and are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
+        shares = shares and any(kind.window is None for kind in self._kinds)
+        max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares else 0
         self._fewest_kv_heads = all_reduce_min(num_kv_heads)
-        rows_per_item = cascade_attention.rows_per_item(num_heads // num_kv_heads)
-        self.cascade = CascadePlanner(num_slots, block_size, max_items, rows_per_item, device)
+        rows_per_item = cascade_attention.rows_per_item(self.num_heads // num_kv_heads)
+        self.cascade = CascadePlanner(setup.num_slots, setup.block_size, max_items, rows_per_item, device)
         self.plan_buffer = self.cascade.buffer
 
     @override

@@ -11,7 +11,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
-from nanovllm.runner.prompt_outputs import LOGITS_BYTES
+from nanovllm.runner.step_outputs import LOGITS_BYTES
 from nanovllm.sampling.state import pool_rows
 
 _CPU_MEMORY_SHARE = 0.1

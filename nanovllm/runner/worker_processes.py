@@ -1,4 +1,4 @@
-"""Rank 0's handle on the worker processes: starts them, sends them batches, and reports how they exited."""
+"""Rank 0's handle on the worker processes: starts them, sends them orders, and reports how they exited."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-import numpy as np
-
 from nanovllm.parallel.channel import Sender
-from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
-from nanovllm.runner.worker import STARTED, CallOrder, Reply, StepOrder, WorkerFailure, WorkerPlan
+from nanovllm.runner.worker import STARTED, Reply, WorkerFailure
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.python_process import PythonProcess, describe_exit, start_python
 
@@ -56,16 +53,6 @@ class WorkerProcess:
         except (EOFError, OSError):  # it exited, perhaps within a report; its exit code tells more
             time.sleep(timeout)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process has exited."""
-        return self.process.exit_code is not None
-
-    @property
-    def failure_time(self) -> float:
-        """Sort key of exited ranks, likeliest cause first: killed ranks (0), then by the time of their exception."""
-        return self.failure.seconds if self.failure else 0.0
-
     def exit_message(self) -> str:
         """Describe how the rank's process exited."""
         if self.failure is not None:
@@ -102,7 +89,6 @@ class WorkerProcesses:
         self.size = size
         self._channel = Sender(size - 1)
         self._ranks: list[WorkerProcess] = []
-        self._rows = NO_ROWS
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
         self._stopped = False
@@ -120,41 +106,14 @@ class WorkerProcesses:
         """Process ids in rank order; empty after `stop`."""
         return [rank.process.pid for rank in self._ranks]
 
-    def plan(self, plan: WorkerPlan) -> None:
-        """Send every rank the plan to load.
+    def send(self, order: object) -> None:
+        """Send every rank an order: see `runner.worker`; after a `CallOrder`, `replies` must follow.
 
         Raises:
             WorkerError: a rank has exited.
         """
-        self._send(plan)
-
-    def broadcast(self, batch: ScheduledBatch) -> None:
-        """Send every rank a batch to run.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        # Most steps repeat the rows of the previous step, which are then not sent. Only rank 0 needs the ids.
-        again = batch.rows is self._rows
-        self._rows = batch.rows
-        sent = replace(batch, sampled_seq_ids=[], rows=NO_ROWS if again else batch.rows)
-        self._send(StepOrder(sent, again))
-
-    def broadcast_masks(self, masks: np.ndarray) -> None:
-        """Send every rank the masks of the batch sent last, which waits for them after its forward pass.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        self._send(masks)
-
-    def begin_call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Call a function with its runner on every rank; `replies` must follow.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        self._send(CallOrder(function, args))
+        self.check()
+        self._channel.send(order, self.check)
 
     def replies(self) -> list[Any]:
         """Wait for the results of a call, in rank order.
@@ -175,21 +134,13 @@ class WorkerProcesses:
                 raise WorkerError(f"a call failed on rank {number}:\n{reply.traceback}")
         return [reply.result for _, reply in replies]
 
-    def shutdown(self) -> None:
-        """Send every rank the order to end.
-
-        Raises:
-            WorkerError: a rank had already exited.
-        """
-        self._send(None)
-
     def check(self) -> None:
         """Check that all ranks run.
 
         Raises:
             WorkerError: a rank has exited.
         """
-        if self._any_ended():
+        if self._ended():
             raise self._error()
 
     def watch(self, on_failure: Callable[[], None]) -> None:
@@ -246,7 +197,7 @@ class WorkerProcesses:
         if not isinstance(error, RuntimeError):
             return None
         deadline = time.monotonic() + _GRACE_SECONDS
-        while not (ended := self._any_ended()) and time.monotonic() < deadline:
+        while not (ended := self._ended()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return self._error() if ended else None
 
@@ -278,17 +229,15 @@ class WorkerProcesses:
             self._ranks = []
             self._channel.close()
 
-    def _send(self, message: object) -> None:
-        self.check()
-        self._channel.send(message, self.check)
-
-    def _any_ended(self) -> bool:
-        return any(rank.has_ended for rank in self._ranks)
+    def _ended(self) -> list[WorkerProcess]:
+        return [rank for rank in self._ranks if rank.process.exit_code is not None]
 
     def _error(self) -> WorkerError:
         # Wait for other ranks to exit too: the rank seen first need not be the one that failed first.
         time.sleep(_POLL_SECONDS)
-        ended = [rank for rank in self._ranks if rank.has_ended]
+        ended = self._ended()
         for rank in ended:
             rank.read_reports()
-        return WorkerError(min(ended, key=lambda rank: rank.failure_time).exit_message())
+        # The likeliest cause is a rank that was killed, then the one with the earliest exception.
+        first = min(ended, key=lambda rank: rank.failure.seconds if rank.failure else 0.0)
+        return WorkerError(first.exit_message())

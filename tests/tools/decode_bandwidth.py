@@ -11,6 +11,7 @@ import sys
 import torch
 
 from bench import measure_ceilings
+from nanovllm.attention.backend import AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import StepMetadata, set_step_metadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
@@ -53,7 +54,7 @@ def microseconds(
     max_blocks = -(-length // BLOCK_SIZE)
     num_blocks = rows * max_blocks
     spec = Paged(num_kv_heads, HEAD_DIM, HEAD_DIM, None, dtype)
-    backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, [spec], num_slots=512)
+    backend = TritonBackend(AttentionSetup(DEVICE, DTYPE, BLOCK_SIZE, num_heads, [spec], num_slots=512))
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM * dtype.itemsize)
     cache = torch.empty(cache_shape, dtype=torch.uint8, device=DEVICE)
     rotary = RotaryEmbedding(HEAD_DIM, RopeConfig(1e6))

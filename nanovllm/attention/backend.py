@@ -53,10 +53,8 @@ class AttentionSetup:
 class HostPlan(NamedTuple):
     """A step's plan on the host: steps of one variant and size launch the same kernels.
 
-    Attributes:
-        variant: of the kernels.
-        array: [n] int32; what the device must have in `AttentionBackend.plan_buffer`. The same object as before if it
-            has not changed; empty if the step does not read it.
+    `array`, [n] int32, is what the device must have in `AttentionBackend.plan_buffer`: the same object as before if it
+    has not changed; empty if the step does not read it.
     """
 
     variant: Hashable
@@ -79,7 +77,7 @@ class AttentionLayer:
         pages: keys and values.
         scale: factor of the scores before the softmax.
         options: how it differs from plain causal attention.
-        group: index of its group of the KV cache, whose slots and block tables it has.
+        group: index of its group of the KV cache.
     """
 
     pages: KVPages
@@ -139,7 +137,7 @@ class AttentionBackend(ABC):
 
         Args:
             query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
-            layer, step: the layer that attends, and the step.
+            layer, step: which layer attends in which step.
             rounding: how the product that follows takes its rows in e4m3, if it does; a backend that can returns them.
         """
 

@@ -34,11 +34,8 @@ def find_groups(tables: np.ndarray, num_full_blocks: np.ndarray) -> Iterator[Pre
     """Group rows by their first block, each group cut to the depth, and the members, that save most.
 
     Depth is measured against one row, the best of the first, the middle and the last, so that one row that diverges
-    early does not shorten the prefix for all.
-
-    Args:
-        tables: [num_rows, max_blocks] int32; block tables.
-        num_full_blocks: [num_rows]; blocks of each that are full, and so can be shared.
+    early does not shorten the prefix for all. tables: [num_rows, max_blocks] int32; num_full_blocks: [num_rows], blocks
+    that can be shared.
     """
     rows = np.flatnonzero(num_full_blocks)
     _, names, counts = np.unique(tables[rows, 0], return_inverse=True, return_counts=True)
@@ -79,13 +76,9 @@ class CascadeWork(NamedTuple):
 def plan_cascade_groups(
     tables: np.ndarray, num_full_blocks: np.ndarray, block_size: int, max_items: int, rows_per_item: int
 ) -> CascadeWork | None:
-    """Divide the work on common prefixes into items; None if it saves too little.
+    """Divide the work on common prefixes into at most `max_items` items; None if it saves too little.
 
-    Args:
-        tables, num_full_blocks: see `find_groups`.
-        block_size: tokens of a block.
-        max_items: most items.
-        rows_per_item: most rows of an item.
+    tables, num_full_blocks: see `find_groups`.
     """
     num_rows = len(tables)
     groups: list[PrefixGroup] = []
@@ -125,10 +118,8 @@ class CascadePlanner:
 
     Args:
         num_slots: most decode rows.
-        block_size: tokens of a block.
         max_items: most items, see `CascadeGroups`; 0 if the attention backend has no use for them.
         rows_per_item: most decode rows of an item.
-        device: where the attention is.
 
     Attributes:
         buffer: [n] int32; holds, on the device, what `packed` is on the host.

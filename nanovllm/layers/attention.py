@@ -28,12 +28,11 @@ class CachedAttention(nn.Module):
     Args:
         num_kv_heads: of this rank.
         key_size, value_size: elements of a head's key and of its value.
-        scale: factor of the scores before the softmax.
-        options: how it differs from plain causal attention.
+        scale, options: see `AttentionLayer`.
         scales: of a cache in e4m3, if the checkpoint has them.
 
     Attributes:
-        backend, layer: bound by the runner; the layer's cache, and its group of the KV cache.
+        backend, layer: bound by the runner.
     """
 
     backend: AttentionBackend
@@ -66,15 +65,7 @@ class CachedAttention(nn.Module):
 
 
 class Attention(CachedAttention):
-    """Causal attention of one layer over its share of the cache.
-
-    Args:
-        num_kv_heads: of this rank.
-        head_dim: elements per head.
-        eps: of the norms of heads, if there are any.
-        rotary: what positions do to queries and keys; other layers may have the same.
-        options, scales: see the base class.
-    """
+    """Causal attention of one layer over its share of the cache; eps: of the norms of heads, if there are any."""
 
     def __init__(
         self,

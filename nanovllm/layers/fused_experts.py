@@ -22,11 +22,7 @@ from nanovllm.weights.slices import LoadableModule
 
 
 class Router(LoadableModule):
-    """Chooses each token's experts; the same on every rank.
-
-    Attributes:
-        weight: [num_experts, hidden_size].
-    """
+    """Chooses each token's experts; the same on every rank."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -65,26 +61,12 @@ class _ExpertsLinear(nn.Module):
 
 
 class FusedExperts(nn.Module):
-    """All experts of a layer: of each rank some, or a slice of every one.
-
-    The result is one rank's part of a sum, which is left to the norm that follows.
-
-    Args:
-        hidden_size: of inputs and outputs.
-        shard: of this rank.
-        communicator: connects it with the others.
-        quant_config, prefix: see `make_weight`.
-    """
+    """All experts of a layer: of each rank some, or a slice of every one. The result is one rank's part of a sum."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        shard: ExpertsShard,
-        communicator: Communicator,
-        *,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-    ) -> None:
+        self, hidden_size: int, shard: ExpertsShard, communicator: Communicator,
+        *, quant_config: QuantizationConfig | None = None, prefix: str = "",
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden, size = Shard.whole(hidden_size), shard.intermediate
         self.gate_up_proj = _ExpertsLinear(

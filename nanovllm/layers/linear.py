@@ -35,17 +35,10 @@ class ColumnParallelLinear(nn.Module):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> Stream:
-        """Return `gate(norm(x + residual) @ weight.T + bias)`, and the sum `x + residual`.
+        """Return `gate(norm(x + residual) @ weight.T + bias)`, and the sum `x + residual`; see `Weight.multiply`.
 
-        Args:
-            x: [num_tokens, in_features], contiguous; with a norm the newest branch of the residual stream.
-            norm: RMSNorm before the product. Without one x is multiplied as it is, and residual is returned as it is.
-            residual: [num_tokens, in_features], or None for zero.
-            gated: return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020,
-                arXiv:2002.05202).
-
-        Returns:
-            [num_tokens, outputs of this rank], half of them if gated; and [num_tokens, in_features] or None.
+        Without a norm x is multiplied as it is, and residual is returned as it is. The gate is SwiGLU's (Shazeer 2020,
+        arXiv:2002.05202).
         """
         if norm is None:
             return self.weight.multiply(x, gated=gated)[0], residual
@@ -56,14 +49,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of one input as one product.
-
-    Args:
-        in_features: size of the input.
-        outputs: outputs of each projection, by the name of its part of the weight, in order.
-        bias: whether the projections have biases.
-        quant_config, prefix: see `make_weight`.
-    """
+    """Several projections of one input as one product; see `MatrixShard` and `make_weight` for the arguments."""
 
     def __init__(
         self,
@@ -96,10 +82,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """The last projection of a branch, whose inputs are divided among the ranks.
-
-    Its product is one rank's part of a sum, which is left to the norm that follows.
-    """
+    """The last projection of a branch, whose inputs are divided among the ranks: its product is a part of a sum."""
 
     def __init__(
         self, inputs: Shard, out_features: int, *, quant_config: QuantizationConfig | None = None, prefix: str = ""
@@ -112,8 +95,8 @@ class RowParallelLinear(nn.Module):
         """Return the x and the residual of the norm that follows, whose sum is `x @ weight.T + residual`.
 
         Args:
-            x: [num_rows, inputs of this rank], contiguous, or rows that are rounded as `Weight.row_rounding` says; or
-                gate and up, [num_rows, 2 * inputs], where `Weight.takes_gate_up`.
+            x: [num_rows, inputs of this rank], or rounded as `Weight.row_rounding` says; or gate and up,
+                [num_rows, 2 * inputs], where `Weight.takes_gate_up`.
             residual: [num_rows, out_features], which may be overwritten; or None for zero.
         """
         if self.inputs.is_whole and residual is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
 from nanovllm.kernels.qk_norm import QKNorms, normalize_qk, sum_squares
 from nanovllm.layers.layernorm import RMSNorm
@@ -18,20 +19,17 @@ class ParallelRMSNorm(RMSNorm):
         super().__init__(shard.size, eps)
         self.shard = shard
 
+    @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's elements of the weight."""
         return {WeightTarget(f"{name}.weight"): WeightSlice.of((self.shard,), self.weight.data)}
 
 
 def normalize_projections(
     qkv: torch.Tensor, q_norm: ParallelRMSNorm, k_norm: ParallelRMSNorm, communicator: Communicator
 ) -> None:
-    """Normalise all heads of queries at once, and all of keys, in place.
+    """Normalise all heads of queries at once, and all of keys, in place; qkv: [num_tokens, outputs of this rank].
 
-    Args:
-        qkv: [num_tokens, outputs of this rank].
-        q_norm, k_norm: of queries and of keys.
-        communicator: adds up the ranks' squares, both norms' in one all-reduce.
+    The communicator adds up the ranks' squares, both norms' in one all-reduce.
     """
     norms = QKNorms(q_norm.weight, k_norm.weight, q_norm.shard.total, k_norm.shard.total, q_norm.eps)
     squares = None

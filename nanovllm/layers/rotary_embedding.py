@@ -38,10 +38,9 @@ def _llama3_frequencies(base: torch.Tensor, scaling: Llama3Scaling) -> torch.Ten
 
 
 def _yarn_frequencies(base: torch.Tensor, theta: float, yarn: YarnScaling) -> tuple[torch.Tensor, float]:
-    """Keep the fast dimensions, which turn more than `beta_fast` times within the original length.
+    """Keep dimensions that turn more than `beta_fast` times within the original length.
 
-    The slow ones, which turn less than `beta_slow` times, are divided by `factor`; between, one becomes the other
-    linearly.
+    Those that turn less than `beta_slow` times are divided by `factor`; between, one becomes the other linearly.
     """
     head_dim = 2 * len(base)
 

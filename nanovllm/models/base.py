@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 
 
 class CausalLM(WeightedModel):
-    """One rank's shard of a model. Parameters are created on the default device, and filled by the loader.
-
-    Args:
-        config: shape of the whole model.
-        communicator: identifies this rank and connects it with the others.
-    """
+    """One rank's shard of a model of a config's shape; parameters are created on the default device, not yet filled."""
 
     supports_cuda_graph: bool = True
     """Whether steps can be captured: nothing in them waits for the device or depends on values there."""
@@ -110,14 +105,11 @@ class CausalLM(WeightedModel):
                 module.tabulate(max_position, device)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Stream:
-        """Run the model up to its last norm, for `compute_logits` or `hidden_states`.
+        """Run the model up to its last norm; return x and residual, [num_rows, hidden_size], see `layers.layernorm`.
 
         Args:
             token_ids, positions: [num_tokens] int32.
             rows: indices of the tokens whose states are needed: few prompt tokens are sampled from. None for all.
-
-        Returns:
-            x and residual, [num_rows, hidden_size] each; see `layers.layernorm`.
         """
         states: Stream = self.model(token_ids, positions, rows)
         return states

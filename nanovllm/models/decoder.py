@@ -86,10 +86,7 @@ class SelfAttention(nn.Module):
         positions: torch.Tensor,
         rows: torch.Tensor | None,
     ) -> Stream:
-        """Compute attention of `norm(x + residual)`, [num_tokens, hidden_size], at `positions`, [num_tokens].
-
-        Returns the branch and the residual to add it to, of `rows`, or of all tokens.
-        """
+        """Return attention of `norm(x + residual)`, and the residual to add it to, of `rows`, or of all tokens."""
         num_tokens, dtype = len(positions), x.dtype if norm is None else norm.weight.dtype
         rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
         rope = self.attn.rope(*self.head_norms)
@@ -124,10 +121,7 @@ class MLP(nn.Module):
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> Stream:
-        """Compute the MLP of `norm(x + residual)`, [num_tokens, hidden_size].
-
-        Returns the branch and the residual to add it to.
-        """
+        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
         dtype = x.dtype if norm is None else norm.weight.dtype
         gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
         gate_up, residual = self.gate_up_proj(x, norm, residual, gated)
@@ -219,21 +213,13 @@ def _make_mlp(
 class DecoderForCausalLM(CausalLM):
     """A decoder with its LM head."""
 
-    fused_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
-        "qkv_proj": ("q", "k", "v"),
-        "gate_up_proj": ("gate", "up"),
-    }
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | None]]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", "gate"),
-        "up_proj": ("gate_up_proj", "up"),
-        "w1": ("gate_up_proj", "gate"),
-        "w3": ("gate_up_proj", "up"),
-        "w2": ("down_proj", None),
-    }
-    renamed_modules: ClassVar[dict[str, str]] = {"block_sparse_moe": "mlp"}
+    fused_modules_mapping: ClassVar = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
+    packed_modules_mapping: ClassVar = {
+        "q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),
+        "w1": ("gate_up_proj", "gate"), "w3": ("gate_up_proj", "up"), "w2": ("down_proj", None),
+    }  # fmt: skip
+    renamed_modules: ClassVar = {"block_sparse_moe": "mlp"}
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)

@@ -25,8 +25,7 @@ from typing_extensions import override
 from nanovllm.config import Config
 from nanovllm.configs.model import MODELS, ModelConfig, transformers_class
 from nanovllm.models.base import CausalLM
-from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
-from nanovllm.models.fused_modules import step_positions
+from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears, step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import SourceParameters, shard_model
 from nanovllm.parallel.communicator import Communicator

@@ -33,10 +33,7 @@ _GRID = 1 << 20
 class PagedAttention(CachedAttention):
     """Attention of one layer whose queries and keys are already normalised and rotated.
 
-    Args:
-        key, value: example tensors, [1, num_kv_heads, num_tokens, size].
-        scale: factor of the scores before the softmax.
-        options: differences from plain causal attention.
+    key, value: example tensors, [1, num_kv_heads, num_tokens, size]; scale, options: see `AttentionLayer`.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, scale: float, options: AttentionOptions) -> None:
@@ -62,8 +59,7 @@ class Probe:
     Attributes:
         makes_layers: whether to create the layers; otherwise they exist.
         answers: makes attention's output of a given size.
-        modules: the attention modules.
-        num_heads: number of query heads of each module.
+        modules, num_heads: the attention modules, and their numbers of query heads.
         tensors: queries, keys and values of each module, [num_tokens, heads, size] float32, of all rows.
         settings: scale, window and softcap of each module.
         masks: the masks made, with their windows.
@@ -97,9 +93,7 @@ def probing(*, makes_layers: bool, answers: Callable[..., torch.Tensor] = torch.
 def noise_of(indices: torch.Tensor, num_tokens: int) -> Callable[..., torch.Tensor]:
     """Return a function that makes noise as attention's output, which depends only on the token's index.
 
-    Args:
-        indices: token indices below `num_tokens`, of one row or of several.
-        num_tokens: number of different tokens.
+    indices: below `num_tokens`, of one row of tokens or of several.
     """
 
     def answer(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -179,13 +173,9 @@ def _make_mask(*, mask_function: Callable[..., Any], device: torch.device | None
 
 
 def _window(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Return the sliding window of a mask; None if the mask is causal.
+    """Return the sliding window of a mask; None if it is causal; raise a `ValueError` if it is neither.
 
-    Args:
-        visible: maps a query's position and key positions to the keys that the query sees.
-
-    Raises:
-        ValueError: the mask is neither causal nor a sliding window.
+    visible: maps a query's position and key positions to the keys that the query sees.
     """
     keys = torch.arange(_GRID)
     try:

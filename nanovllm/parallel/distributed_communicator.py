@@ -24,13 +24,7 @@ class DistributedCommunicator(Communicator):
     """Collectives over the engine's own process group: NCCL on CUDA, gloo on the CPU.
 
     torch's default process group is neither used nor created. Collectives on tensors do not synchronise with the host,
-    so CUDA graphs can capture them.
-
-    Args:
-        rank, size: this process's rank, and the number of ranks.
-        device: device of the tensors.
-        store: the store through which the ranks join the group.
-        uses_nccl: whether tensors on CUDA use NCCL; a subclass with its own collectives only needs gloo.
+    so CUDA graphs can capture them. uses_nccl: on CUDA; a subclass with its own collectives only needs gloo.
     """
 
     def __init__(
@@ -49,19 +43,20 @@ class DistributedCommunicator(Communicator):
         options = dist.AllreduceOptions()
         options.reduceOp = op
         options.asyncOp = False
-        work = self._group.allreduce([tensor], options)
-        if not self._uses_nccl:
-            self._wait(work)
-        # NCCL's collectives run on the current stream, so there is nothing to wait for.
-        elif work is not None:
-            work.wait()
+        self._wait(self._group.allreduce([tensor], options))
 
-    def _wait(self, work: dist.Work) -> None:
-        """Wait for a gloo collective.
+    def _wait(self, work: dist.Work | None) -> None:
+        """Wait for a collective.
 
         Raises:
             RuntimeError: it failed, or `interrupt` was called.
         """
+        if self._uses_nccl:
+            # NCCL's collectives run on the current stream, so there is nothing to wait for.
+            if work is not None:
+                work.wait()
+            return
+        assert work is not None
         while not work.is_completed():
             # Raised on timeout, and by a failed collective, whose error the last line raises.
             with suppress(RuntimeError):
@@ -107,11 +102,7 @@ class DistributedCommunicator(Communicator):
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.asyncOp = False
-        work = self._group.broadcast([sent], options)
-        if not self._uses_nccl:
-            self._wait(work)
-        elif work is not None:
-            work.wait()
+        self._wait(self._group.broadcast([sent], options))
         if sent is not flat and self.rank:
             flat.copy_(sent)
         return x

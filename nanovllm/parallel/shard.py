@@ -96,21 +96,13 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     return ModelShard(
         kv_heads=kv_heads,
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
-        intermediate=_mlp_shard(model, rank, size),
+        # A model of sparse layers alone has no MLP.
+        intermediate=Shard.whole(model.intermediate_size)
+        if all(layer.has_experts for layer in model.layers)
+        else _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, unit)),
         vocab=_padded_shard(model.vocab_size, rank, size),
-        experts=experts_shard(model.experts, rank, size, _column_unit(model)) if model.experts is not None else None,
+        experts=experts_shard(model.experts, rank, size, max(_MLP_UNIT, unit)) if model.experts is not None else None,
     )
-
-
-def _mlp_shard(model: ModelConfig, rank: int, size: int) -> Shard:
-    if all(layer.has_experts for layer in model.layers):
-        # The model has no experts.
-        return Shard.whole(model.intermediate_size)
-    return _column_shard("intermediate_size", model.intermediate_size, rank, size, _column_unit(model))
-
-
-def _column_unit(model: ModelConfig) -> int:
-    return max(_MLP_UNIT, _input_unit(model))
 
 
 def _input_unit(model: ModelConfig) -> int:

@@ -105,11 +105,8 @@ def make_buffer(rank: int, size: int, device: torch.device, limits: StepLimits) 
 class SymmetricCommunicator(DistributedCommunicator):
     """Tensor collectives by kernels over a symmetric buffer; host collectives over gloo.
 
-    Only these kernels wait for other ranks on the device, and all of them check the host's abort word.
-
-    Args:
-        rank, size, device, store: see the base class; every GPU must map every other's memory.
-        limits: of every step.
+    Only these kernels wait for other ranks on the device, and all of them check the host's abort word. Every GPU must
+    map every other's memory; limits: of every step.
     """
 
     policy: KernelPolicy = FASTEST

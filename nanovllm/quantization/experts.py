@@ -57,14 +57,7 @@ class ExpertsWeight(LoadableModule, ABC):
 
 
 class DenseExpertsWeight(ExpertsWeight):
-    """Values in the dtype of the activations.
-
-    Args:
-        experts, shard: see the base class.
-
-    Attributes:
-        values: [experts of this rank, outputs of this rank, inputs of this rank].
-    """
+    """Values in the dtype of the activations, [experts of this rank, outputs of this rank, inputs of this rank]."""
 
     def __init__(self, experts: Shard, shard: MatrixShard) -> None:
         super().__init__()
@@ -85,12 +78,7 @@ class DenseExpertsWeight(ExpertsWeight):
 
 
 class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
-    """Values in e4m3.
-
-    Args:
-        experts, shard: see the base class.
-        config: see `Fp8Values`.
-    """
+    """Values in e4m3."""
 
     def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
         super().__init__(shard, config, (experts.size,))
@@ -111,13 +99,7 @@ class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
 def make_experts_weight(
     quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard
 ) -> ExpertsWeight:
-    """Return the weight of one projection of all experts, not yet filled.
-
-    Args:
-        quant_config, shard: see `make_weight`.
-        prefix: name of the projection in the model.
-        experts: of this rank.
-    """
+    """Return the weight of one projection of this rank's experts, not yet filled; see `make_weight`."""
     # A checkpoint has the modules of each expert; where one is stored as it is and another is not, scales are missing.
     parent, _, name = prefix.rpartition(".")
     if quant_config is None or quant_config.ignores(f"{parent}.0.{name}", shard.outputs):

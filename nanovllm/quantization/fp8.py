@@ -63,7 +63,6 @@ class Fp8Values(LoadableModule):
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Keep the dtypes of values and scales, whatever the model's."""
         self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
         self.scales = torch.empty_like(self.scales, device=device)
 
@@ -82,20 +81,13 @@ class Fp8Values(LoadableModule):
             slices["weight"] = E4M3Slice.of((outputs, inputs), region.values.data)
             slices["weight_scale"] = ScaleSlice.of_blocks(config, outputs, inputs, region)
         if config.has_input_scale:
-            slices["input_scale"] = ScaleSlice.unused()
+            # It is not used.
+            slices["input_scale"] = ScaleSlice((), (), torch.empty(1, 1), ((), (1,)))
         return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
 
 
 class Fp8Weight(Fp8Values, Weight):
-    """A linear layer's values in e4m3.
-
-    Args:
-        shard, config: see the base class.
-        has_bias: whether the layer has a bias.
-
-    Attributes:
-        bias: [outputs of this rank], or None.
-    """
+    """A linear layer's values in e4m3, and its bias, [outputs of this rank], if it has one."""
 
     def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
         super().__init__(shard, config)
@@ -103,7 +95,6 @@ class Fp8Weight(Fp8Values, Weight):
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Give the bias the model's dtype."""
         super().allocate(dtype, device)
         if self.bias is not None:
             self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
@@ -203,29 +194,19 @@ class ScaleSlice(WeightSlice):
         rows = torch.arange(present.start, present.stop, device="cpu") // BLOCK - first
         return cls(blocks, index, region[: outputs.num_present], (blocks,), rows)
 
-    @classmethod
-    def unused(cls) -> ScaleSlice:
-        """Return the slice of a scale that is not used."""
-        return cls((), (), torch.empty(1, 1), ((), (1,)))
-
     @override
     def check_shape(self, name: str, shape: list[int]) -> None:
         if shape not in [list(allowed) for allowed in self.shapes]:
             raise ValueError(f"scales {name!r} have shape {shape}; the config asks for {list(self.shape)}")
 
+    @override
     def check_values(self, name: str, tensor: Any) -> None:
-        """Refuse a scale that is negative or no finite number."""
         values: torch.Tensor = tensor[()]
         if not (values.isfinite() & (values >= 0)).all():
             raise ValueError(f"scales {name!r} must be finite and not negative")
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Store scales, for each row of the region.
-
-        Raises:
-            ValueError: see `check_values`.
-        """
         self.check_values(name, values)
         if values.dim() < 2:
             values = values.view(-1, 1)
@@ -237,7 +218,6 @@ class QuantizingSlice(WeightSlice):
     """A slice of a tensor of floats that is quantised when it is stored: all inputs of this rank's outputs.
 
     Attributes:
-        region: the values.
         matrix: values and scales, of this rank's inputs.
         inputs: of this rank.
     """
@@ -255,11 +235,7 @@ class QuantizingSlice(WeightSlice):
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Quantise rows with the scale of all their inputs, other ranks' included.
-
-        Raises:
-            ValueError: a value is not finite.
-        """
+        """Quantise rows with the scale of all their inputs, other ranks' included; raise if a value is not finite."""
         quantized = quantize(values.to(self.region.device), 1, values.shape[1])
         if not quantized.scales.isfinite().all():
             raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")
@@ -268,15 +244,7 @@ class QuantizingSlice(WeightSlice):
 
 
 class KVCacheScales(LoadableModule):
-    """The scales of one layer's keys and values.
-
-    Args:
-        kv_heads: this rank's KV heads.
-        granularity: what has one scale: all heads ("tensor"), or each ("head").
-
-    Attributes:
-        k_scale, v_scale: [KV heads of this rank] float32.
-    """
+    """The scales of one layer's keys and values, [KV heads of this rank] float32; one for all heads, or for each."""
 
     def __init__(self, kv_heads: Shard, granularity: KVGranularity) -> None:
         super().__init__()
@@ -304,8 +272,8 @@ class KVCacheScales(LoadableModule):
 class KVScaleSlice(ScaleSlice):
     """Scales by which what is stored is divided first."""
 
+    @override
     def check_values(self, name: str, tensor: Any) -> None:
-        """Refuse a scale that is no finite number above 0."""
         values: torch.Tensor = tensor[()]
         if not (values.isfinite() & (values > 0)).all():
             raise ValueError(f"scales {name!r} must be finite and positive")

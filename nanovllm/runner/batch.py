@@ -39,14 +39,14 @@ class StepShape:
 
 @dataclass
 class StepInputs:
-    """The inputs of one step on the device, one entry per row; rows of one token first.
+    """The inputs of one step on the device; rows of one token first.
 
     Attributes:
         token_ids, positions: [num_tokens] int32.
         metadata: what attention reads.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
-        sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
-        sampling: sampling parameters of each of them.
+        sample_slots: [num_samples] int32; the slots of the sampled tokens.
+        sampling: their sampling parameters.
     """
 
     token_ids: torch.Tensor
@@ -59,16 +59,12 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Unsampled:
-    """The result of a forward pass whose sampling waits for masks, or for options beyond a temperature.
-
-    Attributes:
-        inputs: the step's.
-        logits: [num_samples, tokens of this rank].
-        prompt_hidden: [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
-    """
+    """The result of a forward pass whose sampling waits for masks, or for options beyond a temperature."""
 
     inputs: StepInputs
+    # [num_samples, tokens of this rank]
     logits: torch.Tensor
+    # [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
     prompt_hidden: torch.Tensor | None = None
 
 
@@ -153,12 +149,7 @@ def make_prompt_arrays(
 ) -> PromptArrays:
     """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
-    Args:
-        chunks: of the step.
-        num_tokens, num_chunks: sizes to pad to; zero chunks, padding included, give empty arrays.
-        block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host.
-        padding_slot: the slot of padding.
-        block_size: tokens per block.
+    block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host.
     """
     if not num_chunks:
         return _NO_PROMPTS
@@ -207,13 +198,9 @@ def _pad(array: np.ndarray, size: int, value: int) -> np.ndarray:
 
 
 class Staging:
-    """Pinned buffers on the host, and their copies on the device.
+    """Pinned buffers on the host for at most `capacity` int32 elements, and their copy on the device.
 
     Two host buffers alternate, so that one is filled while the other may still be read; an event guards each.
-
-    Args:
-        capacity: most int32 elements of a step.
-        device: destination.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -290,13 +277,7 @@ class BatchBuilder:
     ) -> DeviceStep:
         """Update the host's copy of the slots and send changes to the device, padded to `shape`.
 
-        Equal shapes get their tensors at equal addresses, as CUDA graphs need.
-
-        Args:
-            batch: the step.
-            shape: with padding, if any.
-            plan: from the method `plan`.
-            is_capture_size: whether a graph may be captured for the shape.
+        Equal shapes get their tensors at equal addresses, as CUDA graphs need; `plan` is from the method `plan`.
         """
         slots, chunks = self.slots, batch.chunks
         changed_index, changed_values = slots.update_host(batch)
@@ -345,10 +326,8 @@ class BatchBuilder:
         if shape.num_chunks:
             # Each group's tables are separate tensors, and therefore aligned.
             tables = state.block_tables[prompts.slots]
-            slot_mappings = [
-                torch.cat(parts)
-                for parts in zip(slot_mappings, prompts.slot_mapping.view(len(slot_mappings), -1), strict=True)
-            ]
+            new_mappings = prompts.slot_mapping.view(len(slot_mappings), -1)
+            slot_mappings = [torch.cat(parts) for parts in zip(slot_mappings, new_mappings, strict=True)]
             block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
             seq_lens = torch.cat((seq_lens, prompts.seq_lens))
         metadata = StepMetadata(

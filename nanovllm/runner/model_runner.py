@@ -46,23 +46,22 @@ from nanovllm.weights.report import MissingWeights
 class _Part(Enum):
     """The part of a step that `ModelRunner.forward` queues; the rest follows in `sample`."""
 
+    # Logits, and the hidden states of all tokens of chunks.
     WHOLE_CHUNKS = auto()
-    """Logits, and the hidden states of all tokens of chunks."""
+    # Logits.
     FORWARD = auto()
-    """Logits."""
+    # Tokens of rows with temperature as their only option.
     SAMPLED = auto()
-    """Tokens of rows with temperature as their only option."""
+    # Tokens, and the log-probabilities of all rows.
     SAMPLED_WITH_LOGPROBS = auto()
-    """Tokens, and the log-probabilities of all rows."""
 
 
 class ModelRunner:
     """Runs the steps of one engine on one device.
 
     Args:
-        config: the engine's settings.
-        model_config: the model's shape.
-        folder: folder of its weights.
+        config, model_config: of the engine.
+        folder: folder of the weights.
         max_model_len: most tokens of one sequence.
         communicator: joins this rank with the others that share the model; None for a single rank.
 
@@ -76,14 +75,9 @@ class ModelRunner:
     policy: KernelPolicy = FASTEST
 
     def __init__(
-        self,
-        config: Config,
-        model_config: ModelConfig,
-        folder: str,
-        *,
-        max_model_len: int,
-        communicator: Communicator | None = None,
-    ) -> None:
+        self, config: Config, model_config: ModelConfig, folder: str,
+        *, max_model_len: int, communicator: Communicator | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.model_config = model_config
         self.communicator = communicator or Communicator()
@@ -132,7 +126,6 @@ class ModelRunner:
         self.weights = ModelWeights(self.model, self.device, self.communicator)
 
     def _make_backend(self) -> None:
-        """Create the attention backend of the model's layers."""
         config, self.shard = self.config, self.model.shard
         self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
         self.kv_groups = self._make_groups()
@@ -237,7 +230,6 @@ class ModelRunner:
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _extra_rows(self, step: DeviceStep) -> ExtraRows | None:
-        """Return the options of rows beyond a temperature."""
         batch, slots = step.batch, self.batch_builder.slots
         sampled = batch.rows.slots.tolist() + [slots.padding_slot] * step.num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
@@ -265,7 +257,9 @@ class ModelRunner:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
         if part is _Part.WHOLE_CHUNKS:
-            return self._compute_whole_chunks(step, inputs)
+            hidden = self.model.hidden_states(*self._run_model(inputs, None))
+            logits = self.model.project_logits(hidden[inputs.sample_indices])
+            return Unsampled(inputs, logits, hidden[step.shape.num_decodes :])
         logits = self._compute_logits(inputs)
         if part is _Part.FORWARD:
             return Unsampled(inputs, logits)
@@ -284,12 +278,6 @@ class ModelRunner:
         with set_step_metadata(inputs.metadata):
             states: Stream = self.model(inputs.token_ids, inputs.positions, rows)
         return states
-
-    def _compute_whole_chunks(self, step: DeviceStep, inputs: StepInputs) -> Unsampled:
-        """Compute the hidden states of all tokens, for chunks that request more than a token."""
-        hidden = self.model.hidden_states(*self._run_model(inputs, None))
-        logits = self.model.project_logits(hidden[inputs.sample_indices])
-        return Unsampled(inputs, logits, hidden[step.shape.num_decodes :])
 
     def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> PendingStep:
         """Queue the rest of a step: its sampling, and the copy of its tokens to the host; see `Runner`."""
@@ -350,12 +338,11 @@ class ModelRunner:
     @property
     def loader(self) -> WeightsLoader:
         """See `WeightsRunner`."""
-        return WeightsLoader(self.weights, self._call_weights)
 
-    def _call_weights(
-        self, function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None
-    ) -> list[Any]:
-        return [self.on_weights(function, *args) if own is None else own()]
+        def call(function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
+            return [self.on_weights(function, *args) if own is None else own()]
+
+        return WeightsLoader(self.weights, call)
 
     def on_weights(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with this rank's weights and other arguments, on the stream of the steps."""
@@ -384,7 +371,7 @@ class ModelRunner:
                 self._capture()
 
     def exit(self) -> None:
-        """Wait for the device, and release everything on it."""
+        """See `Runner`."""
         self.synchronize()
         self.release()
 

@@ -64,11 +64,7 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
 
 
 class ParallelRunner:
-    """Runs the steps of one engine on `config.tensor_parallel_size` devices.
-
-    Args:
-        ranks: the worker processes, from `start_ranks`.
-        config, model_config, folder, max_model_len: see `ModelRunner`.
+    """Runs the steps of one engine on several devices; `ranks` is from `start_ranks`.
 
     Raises:
         ValueError: the model cannot be sharded over this number of ranks, or `ModelRunner` raises it.
@@ -98,10 +94,8 @@ class ParallelRunner:
                 config, model_config, folder, max_model_len=max_model_len, communicator=communicator
             )
             self._ranks.wait_for(READY)
-        self.pipeline_depth = runner.pipeline_depth
-        self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.num_drafts = runner.num_drafts
-        self.cache_kinds = runner.cache_kinds
+        self.pipeline_depth, self.num_drafts = runner.pipeline_depth, runner.num_drafts
+        self.num_kvcache_blocks, self.cache_kinds = runner.num_kvcache_blocks, runner.cache_kinds
         self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> DeviceStep:
@@ -123,12 +117,9 @@ class ParallelRunner:
             return ParallelHandle(runner.sample(step, masks), self)
 
     def call(self, function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
-        """Call a function with every rank's `ModelRunner` and other arguments; return the results in rank order.
+        """Call a function that pickles with every rank's `ModelRunner` and arguments, or `own` on this rank.
 
-        Args:
-            function: of a module or a class, so that it pickles.
-            args: the other arguments.
-            own: called on this rank instead.
+        Returns the results in rank order.
 
         Raises:
             RuntimeError: the call failed on some rank, and all ranks continue; or the ranks are gone.
@@ -159,11 +150,7 @@ class ParallelRunner:
         self.call(ModelRunner.wake_up, tags)
 
     def synchronize(self) -> None:
-        """Wait for all launched work on every rank.
-
-        Raises:
-            RuntimeError: it failed on some rank, or the ranks are gone.
-        """
+        """Wait for all launched work on every rank; raises if it failed on one, or the ranks are gone."""
         self.call(ModelRunner.synchronize)
 
     def exit(self) -> None:

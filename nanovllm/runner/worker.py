@@ -56,12 +56,7 @@ class WorkerFailure(NamedTuple):
 
 @dataclass(frozen=True)
 class StepOrder:
-    """Run a batch. There is no reply: a failed step ends the rank.
-
-    Attributes:
-        batch: the step; without its sequence ids, which only rank 0 needs.
-        same_rows: whether its `rows` equal the previous step's, and are not sent.
-    """
+    """Run a batch, with the previous step's `rows` if `same_rows`. There is no reply: a failed step ends the rank."""
 
     batch: ScheduledBatch
     same_rows: bool
@@ -119,7 +114,11 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None
     # `runner.check` raises while the channel waits if the last step failed on the device.
     while (order := channel.receive(runner.check)) is not None:
         if isinstance(order, CallOrder):
-            reports.send(_call(runner, order))
+            try:
+                reply = Reply(order.function(runner, *order.args))
+            except Exception:
+                reply = Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
+            reports.send(reply)
             continue
         batch: ScheduledBatch = order.batch
         if order.same_rows:
@@ -132,13 +131,6 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None
         runner.sample(step, masks)
     runner.exit()
     communicator.close()
-
-
-def _call(runner: ModelRunner, order: CallOrder) -> Reply:
-    try:
-        return Reply(order.function(runner, *order.args))
-    except Exception:
-        return Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
 
 
 def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:

@@ -79,11 +79,7 @@ class WorkerError(RuntimeError):
 
 
 class WorkerProcesses:
-    """The processes of all ranks but 0. The constructor starts them; they then wait for a plan.
-
-    Args:
-        size: number of ranks, including rank 0.
-    """
+    """The processes of all ranks but 0 of `size`. The constructor starts them; they then wait for a `WorkerPlan`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -107,20 +103,12 @@ class WorkerProcesses:
         return [rank.process.pid for rank in self._ranks]
 
     def send(self, order: object) -> None:
-        """Send every rank an order: see `runner.worker`; after a `CallOrder`, `replies` must follow.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
+        """Send every rank an order of `runner.worker`, unless `check` raises; `replies` must follow a `CallOrder`."""
         self.check()
         self._channel.send(order, self.check)
 
     def replies(self) -> list[Any]:
-        """Wait for the results of a call, in rank order.
-
-        Raises:
-            WorkerError: a rank's call raised an exception, or a rank has exited.
-        """
+        """Wait for the results of a call, in rank order; a `WorkerError` if one failed, or a rank has exited."""
         for rank in self._ranks:
             while rank.reply is None:
                 rank.read_reports(_POLL_SECONDS)
@@ -135,11 +123,7 @@ class WorkerProcesses:
         return [reply.result for _, reply in replies]
 
     def check(self) -> None:
-        """Check that all ranks run.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
+        """Raise a `WorkerError` if a rank has exited."""
         if self._ended():
             raise self._error()
 
@@ -157,11 +141,7 @@ class WorkerProcesses:
         self._watcher.start()
 
     def wait_for(self, stage: str) -> None:
-        """Wait until every rank has reported `stage`.
-
-        Raises:
-            WorkerError: a rank exited before, or did not report it in time.
-        """
+        """Wait until every rank has reported `stage`; a `WorkerError` if one exited before, or did not in time."""
         deadline = time.monotonic() + _START_SECONDS
         for rank in self._ranks:
             while stage not in rank.stages:
@@ -172,11 +152,7 @@ class WorkerProcesses:
                         raise WorkerError(f"rank {rank.rank} is not {stage} after {_START_SECONDS:.0f} s")
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
-        """Call a function that waits for the other ranks, in another thread, and return its result.
-
-        Raises:
-            WorkerError: a rank has exited; the thread is not waited for.
-        """
+        """Return the result of a function that waits for the other ranks, in a thread that is left if one exits."""
         future: futures.Future[_T] = futures.Future()
 
         def run() -> None:

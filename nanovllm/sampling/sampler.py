@@ -27,7 +27,7 @@ class SamplingInputs:
     Attributes:
         temperatures: [num_rows] float32; 0 is greedy.
         seeds: [num_rows, 2] int32; low and high word.
-        output_index: [num_rows] int32; number of tokens that each sequence has generated before.
+        output_index: [num_rows] int32; tokens that each sequence has generated before.
     """
 
     temperatures: torch.Tensor
@@ -69,18 +69,16 @@ class ExtraRows:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The result of sampling rows of logits.
+    """The result of sampling rows of logits: [num_rows] int64, the same on every rank.
 
-    Attributes:
-        token_ids: [num_rows] int64, the same on every rank.
-        logprobs: log-probabilities of the rows that need them, in order; None if no row does.
+    logprobs: of the rows that need them, in order; None if no row does.
     """
 
     token_ids: torch.Tensor
     logprobs: DeviceLogprobs | None = None
 
     def logprobs_of(self, rows: torch.Tensor | None) -> DeviceLogprobs | None:
-        """Select log-probabilities; rows: [n] int64 indices into the rows with log-probabilities, or None."""
+        """Select log-probabilities by [n] int64 indices into the rows that have them."""
         if self.logprobs is None or rows is None:
             return None
         values, token_ids, ranks = self.logprobs
@@ -117,18 +115,10 @@ class Sampler:
     """
 
     def __init__(self, vocab: Shard, communicator: Communicator, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
-        self.vocab = vocab
-        self.communicator = communicator
-        self.logprobs_mode = logprobs_mode
+        self.vocab, self.communicator, self.logprobs_mode = vocab, communicator, logprobs_mode
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs, extra: ExtraRows | None = None) -> Sampled:
-        """Sample a token from each row of logits.
-
-        Args:
-            logits: [num_rows, vocabulary entries of this rank].
-            inputs: sampling parameters of the rows.
-            extra: parameters of some rows beyond the temperature.
-        """
+        """Sample a token from each row of logits, [num_rows, vocabulary entries of this rank]."""
         if extra is None:
             return Sampled(self._draw(logits, inputs))
         edited = None if extra.edited_indices is None else self._edit(logits, inputs, extra.edited_indices, extra)
@@ -145,13 +135,7 @@ class Sampler:
         return Sampled(token_ids, ops.own_logprobs(logits[:, : self.vocab.total].contiguous(), token_ids, temperatures))
 
     def score(self, logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> DeviceLogprobs:
-        """Return log-probabilities of given tokens and of the most likely ones.
-
-        Args:
-            logits: [num_rows, vocabulary entries of this rank].
-            token_ids: [num_rows] int64.
-            num_logprobs: number of most likely tokens to return with each.
-        """
+        """Return log-probabilities of given tokens, [num_rows] int64, and of the `num_logprobs` most likely ones."""
         return ops.token_logprobs(self._whole_rows(logits), token_ids, num_logprobs)
 
     def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, edited: _Edited | None = None) -> torch.Tensor:

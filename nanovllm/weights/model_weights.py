@@ -40,12 +40,7 @@ _STORED_DTYPES = {
 
 
 class ModelWeights:
-    """The weights of one rank.
-
-    Args:
-        model: has memory for them.
-        device: of the model.
-        communicator: joins the ranks.
+    """The weights of one rank, for which a model has memory on a device.
 
     Attributes:
         missing: weights that a sleep dropped, or a failed load left incomplete, and that were not loaded since.
@@ -79,14 +74,10 @@ class ModelWeights:
         return [target for target, _ in self._parts[name]]
 
     def check(self, name: str, tensor: Any) -> bool:
-        """Return whether a tensor is needed; a tied head is not.
-
-        Args:
-            name: in the checkpoint.
-            tensor: a tensor, or a reader of one in safetensors.
+        """Return whether a tensor, or a reader of one in safetensors, is needed; a tied head is not.
 
         Raises:
-            ValueError: the model has no such tensor, or one of another shape or dtype.
+            ValueError: the model has no tensor of this name in the checkpoint, or one of another shape or dtype.
         """
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
@@ -117,13 +108,10 @@ class ModelWeights:
         return self._parts[name]
 
     def write(self, name: str, tensor: Any, *, finds_nans: bool = True) -> None:
-        """Store this rank's slices of a tensor that `check` has passed; `take_nans` reports any NaN.
+        """Store this rank's slices of a tensor that `check` has passed; with `finds_nans`, `take_nans` reports any NaN.
 
-        Args:
-            name: in the checkpoint.
-            tensor: a reader of a file's tensor; or a tensor of the first rank, which broadcasts it to the others, where
-                it has no values (meta device).
-            finds_nans: whether to look for NaN.
+        `tensor` is a reader of a file's tensor; or a tensor of the first rank, which broadcasts it to the others, where
+        it has no values (meta device).
         """
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(self._broadcast(name, tensor))
@@ -165,8 +153,7 @@ class ModelWeights:
         most one. The first rank shows a progress bar, and warns of floats that have to be converted.
 
         Raises:
-            ValueError: no weights there, a file missing or damaged, tensors missing, left over, or of the wrong shape
-                or dtype.
+            ValueError: a file is missing or damaged, or tensors are missing, left over, or of another shape or dtype.
         """
         self._check_names(folder)
         rank, converted = self._communicator.rank, dict[str, torch.dtype]()
@@ -216,8 +203,7 @@ class ModelWeights:
         """Return the number of needed tensors in a folder, and their targets; reject one that does not fit.
 
         Raises:
-            ValueError: see `check` and `check_values`; a file is missing or damaged; or, with `strict`, tensors are
-                missing.
+            ValueError: a tensor does not fit, a file is damaged, or, with `strict`, tensors are missing.
         """
         num_needed, found = 0, set[WeightTarget]()
         for name, tensor in self._model.folder_tensors(folder):
@@ -290,9 +276,7 @@ class ModelWeights:
         return list(dict.fromkeys(names))
 
     def count_missing(self) -> MissingWeights:
-        """Return the weights that a sleep dropped or a failed load left incomplete, or that have parts of an
-        adapter.
-        """
+        """Return the number of weights in `missing`, or else in `half_merged`."""
         missing = self.missing or self.half_merged
         example = str(min(missing)) if missing else ""
         return MissingWeights(len(missing), example, is_half_merged=bool(missing) and not self.missing)
@@ -309,8 +293,7 @@ class ModelWeights:
     def release(self, keep: bool) -> None:
         """Release the weights' memory; on the CPU only if they are not kept.
 
-        Args:
-            keep: copy them to host memory, from which `restore` brings them back, unless they were dropped before.
+        With `keep`, copy them to host memory, from which `restore` brings them back, unless they were dropped before.
         """
         storages, is_cuda = self._storages(), self._device.type == "cuda"
         if self._sizes is None:
@@ -348,11 +331,8 @@ class ModelWeights:
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the distinct storages of the weights."""
-        found = {}
-        for tensor in self._model.weight_tensors():
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = storage
-        return list(found.values())
+        storages = [tensor.untyped_storage() for tensor in self._model.weight_tensors()]
+        return list({storage._cdata: storage for storage in storages}.values())
 
 
 @contextmanager
@@ -384,15 +364,13 @@ class WeightsLoader:
     """
 
     def __init__(self, own: ModelWeights, call: Callable[..., list[Any]]) -> None:
-        self._own = own
-        self._call = call
+        self._own, self._call = own, call
 
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
         """Write tensors into the running model, on every rank, or merge an adapter.
 
         Args:
-            weights: pairs of a name and a tensor, consumed one by one; or the path of a folder of them, or of an
-                adapter.
+            weights: pairs of a name and a tensor, consumed one by one; or a folder of them, or of an adapter.
             strict: refuse to leave a tensor unchanged.
 
         Raises:

@@ -20,13 +20,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class WeightTarget(NamedTuple):
-    """The destination of a checkpoint tensor.
-
-    Attributes:
-        param: name of the tensor in the model's modules.
-        part: name of the projection, if the parameter stacks several; None otherwise.
-        expert: number of the expert, if the parameter holds several; None in a dense layer.
-    """
+    """The destination of a checkpoint tensor: a parameter by its name, or a projection or expert stacked in it."""
 
     param: str
     part: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -84,6 +85,13 @@ class AttentionLayer:
     scale: float
     options: AttentionOptions = PLAIN
     group: int = 0
+
+    @cached_property
+    def spec(self) -> Paged:
+        """Return what it caches."""
+        num_kv_heads, key_size = self.pages.k_cache.shape[2:]
+        value_size, dtype = self.pages.v_cache.shape[3], self.pages.k_cache.dtype
+        return Paged(num_kv_heads, key_size, value_size, self.options.window, dtype)
 
 
 class AttentionBackend(ABC):

@@ -59,26 +59,14 @@ def _cut(members: np.ndarray, full: np.ndarray, blocks: np.ndarray, row: int) ->
     return PrefixGroup(members[matched >= depths[best]], int(depths[best]), int(saved[best]))
 
 
-class CascadeWork(NamedTuple):
-    """The arrays of `CascadeGroups` for one step, int32.
-
-    Attributes:
-        items: [max_items, 4]; first member, members, first key, keys.
-        members: [num_rows].
-        rows: [3, num_rows]; shared tokens, first output, outputs.
-    """
-
-    items: np.ndarray
-    members: np.ndarray
-    rows: np.ndarray
-
-
 def plan_cascade_groups(
     tables: np.ndarray, num_full_blocks: np.ndarray, block_size: int, max_items: int, rows_per_item: int
-) -> CascadeWork | None:
-    """Divide the work on common prefixes into at most `max_items` items; None if it saves too little.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+    """Divide the work on common prefixes into items; None if it saves too little.
 
-    tables, num_full_blocks: see `find_groups`.
+    tables, num_full_blocks: see `find_groups`. Returns the arrays of `CascadeGroups`, int32: items, [max_items, 4], of
+    first member, members, first key and keys; members, [num_rows]; rows, [3, num_rows], of shared tokens, first output
+    and outputs.
     """
     num_rows = len(tables)
     groups: list[PrefixGroup] = []
@@ -110,7 +98,7 @@ def plan_cascade_groups(
                 items[item] = placed, len(tile), first_key, min(split_keys, num_keys - first_key)
                 item += 1
             placed += len(tile)
-    return CascadeWork(items, members, rows)
+    return items, members, rows
 
 
 class CascadePlanner:
@@ -149,11 +137,11 @@ class CascadePlanner:
             self._planned_slots = decode_slots
             full, tables = num_computed[decode_slots] // self.block_size, block_tables[decode_slots]
             work = plan_cascade_groups(tables, full, self.block_size, self.max_items, self.rows_per_item)
-            self.packed = NOTHING if work is None else self._pack(work)
-            self._shared_lens = None if work is None else work.rows[0]
+            self.packed, self._shared_lens = NOTHING, None
+            if work is not None:
+                items, members, rows = work
+                padding = self.num_slots - len(members)
+                padded = np.pad(members, (0, padding)), np.pad(rows, ((0, 0), (0, padding)))
+                self.packed = np.concatenate([array.reshape(-1) for array in (items, *padded)])
+                self._shared_lens = rows[0]
         return self._shared_lens
-
-    def _pack(self, work: CascadeWork) -> np.ndarray:
-        padding = self.num_slots - len(work.members)
-        members, rows = np.pad(work.members, (0, padding)), np.pad(work.rows, ((0, 0), (0, padding)))
-        return np.concatenate([array.reshape(-1) for array in (work.items, members, rows)])

@@ -21,7 +21,7 @@ from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, 
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
 from nanovllm.kernels.linear.quantize_rows import Rounding
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.qkv_rope_store import NormRope
 
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
@@ -44,36 +44,16 @@ class DecodeVariant(NamedTuple):
     single_split: bool = False
 
 
-class LayerKind(NamedTuple):
-    """What layers have in common that attend by one plan."""
-
-    num_kv_heads: int
-    key_size: int
-    value_size: int
-    window: int | None
-
-    @classmethod
-    def of_spec(cls, spec: Paged) -> LayerKind:
-        """Return the kind of layers that cache this."""
-        return cls(spec.num_kv_heads, spec.key_size, spec.value_size, spec.window)
-
-    @classmethod
-    def of_pages(cls, pages: KVPages, window: int | None) -> LayerKind:
-        """Return the kind of layers with such pages."""
-        num_kv_heads, key_size = pages.k_cache.shape[2:]
-        return cls(num_kv_heads, key_size, pages.v_cache.shape[3], window)
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """What the layers of a step share.
 
     Attributes:
-        decodes: how decode rows attend, by the kind of layer.
+        decodes: how decode rows attend, by what the layer caches.
         wide: tables of the pages of 16 bits to which the chunks' contexts are widened; None if they are not.
     """
 
-    decodes: dict[LayerKind, DecodePlan]
+    decodes: dict[Paged, DecodePlan]
     wide: WideTables | None
 
 
@@ -87,14 +67,15 @@ class TritonBackend(AttentionBackend):
         self.policy, self.kernel_rows = policy, policy.attention_rows
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.dtype, self.num_heads = dtype, setup.num_heads
-        self._kinds = list(dict.fromkeys(map(LayerKind.of_spec, setup.specs)))
+        self._specs = list(dict.fromkeys(setup.specs))
         self._hopper_decode: Any = None
         self._hopper_prefill: Any = None
         self._widens = setup.specs[0].dtype == torch.float8_e4m3fn
-        num_kv_heads, key_size, *_ = self._kinds[0]
+        num_kv_heads, key_size = self._specs[0].num_kv_heads, self._specs[0].key_size
         # Hopper's kernels and cascade attention take one size of heads, the same in all layers. They decide a step's
         # variant, and so its graph, which all ranks capture together: they must agree.
-        is_same = {kind[:3] for kind in self._kinds} == {(num_kv_heads, key_size, key_size)}
+        sizes = {(spec.num_kv_heads, spec.key_size, spec.value_size) for spec in self._specs}
+        is_same = sizes == {(num_kv_heads, key_size, key_size)}
         are_alike = all_reduce_min(int(is_same)) == 1
         if are_alike and is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
@@ -105,7 +86,7 @@ class TritonBackend(AttentionBackend):
                 self._hopper_decode = hopper_decode
         # Layers with windows take no part in cascade attention.
         shares = setup.shares_prefixes and are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
-        shares = shares and any(kind.window is None for kind in self._kinds)
+        shares = shares and any(spec.window is None for spec in self._specs)
         max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares else 0
         self._fewest_kv_heads = all_reduce_min(num_kv_heads)
         rows_per_item = cascade_attention.rows_per_item(self.num_heads // num_kv_heads)
@@ -139,7 +120,7 @@ class TritonBackend(AttentionBackend):
 
     @override
     def plan(self, step: StepMetadata) -> None:
-        """Divide the decode rows' contexts, or what windows leave of them, among programs; by kind of layer."""
+        """Divide the decode rows' contexts, or what windows leave of them, among programs, by what layers cache."""
         step.plan = StepPlan(self._plan_decodes(step), self._plan_wide(step))
 
     def _plan_wide(self, step: StepMetadata) -> WideTables | None:
@@ -151,29 +132,29 @@ class TritonBackend(AttentionBackend):
             return None
         return plan_wide_tables(step.seq_lens[step.num_decodes :], lens)
 
-    def _plan_decodes(self, step: StepMetadata) -> dict[LayerKind, DecodePlan]:
+    def _plan_decodes(self, step: StepMetadata) -> dict[Paged, DecodePlan]:
         n = step.num_decodes
         if not n:
             return {}
         uses_cascade, single_split = cast(DecodeVariant, step.variant)
         groups = self.cascade.groups if uses_cascade else None
         plans = {}
-        for kind in self._kinds:
-            tile, programs = self._division(kind, n)
-            plans[kind] = plan_decode(
+        for spec in self._specs:
+            tile, programs = self._division(spec, n)
+            plans[spec] = plan_decode(
                 step.seq_lens[:n],
                 self.num_heads,
-                kind.num_kv_heads,
-                kind.value_size,
+                spec.num_kv_heads,
+                spec.value_size,
                 tile,
-                1 if single_split else self._shares(n, programs, kind.num_kv_heads),
-                shared=groups if kind.window is None else None,
-                window=kind.window,
+                1 if single_split else self._shares(n, programs, spec.num_kv_heads),
+                shared=groups if spec.window is None else None,
+                window=spec.window,
             )
         return plans
 
-    def _division(self, kind: LayerKind, num_seqs: int) -> tuple[int, int]:
-        """Return the tokens per tile, and the programs per multiprocessor, of layers of this kind."""
+    def _division(self, spec: Paged, num_seqs: int) -> tuple[int, int]:
+        """Return the tokens per tile, and the programs per multiprocessor, of layers that cache this."""
         if self._hopper_decode is not None:
             return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
         tile, programs = _MANY_TILE, _MANY_PROGRAMS
@@ -182,7 +163,7 @@ class TritonBackend(AttentionBackend):
         if self.dtype == torch.float32:
             tile = _FLOAT32_TILE
         # Larger heads take the shared memory of more tokens.
-        largest = max(128, padded_size(max(kind.key_size, kind.value_size)))
+        largest = max(128, padded_size(max(spec.key_size, spec.value_size)))
         return max(_LEAST_TILE, tile * 128 // largest), programs
 
     def _empty_outputs(
@@ -200,7 +181,7 @@ class TritonBackend(AttentionBackend):
         pages, scale, options = layer.pages, layer.scale, layer.options
         out = self._empty_outputs(len(query), pages.v_cache.shape[3], query, rounding)
         n, tables = step.num_decodes, step.block_tables[layer.group]
-        is_plain, kind, plan = options.is_plain, LayerKind.of_pages(pages, options.window), cast(StepPlan, step.plan)
+        is_plain, plan = options.is_plain, cast(StepPlan, step.plan)
         if n and is_plain and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(
                 query[:n],
@@ -208,11 +189,13 @@ class TritonBackend(AttentionBackend):
                 rows_of(out, slice(n)),
                 tables[:n],
                 step.slot_mappings[layer.group][:n],
-                plan.decodes[kind],
+                plan.decodes[layer.spec],
                 scale,
             )
         elif n:
-            decode_attention(query[:n], pages, rows_of(out, slice(n)), tables[:n], plan.decodes[kind], scale, options)
+            decode_attention(
+                query[:n], pages, rows_of(out, slice(n)), tables[:n], plan.decodes[layer.spec], scale, options
+            )
         if len(step.query_tiles):
             chunks = ChunkRows(tables[n:], step.seq_lens[n:], step.cu_seqlens_q, step.query_tiles)
             if is_plain and plan.wide is not None:
@@ -233,7 +216,7 @@ class TritonBackend(AttentionBackend):
         if self._hopper_decode is None or uses_cascade or len(step.query_tiles):
             return None
         out = self._empty_outputs(len(qkv), qkv.shape[2], qkv, rounding)
-        plan = step.plan.decodes[LayerKind.of_pages(layer.pages, None)]
+        plan = step.plan.decodes[layer.spec]
         tables, slot_mapping = step.block_tables[layer.group], step.slot_mappings[layer.group]
         self._hopper_decode.hopper_decode_attention(
             qkv, layer.pages, out, tables, slot_mapping, plan, layer.scale, rope=rope

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -117,12 +116,20 @@ class ModelWeights:
             tensor = WholeTensor(self._broadcast(name, tensor))
         for target, rows in rows_of(tensor, self._parts[name]):
             maxima: Maxima = []
-            watched = _Watched(name, rows, self._device, maxima) if finds_nans else rows
             for place in self._slices[target].places:
-                place.store(name, watched[place.index])
+                place.store(name, self._read(name, rows, place, maxima) if finds_nans else rows[place.index])
             # Excludes rejected tensors.
             self._maxima += maxima
             self.missing.discard(target)
+
+    def _read(self, name: str, tensor: Any, part: WeightSlice, maxima: Maxima) -> torch.Tensor:
+        """Copy a slice of a tensor to the device, and add its maximum, to detect NaN."""
+        values: torch.Tensor = tensor[part.index].to(self._device, non_blocking=True)
+        if values.numel():
+            # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
+            is_e4m3 = values.dtype == torch.float8_e4m3fn
+            maxima.append((name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
+        return values
 
     def _broadcast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self._communicator.size == 1:
@@ -251,7 +258,7 @@ class ModelWeights:
             for target, rows in rows_of(update.to(self._device), self._parts[name]):
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)
-                part.store(name, part.region.float() + _Watched(name, rows, self._device, self._maxima)[part.index])
+                part.store(name, part.region.float() + self._read(name, rows, part, self._maxima))
 
     def take_adapter_out(self) -> int:
         """Restore the weights that an adapter has changed, bit for bit; return their number."""
@@ -482,24 +489,3 @@ def _warn_of_conversions(
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """A tensor reader that copies slices to the device and records their maximum, to detect NaN."""
-
-    name: str
-    tensor: Any
-    device: torch.device
-    maxima: Maxima
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.get_shape())
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        values: torch.Tensor = self.tensor[index].to(self.device, non_blocking=True)
-        if values.numel():
-            # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
-            is_e4m3 = values.dtype == torch.float8_e4m3fn
-            self.maxima.append((self.name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
-        return values

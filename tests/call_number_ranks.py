@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels import policy
 from nanovllm.parallel import symmetric_communicator as symmetric
-from nanovllm.parallel.communicator import find_store
+from nanovllm.parallel.distributed_communicator import find_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
 
 NUM_RANKS = 2

@@ -45,7 +45,7 @@ class Sender:
         inputs = self.builder.gather(self.send(batch, shape))
         slots = inputs.sample_slots
         token_ids, sampled = torch.full((len(slots),), token), torch.zeros(len(slots), dtype=torch.int64)
-        scatter_tokens(self.builder.slots.tensors, slots, token_ids, inputs.metadata[0].num_decodes, sampled)
+        scatter_tokens(self.builder.slots.tensors, slots, token_ids, inputs.metadata.num_decodes, sampled)
         return inputs
 
 
@@ -80,7 +80,7 @@ def test_a_new_block_is_one_number(sender: Sender) -> None:
     inputs = sender.step(ScheduledBatch(new_blocks=[NewBlock(1, 2, 5)], rows=slot_rows(1)))
     # Its place and its value.
     assert sender.sent == [1, 2]
-    assert inputs.metadata[0].block_tables.tolist() == [[11, 21, 5, 0, 0, 0]]
+    assert inputs.metadata.block_tables[0].tolist() == [[11, 21, 5, 0, 0, 0]]
 
 
 def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
@@ -89,8 +89,8 @@ def test_padding_rows_store_nothing_and_change_no_slot(sender: Sender) -> None:
     batch = ScheduledBatch(rows=slot_rows(2), chunks=[Chunk(3, 0, array("i", [50, 51]), True, False)],
                            new_requests=[NewRequest(3, [[13]], 9, 0.0, 0)])  # fmt: skip
     inputs = sender.step(batch, StepShape(num_decodes=3, num_prompt_tokens=5, num_chunks=3), token=99)
-    assert inputs.metadata[0].slot_mapping.tolist() == [22 * 16 + 1, -1, -1, 13 * 16, 13 * 16 + 1, -1, -1, -1]
-    assert inputs.metadata[0].seq_lens.tolist()[:1] == [18]
+    assert inputs.metadata.slot_mappings[0].tolist() == [22 * 16 + 1, -1, -1, 13 * 16, 13 * 16 + 1, -1, -1, -1]
+    assert inputs.metadata.seq_lens.tolist()[:1] == [18]
     # Neither padding nor the chunk, which does not end its prompt, is sampled for.
     assert inputs.sample_slots.tolist() == [2, 4, 4, 4, 4, 4]
     for name, tensor in vars(state).items():
@@ -107,10 +107,10 @@ def test_a_token_that_is_stored_already_has_no_place_on_the_device(sender: Sende
         chunks=[Chunk(3, 31, array("i", [60]), store=False, samples=True)],
     )
     inputs = sender.step(batch)
-    assert inputs.metadata[0].slot_mapping.tolist() == [20 * 16 + 1, -1]
+    assert inputs.metadata.slot_mappings[0].tolist() == [20 * 16 + 1, -1]
     # It attends to all before it, and to itself, all the same.
-    assert inputs.metadata[0].seq_lens.tolist() == [18, 32] and inputs.positions.tolist() == [17, 31]
-    assert inputs.metadata[0].block_tables[1].tolist() == [10, 11, 0, 0, 0, 0]
+    assert inputs.metadata.seq_lens.tolist() == [18, 32] and inputs.positions.tolist() == [17, 31]
+    assert inputs.metadata.block_tables[0][1].tolist() == [10, 11, 0, 0, 0, 0]
 
 
 def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> None:
@@ -146,12 +146,14 @@ def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.Monke
         return plan(backend, slots, lens, block_tables)
 
     monkeypatch.setattr(SdpaBackend, "plan_host", noting_plan)
-    first, second = sender.step(batch, StepShape(2, 3, 2)).metadata
-    assert first.slot_mapping.tolist() == [21 * 16 + 1, 20 * 16 + 1, 12 * 16 + 15, 22 * 16, -1]
-    assert second.slot_mapping.tolist() == [41 * 16 + 1, 40 * 16 + 1, 32 * 16 + 15, 42 * 16, -1]
-    assert first.block_tables[:3, :3].tolist() == [[11, 21, 51], [10, 20, 0], [12, 22, 0]]
-    assert second.block_tables[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
+    metadata = sender.step(batch, StepShape(2, 3, 2)).metadata
+    first, second = metadata.slot_mappings
+    assert first.tolist() == [21 * 16 + 1, 20 * 16 + 1, 12 * 16 + 15, 22 * 16, -1]
+    assert second.tolist() == [41 * 16 + 1, 40 * 16 + 1, 32 * 16 + 15, 42 * 16, -1]
+    first, second = metadata.block_tables
+    assert first[:3, :3].tolist() == [[11, 21, 51], [10, 20, 0], [12, 22, 0]]
+    assert second[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
     # Common prefixes are those of the first group.
     assert planned[0][:2, :2].tolist() == [[10, 20], [11, 21]]
-    first, second = sender.step(ScheduledBatch(rows=slot_rows(0))).metadata
-    assert (first.slot_mapping.tolist(), second.slot_mapping.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])
+    first, second = sender.step(ScheduledBatch(rows=slot_rows(0))).metadata.slot_mappings
+    assert (first.tolist(), second.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])

@@ -106,12 +106,12 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
         assert group.values.data_ptr() == group.keys.data_ptr() + group.keys.nbytes
     assert cache.block_bytes == 16 * (2 * 2 * 2 * 8 * 4 + (24 + 8) * 2) and cache.most_copied_bytes == 16 * 2 * 8 * 4
     for i, layer in enumerate(layers):
-        layer.pages.k_cache[1], layer.pages.v_cache[1] = 2 * i + 1, 2 * i + 2
+        layer.layer.pages.k_cache[1], layer.layer.pages.v_cache[1] = 2 * i + 1, 2 * i + 2
     cache.begin_step(ScheduledBatch(transfers=[BlockTransfer("copy", 1, 2)]))
     for i, layer in enumerate(layers):
-        assert (layer.pages.k_cache[2] == 2 * i + 1).all() and (layer.pages.v_cache[2] == 2 * i + 2).all()
-        assert not layer.pages.k_cache[0].any() and not layer.pages.v_cache[0].any()
-    assert torch.equal(cache.tensors[specs[0]].keys[1], layers[2].pages.k_cache)
+        assert (layer.layer.pages.k_cache[2] == 2 * i + 1).all() and (layer.layer.pages.v_cache[2] == 2 * i + 2).all()
+        assert not layer.layer.pages.k_cache[0].any() and not layer.layer.pages.v_cache[0].any()
+    assert torch.equal(cache.tensors[specs[0]].keys[1], layers[2].layer.pages.k_cache)
     # Out to slots of the host's memory, and back in: what a step loads is what was there before it saves.
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", cache.block_bytes)
     cache.copies = BlockCopies(list(cache.stacks()), host_blocks.HostBlocks(3, cache.block_bytes, CPU))
@@ -122,10 +122,10 @@ def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypa
     cache.load_and_save(ScheduledBatch(transfers=[back, out]))
     cache.load_and_save(ScheduledBatch(transfers=[BlockTransfer("load", 2, 2)]))
     for i, layer in enumerate(layers):
-        assert (layer.pages.k_cache[0] == 2 * i + 1).all() and (layer.pages.v_cache[0] == 2 * i + 2).all()
-        assert not layer.pages.k_cache[2].any() and not layer.pages.v_cache[2].any()
+        assert (layer.layer.pages.k_cache[0] == 2 * i + 1).all() and (layer.layer.pages.v_cache[0] == 2 * i + 2).all()
+        assert not layer.layer.pages.k_cache[2].any() and not layer.layer.pages.v_cache[2].any()
     cache.unbind()
-    assert not any(hasattr(layer, "pages") for layer in layers)
+    assert not any(hasattr(layer, "layer") for layer in layers)
 
 
 def test_block_tables_whose_offsets_are_no_int32_are_refused(checkpoint: Path) -> None:

@@ -14,9 +14,9 @@ from torch.multiprocessing import get_context
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.parallel import symmetric_communicator as symmetric
-from nanovllm.parallel.communicator import open_store
+from nanovllm.parallel.distributed_communicator import open_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
-from nanovllm.runner import model_runner, prompt_outputs
+from nanovllm.runner import model_runner, step_outputs
 from nanovllm.runner.worker import step_limits
 from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
 from tests.conftest import MakeCheckpoint
@@ -127,7 +127,7 @@ def test_no_step_makes_more_calls_than_it_has_numbers(
     model: dict[str, Any], make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With scored prompts, edited rows and log-probabilities, whose logits go in many parts."""
-    monkeypatch.setattr(prompt_outputs, "LOGITS_BYTES", 4 * 320 * 5)
+    monkeypatch.setattr(step_outputs, "LOGITS_BYTES", 4 * 320 * 5)
     monkeypatch.setattr(symmetric, "_ROW_BYTES", 2**16)
     made: list[Counting] = []
 

@@ -44,8 +44,8 @@ from nanovllm.models import with_stored_head
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.fp8 import Fp8Weight
+from nanovllm.quantization.weight import DenseWeight
 from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.backend import AttentionLayer, AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.metadata import StepMetadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.config import Config, KVCacheDtype
 from nanovllm.kernels import qkv_rope_store
@@ -201,18 +202,18 @@ def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
     cache, tables, seq_lens = paged(lens, 256, 2, 128, dtype)
     pages, meant = in_e4m3(cache)
     spec = Paged(2, 128, 128, None, E4M3)
-    backend = TritonBackend(torch.device(DEVICE), dtype, 256, 8, [spec], num_slots=1)
+    backend = TritonBackend(AttentionSetup(torch.device(DEVICE), dtype, 256, 8, [spec], num_slots=1))
     work = [(i, n) for i, q in enumerate(query_lens[1:]) for n in range(-(-q // QUERY_TILE))]
     tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
-    metadata = AttentionMetadata(
-        num_decodes=1, slot_mapping=new_slots(tables, lens, 256), block_tables=tables, seq_lens=seq_lens,
+    metadata = StepMetadata(
+        num_decodes=1, slot_mappings=[new_slots(tables, lens, 256)], block_tables=[tables], seq_lens=seq_lens,
         cu_seqlens_q=torch.tensor([0, *query_lens[1:]], device=DEVICE).cumsum(0).int(), query_tiles=tiles,
         sample_tiles=tiles, seq_lens_host=lens, query_lens_host=query_lens[1:], variant=DecodeVariant(),
     )  # fmt: skip
-    backend.plan([metadata])
+    backend.plan(metadata)
     assert (metadata.plan.wide is not None) == (dtype != torch.float32)
     query = randn(sum(query_lens), 8, 128, dtype=dtype)
-    out = backend.run(query, pages, metadata, 0.1 * 128**-0.5)
+    out = backend.run(query, AttentionLayer(pages, 0.1 * 128**-0.5), metadata)
     assert isinstance(out, torch.Tensor)
     check(out, query, meant, tables, query_lens, lens)
 
@@ -356,7 +357,7 @@ def test_an_engine_clips_only_what_scales_do_not_fit(make_checkpoint: MakeCheckp
     assert 3 * (scaled[0] - exact[0]).abs().mean() < (clipped[0] - exact[0]).abs().mean()
     with LLM(plain, **SETTINGS, kv_cache_dtype="fp8") as llm:
         runner: Any = llm.llm_engine._runner
-        scales = runner.model.model.layers[1].self_attn.attn.pages.scales
+        scales = runner.model.model.layers[1].self_attn.attn.layer.pages.scales
         assert scales.keys.tolist() == [1.0] * 5 and scales.values.tolist() == [0.5] * 5
         llm.generate([PROMPT], GREEDY, use_tqdm=False)
         once = llm.stats()["num_clipped_kv"]

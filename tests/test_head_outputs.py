@@ -106,10 +106,9 @@ def test_a_model_says_what_it_says_with_rows_rounded_apart(
     monkeypatch.setattr(model_runner, "make_backend", lambda name, *args, **kwargs: TritonBackend(*args, **kwargs))
     run, made = TritonBackend.run, list[bool]()
 
-    def watched(self: TritonBackend, query: Any, pages: Any, metadata: Any, scale: Any, *args: Any) -> Any:
-        options, rounding = args
+    def watched(self: TritonBackend, query: Any, layer: Any, step: Any, rounding: Any) -> Any:
         # Without a rounding the product that follows rounds them itself.
-        out = run(self, query, pages, metadata, scale, options, rounding if rounds else None)
+        out = run(self, query, layer, step, rounding if rounds else None)
         made.append(isinstance(out, Fp8Rows))
         return out
 

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.attention import cascade as shared_prefix
+from nanovllm.attention.backend import AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
@@ -240,7 +241,9 @@ def planned_backend(monkeypatch: pytest.MonkeyPatch, num_slots: int, policy: Ker
     """A backend that plans as on a Hopper GPU, on the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
     specs = [Paged(2, 16, 16, None, torch.float32)]
-    backend = TritonBackend(CPU, torch.float32, 16, 4, specs, num_slots=num_slots, shares_prefixes=True, policy=policy)
+    backend = TritonBackend(
+        AttentionSetup(CPU, torch.float32, 16, 4, specs, num_slots=num_slots, shares_prefixes=True, policy=policy)
+    )
     backend._hopper_decode = SimpleNamespace()
     return backend
 
@@ -253,12 +256,12 @@ def test_the_host_asks_with_the_contexts_of_the_step(monkeypatch: pytest.MonkeyP
     batch = ScheduledBatch(new_requests=new_requests, chunks=chunks, sampled_seq_ids=[0, 1])
     shape, plan = builder.plan(batch)
     assert shape == StepShape(0, 21, 2, DecodeVariant(False, True)) and asked == [[]]
-    assert builder.gather(builder.send(batch, shape, plan)).metadata[0].variant == shape.variant
+    assert builder.gather(builder.send(batch, shape, plan)).metadata.variant == shape.variant
     step = ScheduledBatch(rows=slot_rows(1, 0), sampled_seq_ids=[1, 0])
     for i in range(2):
         shape, plan = builder.plan(step)
         assert shape.variant == DecodeVariant(False, False) and asked[-1] == [12 + i, 11 + i]
-        assert builder.gather(builder.send(step, shape, plan)).metadata[0].variant == shape.variant
+        assert builder.gather(builder.send(step, shape, plan)).metadata.variant == shape.variant
 
 
 def test_the_host_asks_without_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,8 @@ from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.dense import DenseWeight
 from nanovllm.quantization.fp8 import Fp8Weight
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import DenseWeight, MatrixShard, Weight
 from nanovllm.weights.slices import LoadableModule
 from tests.test_kernels import by_triton
 from tests.test_model_shard import MODEL

@@ -136,7 +136,7 @@ def test_a_rank_whose_layers_differ_in_their_pages_keeps_all_from_groups(mixed: 
     with make_llm(mixed[0]) as llm:
         runner = cast("ModelRunner", llm.llm_engine._runner)
         assert runner.cache_kinds == window_kinds(None, 20, 20)
-        keys = {layer.pages.k_cache.data_ptr() for layer in runner.model.attention_layers}
+        keys = {layer.layer.pages.k_cache.data_ptr() for layer in runner.model.attention_layers}
         assert len(keys) == 3, "the i-th layers of all groups have one tensor"
         assert runner.kv_cache.block_bytes == 3 * 2 * 16 * 2 * 16 * 4
         runner.communicator = Differing()

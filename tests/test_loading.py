@@ -28,7 +28,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.loading_bar import loading_bar
 from nanovllm.weights import model_weights
-from nanovllm.weights.slices import rows_of
+from nanovllm.weights.readers import rows_of
 
 PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

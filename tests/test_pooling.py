@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nanovllm.runner.messages import Chunk
-from nanovllm.runner.prompt_outputs import prompt_outputs
+from nanovllm.runner.step_outputs import prompt_outputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

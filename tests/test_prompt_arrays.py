@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
 from nanovllm.kernels.qkv_rope_store import KVPages
+from nanovllm.runner.batch import PromptArrays, make_prompt_arrays
 from nanovllm.runner.messages import Chunk
-from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
 from tests.test_kernels import DEVICE, paged, randn
 
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]

@@ -27,11 +27,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import StepError
 from nanovllm.parallel.channel import Sender
-from nanovllm.parallel.communicator import DistributedCommunicator
+from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.parallel.symmetric_communicator import connect
 from nanovllm.runner import parallel_runner
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.output_buffers import PendingStep
+from nanovllm.runner.step_outputs import PendingStep
 from nanovllm.runner.worker import StepOrder, WorkerFailure, WorkerPlan
 from nanovllm.runner.worker_processes import WorkerError, WorkerProcess, WorkerProcesses, start_worker
 from nanovllm.utils.python_process import PythonProcess
@@ -227,11 +227,11 @@ def test_a_rank_has_ended_though_another_thread_asks_too() -> None:
     process = SlowPopen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     rank = WorkerProcess(1, PythonProcess(process), None)  # type: ignore[arg-type]
-    watching = threading.Thread(target=lambda: rank.has_ended)
+    watching = threading.Thread(target=lambda: rank.process.exit_code)
     watching.start()
     assert asking.wait(10)
     threading.Timer(0.2, answer.set).start()
-    assert rank.has_ended
+    assert rank.process.exit_code == 0
     watching.join()
 
 
@@ -339,7 +339,7 @@ def test_an_exception_in_a_step(folder: Path) -> None:
     with make_llm(folder) as llm:
         ranks = parallel(llm)._ranks
         # A batch that only the others get.
-        ranks._send(StepOrder("no batch", False))  # type: ignore[arg-type]
+        ranks.send(StepOrder("no batch", False))  # type: ignore[arg-type]
         with pytest.raises(StepError, match=r"(?s)rank 1 failed:\nTraceback.*in _serve.*AttributeError: 'str'"):
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
 
@@ -526,7 +526,7 @@ def test_whoever_watches_is_told_of_a_rank_that_fails() -> None:
 
 def test_a_long_traceback_arrives_in_its_last_part(folder: Path) -> None:
     with make_llm(folder) as llm:
-        parallel(llm)._ranks._send(StepOrder(LongError(), False))  # type: ignore[arg-type]
+        parallel(llm)._ranks.send(StepOrder(LongError(), False))  # type: ignore[arg-type]
         with pytest.raises(StepError, match=r"(?s)rank 1 failed:\n.*LLL the end") as caught:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert 10_000 < len(str(caught.value)) < 20_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +9,9 @@ import pytest
 import torch
 
 from nanovllm.attention import sdpa
-from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer, AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.metadata import StepMetadata
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
@@ -42,14 +41,14 @@ def test_decode_rows_and_chunks(
     cache, tables, seq_lens = paged(lens, 16, 2, 32, dtype)
     query = randn(sum(query_lens), 6, 32, dtype=dtype)
     nothing = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    metadata = AttentionMetadata(
-        num_decodes=3, slot_mapping=nothing, block_tables=tables, seq_lens=seq_lens, cu_seqlens_q=nothing,
+    metadata = StepMetadata(
+        num_decodes=3, slot_mappings=[nothing], block_tables=[tables], seq_lens=seq_lens, cu_seqlens_q=nothing,
         query_tiles=nothing, sample_tiles=nothing, seq_lens_host=lens, query_lens_host=query_lens[3:],
     )  # fmt: skip
     backend = SdpaBackend(16)
-    backend.plan([metadata])
-    out = backend.run(query, KVPages(cache[0], cache[1]), metadata, 32**-0.5)
-    assert len(metadata.plan[None]) == most_pieces
+    backend.plan(metadata)
+    out = backend.run(query, AttentionLayer(KVPages(cache[0], cache[1]), 32**-0.5), metadata)
+    assert len(metadata.plan[0, None]) == most_pieces
     pieces = query.split(query_lens)
     exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
     same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
@@ -78,7 +77,9 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         device = torch.device(DEVICE)
         specs = [Paged(2, 16, 16, one.window, torch.float32) for one in LAYERS]
-        backend = TritonBackend(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
+        backend = TritonBackend(
+            AttentionSetup(device, torch.float32, 16, 4, specs, num_slots=num_decodes, shares_prefixes=True)
+        )
         slots = np.arange(num_decodes, dtype=np.int32)
         variant, array = backend.plan_host(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
         backend.plan_buffer.copy_(torch.from_numpy(array))
@@ -89,10 +90,10 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
     other_cache[:, order] = cache
     groups = [[options for options in LAYERS if (options.window is None) == is_full] for is_full in (True, False)]
     tiles = int32([0, 0])
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         num_decodes=num_decodes,
-        slot_mapping=int32([]),
-        block_tables=tables,
+        slot_mappings=[int32([]), int32([])],
+        block_tables=[tables, other_tables],
         seq_lens=seq_lens,
         cu_seqlens_q=int32([0, num_queries]),
         query_tiles=tiles,
@@ -101,18 +102,17 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         query_lens_host=[num_queries],
         variant=variant,
     )
-    both = [metadata, replace(metadata, block_tables=other_tables)]
-    backend.plan(both)
+    backend.plan(metadata)
     query = randn(sum(query_lens), 4, 16)
-    for group, step, pages, tables_of_group in zip(
-        groups, both, (cache, other_cache), (tables, other_tables), strict=True
-    ):
+    for number, (group, pages) in enumerate(zip(groups, (cache, other_cache), strict=True)):
+        tables_of_group = metadata.block_tables[number]
         rows = list(zip(query.split(query_lens), tables_of_group, lens, strict=True))
         exact = [torch.cat([dense_attention(q, pages, table, n, one) for q, table, n in rows]) for one in group]
         if group[0].window is not None:
             _forget_all_but(pages, rows, 40)
         for options, expected in zip(group, exact, strict=True):
-            out = backend.run(query, KVPages(pages[0], pages[1]), step, 16**-0.5, options)
+            layer = AttentionLayer(KVPages(pages[0], pages[1]), 16**-0.5, options, number)
+            out = backend.run(query, layer, metadata)
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -130,24 +130,26 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
         if DEVICE == "cpu":
             properties = SimpleNamespace(multi_processor_count=8)
             monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        backend = TritonBackend(torch.device(DEVICE), dtype, 16, num_heads, specs, num_slots=3, shares_prefixes=True)
+        backend = TritonBackend(
+            AttentionSetup(torch.device(DEVICE), dtype, 16, num_heads, specs, num_slots=3, shares_prefixes=True)
+        )
     for spec in specs:
         backend.check(spec, PLAIN)
     cache, tables, seq_lens = paged(lens, 16, 2, 512, dtype)
     slots = np.arange(3, dtype=np.int32)
     variant, _ = backend.plan_host(slots, seq_lens.cpu().numpy()[:3] - 1, tables.cpu().numpy()[:3])
     tiles = int32([0, 0])
-    metadata = AttentionMetadata(
-        num_decodes=3, slot_mapping=int32([]), block_tables=tables, seq_lens=seq_lens,
+    metadata = StepMetadata(
+        num_decodes=3, slot_mappings=[int32([])], block_tables=[tables], seq_lens=seq_lens,
         cu_seqlens_q=int32([0, num_queries]), query_tiles=tiles, sample_tiles=tiles, seq_lens_host=lens,
         query_lens_host=[num_queries], variant=variant,
     )  # fmt: skip
-    backend.plan([metadata])
+    backend.plan(metadata)
     for spec in specs:
         keys, values = cache[0, :, :, : spec.num_kv_heads], cache[1, :, :, : spec.num_kv_heads]
         pages = keys[..., : spec.key_size].contiguous(), values[..., : spec.value_size].contiguous()
         query, options = randn(sum(query_lens), num_heads, spec.key_size, dtype=dtype), AttentionOptions(spec.window)
-        out = backend.run(query, KVPages(*pages), metadata, spec.key_size**-0.5, options)
+        out = backend.run(query, AttentionLayer(KVPages(*pages), spec.key_size**-0.5, options), metadata)
         rows = list(zip(query.split(query_lens), tables, lens, strict=True))
         exact = torch.cat([dense_attention(q.float(), pages, table, n, options) for q, table, n in rows])
         assert isinstance(out, torch.Tensor)

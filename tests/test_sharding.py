@@ -19,7 +19,8 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
 from nanovllm.weights import model_weights
 from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.slices import WeightTarget, rows_of
+from nanovllm.weights.readers import rows_of
+from nanovllm.weights.slices import WeightTarget
 from tests.conftest import MakeCheckpoint
 from tests.test_kernels import by_triton
 

@@ -20,7 +20,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from nanovllm import LLM, attention, kernels
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.attention import make_backend
+from nanovllm.attention import AttentionSetup, make_backend
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels import _triton
@@ -99,11 +99,13 @@ def test_a_device_that_no_kernel_is_for_is_refused_before_weights_are_loaded(
 
 
 def test_sdpa_takes_every_op_in_plain_torch(obstacle: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(make_backend("sdpa", CUDA, torch.float16, 256, 4, [], num_slots=1), SdpaBackend)
+    assert isinstance(make_backend("sdpa", AttentionSetup(CUDA, torch.float16, 256, 4, [], num_slots=1)), SdpaBackend)
     spec = Paged(2, 1024, 64, None, torch.float16)
     monkeypatch.setattr(attention, "check_backend", lambda *args: None)
     with pytest.warns(UserWarning, match="without CUDA graphs .* at most 512 elements, and a layer has 1024"):
-        assert isinstance(make_backend("auto", CUDA, torch.float16, 256, 4, [spec], num_slots=1), SdpaBackend)
+        assert isinstance(
+            make_backend("auto", AttentionSetup(CUDA, torch.float16, 256, 4, [spec], num_slots=1)), SdpaBackend
+        )
     assert not _triton.is_hopper(CUDA)
     ops = 0
     for info in pkgutil.walk_packages(kernels.__path__, "nanovllm.kernels."):

@@ -17,7 +17,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.parallel import symmetric_communicator as symmetric
-from nanovllm.parallel.communicator import DistributedCommunicator
+from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.device import resolve_device
 from tests.conftest import MakeCheckpoint

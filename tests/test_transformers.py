@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from nanovllm import SamplingParams
 from nanovllm.configs import model as model_config
 from nanovllm.configs.model import MODELS, TRANSFORMERS, ModelConfig
-from nanovllm.models import fuse, fused_modules
+from nanovllm.models import fuse
 from nanovllm.models.transformers_shard import shard_model
 from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.communicator import Communicator
@@ -212,7 +212,7 @@ def test_biases_go_into_the_product(make_checkpoint: MakeCheckpoint) -> None:
     assert fuse._as_mlp(model.model.layers[0].mlp) is None
     linears = [torch.nn.Linear(8, 4, bias=bias) for bias in (True, False)]
     x = torch.randn(3, 8)
-    torch.testing.assert_close(fused_modules.merged(linears).multiply(x)[0], torch.cat([f(x) for f in linears], dim=1))
+    torch.testing.assert_close(fuse.merged(linears).multiply(x)[0], torch.cat([f(x) for f in linears], dim=1))
 
 
 def test_attention_that_depends_on_positions_otherwise_is_not_ours(

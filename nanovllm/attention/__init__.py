@@ -3,74 +3,38 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 import torch
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.kv_cache_spec import Paged
+from nanovllm.attention.backend import AttentionBackend, AttentionSetup
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE
-from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.utils.extras import install_hint
 
 
-def make_backend(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    block_size: int,
-    num_heads: int,
-    specs: Sequence[Paged],
-    *,
-    num_slots: int,
-    shares_prefixes: bool = False,
-    all_reduce_min: Callable[[int], int] = int,
-    policy: KernelPolicy = FASTEST,
-) -> AttentionBackend:
+def make_backend(name: str, setup: AttentionSetup) -> AttentionBackend:
     """Return the backend called `name`; "auto" is triton on CUDA, if it supports the layers, and sdpa elsewhere.
-
-    Args:
-        name: "auto", "sdpa", "triton" or "flash_attn".
-        device, dtype: of the queries.
-        block_size: tokens per cache block.
-        num_heads: query heads of a layer.
-        specs: what the layers cache.
-        num_slots: most decode rows.
-        shares_prefixes: whether sequences share blocks of the prefix cache.
-        all_reduce_min: returns the least of all ranks' numbers, which call this together.
-        policy: chooses the kernels.
 
     Raises:
         ValueError: see `check_backend`.
     """
-    check_backend(name, device, dtype, block_size)
-    if name == "sdpa" or (name == "auto" and device.type != "cuda"):
-        return SdpaBackend(block_size)
-    largest = max(max(spec.key_size, spec.value_size) for spec in specs)
+    check_backend(name, setup.device, setup.dtype, setup.block_size)
+    if name == "sdpa" or (name == "auto" and setup.device.type != "cuda"):
+        return SdpaBackend(setup.block_size)
+    largest = max(max(spec.key_size, spec.value_size) for spec in setup.specs)
     if name == "auto" and largest > MAX_HEAD_SIZE:
         warnings.warn(
             "attention is attention_backend='sdpa', without CUDA graphs and slower: kernels take heads of at most "
             f"{MAX_HEAD_SIZE} elements, and a layer has {largest}",
             stacklevel=2,
         )
-        return SdpaBackend(block_size)
+        return SdpaBackend(setup.block_size)
     if name in ("auto", "triton"):
         from nanovllm.attention.triton import TritonBackend  # noqa: PLC0415
 
-        return TritonBackend(
-            device,
-            dtype,
-            block_size,
-            num_heads,
-            specs,
-            num_slots=num_slots,
-            shares_prefixes=shares_prefixes,
-            all_reduce_min=all_reduce_min,
-            policy=policy,
-        )
+        return TritonBackend(setup)
     from nanovllm.attention.flash_attn import FlashAttnBackend  # noqa: PLC0415
 
     return FlashAttnBackend()
@@ -102,4 +66,4 @@ def check_backend(name: str, device: torch.device, dtype: torch.dtype, block_siz
         raise ValueError(f"attention_backend='flash_attn' is not installed: {install_hint('flash-attn')}")
 
 
-__all__ = ["AttentionBackend", "check_backend", "make_backend"]
+__all__ = ["AttentionBackend", "AttentionSetup", "check_backend", "make_backend"]

@@ -3,29 +3,58 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, HeadOutputs
-from nanovllm.kernels.linear.quantize_rows import Rounding
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.attention.metadata import StepMetadata
+from nanovllm.kernels import ops
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.linear.quantize_rows import HeadOutputs, Rounding
+    from nanovllm.kernels.policy import KernelPolicy
+    from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 NOTHING = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True)
+class AttentionSetup:
+    """What a backend is made for.
+
+    Attributes:
+        device, dtype: of the queries.
+        block_size: tokens per cache block.
+        num_heads: query heads of a layer.
+        specs: what the layers cache.
+        num_slots: most decode rows.
+        shares_prefixes: whether sequences share blocks of the prefix cache, so that cascade attention may pay.
+        all_reduce_min: returns the least of all ranks' numbers, which call this together.
+        policy: chooses the kernels.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    block_size: int
+    num_heads: int
+    specs: Sequence[Paged]
+    num_slots: int
+    shares_prefixes: bool = False
+    all_reduce_min: Callable[[int], int] = int
+    policy: KernelPolicy = field(default_factory=lambda: ops.FASTEST)
 
 
 class HostPlan(NamedTuple):
     """A step's plan on the host: steps of one variant and size launch the same kernels.
 
-    Attributes:
-        variant: of the kernels.
-        array: [n] int32; what the device must have in `AttentionBackend.plan_buffer`. The same object as before if it
-            has not changed; empty if the step does not read it.
+    `array`, [n] int32, is what the device must have in `AttentionBackend.plan_buffer`: the same object as before if it
+    has not changed; empty if the step does not read it.
     """
 
     variant: Hashable
@@ -38,6 +67,30 @@ class CaptureVariant:
 
     variant: Hashable
     is_coarse: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """What a backend knows of one layer.
+
+    Attributes:
+        pages: keys and values.
+        scale: factor of the scores before the softmax.
+        options: how it differs from plain causal attention.
+        group: index of its group of the KV cache.
+    """
+
+    pages: KVPages
+    scale: float
+    options: AttentionOptions = PLAIN
+    group: int = 0
+
+    @cached_property
+    def spec(self) -> Paged:
+        """Return what it caches."""
+        num_kv_heads, key_size = self.pages.k_cache.shape[2:]
+        value_size, dtype = self.pages.v_cache.shape[3], self.pages.k_cache.dtype
+        return Paged(num_kv_heads, key_size, value_size, self.options.window, dtype)
 
 
 class AttentionBackend(ABC):
@@ -75,43 +128,28 @@ class AttentionBackend(ABC):
         return HostPlan(None, NOTHING)
 
     @abstractmethod
-    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
-        """Set each group's `AttentionMetadata.plan`: what `run` of its layers shares in this step.
+    def plan(self, step: StepMetadata) -> None:
+        """Set `StepMetadata.plan`: what `run` of all layers shares in this step.
 
         A CUDA graph may hold this: what differs between steps of one variant is read on the device.
         """
 
     @abstractmethod
     def run(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-        rounding: Rounding | None = None,
+        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
     ) -> HeadOutputs:
         """Return the attention outputs of all query rows, [num_tokens, num_heads, elements of a value], contiguous.
 
-        Padding rows, and chunk rows outside all `metadata.query_tiles`, are undefined.
+        Padding rows, and chunk rows outside all `step.query_tiles`, are undefined.
 
         Args:
             query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
-            pages: the layer's keys and values.
-            metadata: describes the step.
-            scale: factor of the scores before the softmax.
-            options: of the layer.
+            layer, step: which layer attends in which step.
             rounding: how the product that follows takes its rows in e4m3, if it does; a backend that can returns them.
         """
 
     def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rope: NormRope,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        rounding: Rounding | None,
+        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None
     ) -> HeadOutputs | None:
         """Run `qkv_rope_store` and `run` in one kernel; return None, without any effect, if that is unsupported.
 

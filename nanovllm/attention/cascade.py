@@ -34,11 +34,8 @@ def find_groups(tables: np.ndarray, num_full_blocks: np.ndarray) -> Iterator[Pre
     """Group rows by their first block, each group cut to the depth, and the members, that save most.
 
     Depth is measured against one row, the best of the first, the middle and the last, so that one row that diverges
-    early does not shorten the prefix for all.
-
-    Args:
-        tables: [num_rows, max_blocks] int32; block tables.
-        num_full_blocks: [num_rows]; blocks of each that are full, and so can be shared.
+    early does not shorten the prefix for all. tables: [num_rows, max_blocks] int32; num_full_blocks: [num_rows], blocks
+    that can be shared.
     """
     rows = np.flatnonzero(num_full_blocks)
     _, names, counts = np.unique(tables[rows, 0], return_inverse=True, return_counts=True)
@@ -62,30 +59,14 @@ def _cut(members: np.ndarray, full: np.ndarray, blocks: np.ndarray, row: int) ->
     return PrefixGroup(members[matched >= depths[best]], int(depths[best]), int(saved[best]))
 
 
-class CascadeWork(NamedTuple):
-    """The arrays of `CascadeGroups` for one step, int32.
-
-    Attributes:
-        items: [max_items, 4]; first member, members, first key, keys.
-        members: [num_rows].
-        rows: [3, num_rows]; shared tokens, first output, outputs.
-    """
-
-    items: np.ndarray
-    members: np.ndarray
-    rows: np.ndarray
-
-
 def plan_cascade_groups(
     tables: np.ndarray, num_full_blocks: np.ndarray, block_size: int, max_items: int, rows_per_item: int
-) -> CascadeWork | None:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Divide the work on common prefixes into items; None if it saves too little.
 
-    Args:
-        tables, num_full_blocks: see `find_groups`.
-        block_size: tokens of a block.
-        max_items: most items.
-        rows_per_item: most rows of an item.
+    tables, num_full_blocks: see `find_groups`. Returns the arrays of `CascadeGroups`, int32: items, [max_items, 4], of
+    first member, members, first key and keys; members, [num_rows]; rows, [3, num_rows], of shared tokens, first output
+    and outputs.
     """
     num_rows = len(tables)
     groups: list[PrefixGroup] = []
@@ -117,7 +98,7 @@ def plan_cascade_groups(
                 items[item] = placed, len(tile), first_key, min(split_keys, num_keys - first_key)
                 item += 1
             placed += len(tile)
-    return CascadeWork(items, members, rows)
+    return items, members, rows
 
 
 class CascadePlanner:
@@ -125,10 +106,8 @@ class CascadePlanner:
 
     Args:
         num_slots: most decode rows.
-        block_size: tokens of a block.
         max_items: most items, see `CascadeGroups`; 0 if the attention backend has no use for them.
         rows_per_item: most decode rows of an item.
-        device: where the attention is.
 
     Attributes:
         buffer: [n] int32; holds, on the device, what `packed` is on the host.
@@ -158,11 +137,11 @@ class CascadePlanner:
             self._planned_slots = decode_slots
             full, tables = num_computed[decode_slots] // self.block_size, block_tables[decode_slots]
             work = plan_cascade_groups(tables, full, self.block_size, self.max_items, self.rows_per_item)
-            self.packed = NOTHING if work is None else self._pack(work)
-            self._shared_lens = None if work is None else work.rows[0]
+            self.packed, self._shared_lens = NOTHING, None
+            if work is not None:
+                items, members, rows = work
+                padding = self.num_slots - len(members)
+                padded = np.pad(members, (0, padding)), np.pad(rows, ((0, 0), (0, padding)))
+                self.packed = np.concatenate([array.reshape(-1) for array in (items, *padded)])
+                self._shared_lens = rows[0]
         return self._shared_lens
-
-    def _pack(self, work: CascadeWork) -> np.ndarray:
-        padding = self.num_slots - len(work.members)
-        members, rows = np.pad(work.members, (0, padding)), np.pad(work.rows, ((0, 0), (0, padding)))
-        return np.concatenate([array.reshape(-1) for array in (work.items, members, rows)])

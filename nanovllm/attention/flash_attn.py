@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 from typing_extensions import override
 
-from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
+from nanovllm.attention.metadata import StepMetadata
+from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.kernels.linear.quantize_rows import Rounding
-from nanovllm.kernels.qkv_rope_store import KVPages
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -25,49 +22,43 @@ class FlashAttnBackend(AttentionBackend):
             raise ValueError("attention_backend='flash_attn' has neither sinks nor values of another size than keys")
 
     @override
-    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
+    def plan(self, step: StepMetadata) -> None:
         return
 
     @override
     def run(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-        rounding: Rounding | None = None,
+        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
-        n = metadata.num_decodes
+        pages, options, tables, n = layer.pages, layer.options, step.block_tables[layer.group], step.num_decodes
         window = (-1 if options.window is None else options.window - 1, 0 if options.window else -1)
         if n:
             decoded = flash_attn_with_kvcache(
                 query[:n].unsqueeze(1),
                 pages.k_cache,
                 pages.v_cache,
-                cache_seqlens=metadata.seq_lens[:n],
-                block_table=metadata.block_tables[:n],
-                softmax_scale=scale,
+                cache_seqlens=step.seq_lens[:n],
+                block_table=tables[:n],
+                softmax_scale=layer.scale,
                 causal=True,
                 window_size=window,
                 softcap=options.softcap or 0.0,
             )
             out[:n] = decoded.squeeze(1)
-        if metadata.query_lens_host:
+        if step.query_lens_host:
             out[n:] = flash_attn_varlen_func(
                 query[n:],
                 pages.k_cache,
                 pages.v_cache,
-                cu_seqlens_q=metadata.cu_seqlens_q,
-                cu_seqlens_k=_offsets(metadata.seq_lens[n:]),
-                max_seqlen_q=max(metadata.query_lens_host),
-                max_seqlen_k=max(metadata.seq_lens_host[n:]),
-                softmax_scale=scale,
+                cu_seqlens_q=step.cu_seqlens_q,
+                cu_seqlens_k=_offsets(step.seq_lens[n:]),
+                max_seqlen_q=max(step.query_lens_host),
+                max_seqlen_k=max(step.seq_lens_host[n:]),
+                softmax_scale=layer.scale,
                 causal=True,
                 window_size=window,
                 softcap=options.softcap or 0.0,
-                block_table=metadata.block_tables[n:],
+                block_table=tables[n:],
             )
         return out
 

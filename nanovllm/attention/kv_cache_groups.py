@@ -20,12 +20,7 @@ _GROUP_COST = 0.03
 
 @dataclass(frozen=True)
 class KVCacheGroup:
-    """Layers that share a block table.
-
-    Attributes:
-        window: tokens that a query sees at most in any of them; None if one sees all.
-        layers: their indices.
-    """
+    """Layers (indices) that share a block table; window: tokens that a query sees at most in any of them, or None."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -44,12 +39,7 @@ def single_group(specs: Sequence[Paged]) -> list[KVCacheGroup]:
 def make_groups(specs: Sequence[Paged], block_size: int, max_blocks: int) -> list[KVCacheGroup]:
     """Return the groups of layers with equal pages; layers that see all tokens come first.
 
-    It is one group where several would not make the longest sequence hold less.
-
-    Args:
-        specs: what each layer caches.
-        block_size: tokens of a block.
-        max_blocks: blocks of the longest sequence.
+    It is one group where several would not make the longest sequence, of `max_blocks` blocks, hold less.
     """
     counts = Counter(spec.window for spec in specs)
     windows = sorted(counts, key=lambda window: (window is not None, window or 0))

@@ -1,4 +1,4 @@
-"""Attention metadata of one forward pass, passed in a context variable.
+"""Metadata of one forward pass, passed in a context variable.
 
 Layers therefore take only activations as arguments, and the model does not depend on the runner.
 """
@@ -15,15 +15,15 @@ import torch
 
 
 @dataclass
-class AttentionMetadata:
+class StepMetadata:
     """The rows of one forward pass: `num_decodes` decode rows of one token each, then prompt chunks.
-
-    Each group of the KV cache has its own, with its slots and block tables; all else is the same.
 
     Attributes:
         num_decodes: decode rows, including padding.
-        slot_mapping: [num_tokens] int32; the KV slot of each token, `block * block_size + offset`; -1 stores nothing.
-        block_tables: [num_seqs, max_blocks] int32; block ids of the decode rows, then of the chunks' sequences.
+        slot_mappings: for each group of the KV cache, [num_tokens] int32; the KV slot of each token,
+            `block * block_size + offset`; -1 stores nothing.
+        block_tables: for each group, [num_seqs, max_blocks] int32; block ids of the decode rows, then of the chunks'
+            sequences.
         seq_lens: [num_seqs] int32; context length of each sequence, including its tokens in this step.
         cu_seqlens_q: [num_chunks + 1] int32; first token of each chunk, counted from the first chunk token.
         query_tiles: [2 * num_tiles] int32; the chunk of each query tile (-1: no work), then the tile's index within
@@ -32,12 +32,12 @@ class AttentionMetadata:
         seq_lens_host: seq_lens on the host, for backends that size tensors there; empty in steps that may be captured.
         query_lens_host: tokens of each chunk, on the host; likewise.
         variant: what `AttentionBackend.plan_host` returned.
-        plan: what `AttentionBackend.plan` returned.
+        plan: set by `AttentionBackend.plan`.
     """
 
     num_decodes: int
-    slot_mapping: torch.Tensor
-    block_tables: torch.Tensor
+    slot_mappings: Sequence[torch.Tensor]
+    block_tables: Sequence[torch.Tensor]
     seq_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     query_tiles: torch.Tensor
@@ -47,7 +47,7 @@ class AttentionMetadata:
     variant: Hashable = None
     plan: Any = None
 
-    def for_samples(self) -> AttentionMetadata:
+    def for_samples(self) -> StepMetadata:
         """Return a copy whose query tiles are only those with a sampled row; other chunk rows become undefined.
 
         Undefined rows may hold NaN. Padding of the sampled rows can point at them; the sampler draws a valid token
@@ -56,18 +56,15 @@ class AttentionMetadata:
         return replace(self, query_tiles=self.sample_tiles)
 
 
-_metadata: ContextVar[Sequence[AttentionMetadata]] = ContextVar("attention_metadata")
-
-
-def get_attention_metadata(group: int) -> AttentionMetadata:
-    """Return what the forward pass that is running has for a group of the KV cache."""
-    return _metadata.get()[group]
+_metadata: ContextVar[StepMetadata] = ContextVar("step_metadata")
+get_step_metadata = _metadata.get
+"""Returns the metadata of the forward pass that is running."""
 
 
 @contextmanager
-def set_attention_metadata(groups: Sequence[AttentionMetadata]) -> Iterator[None]:
-    """Set the attention metadata of each group inside the `with` block."""
-    token = _metadata.set(groups)
+def set_step_metadata(metadata: StepMetadata) -> Iterator[None]:
+    """Set the metadata of the forward pass inside the `with` block."""
+    token = _metadata.set(metadata)
     try:
         yield
     finally:

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn import functional
 from typing_extensions import override
 
-from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.metadata import AttentionMetadata
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
-from nanovllm.kernels.linear.quantize_rows import Rounding
-from nanovllm.kernels.qkv_rope_store import KVPages
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer
+from nanovllm.attention.metadata import StepMetadata
+from nanovllm.kernels.attention.options import AttentionOptions
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.linear.quantize_rows import Rounding
+    from nanovllm.kernels.qkv_rope_store import KVPages
 
 _MAX_GATHERED_TOKENS = 65536
 """Maximum padded context tokens of a segment of decode rows; bounds the memory of the gathered keys and values."""
@@ -52,49 +56,52 @@ class SdpaBackend(AttentionBackend):
         self.block_size = block_size
 
     @override
-    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
-        for metadata in groups:
-            # Segments by the layers' window, divided by the first layer of each.
-            metadata.plan = {}
+    def plan(self, step: StepMetadata) -> None:
+        # Segments by the layers' group and window, divided by the first layer of each.
+        step.plan = {}
 
-    def _segments(self, metadata: AttentionMetadata, window: int | None) -> list[Segment]:
+    def _segments(self, step: StepMetadata, group: int, window: int | None) -> list[Segment]:
         """Return the segments of a step: decode rows of similar context length together, each prompt chunk alone."""
-        lens = metadata.seq_lens_host
-        segments = []
+        lens, segments = step.seq_lens_host, list[Segment]()
+        make = partial(self._segment, step.seq_lens, step.block_tables[group], window)
         seqs: list[int] = []
-        for seq in sorted(range(metadata.num_decodes), key=lens.__getitem__):
+        for seq in sorted(range(step.num_decodes), key=lens.__getitem__):
             padded = (len(seqs) + 1) * min(lens[seq], window or lens[seq])
             if seqs and (lens[seq] > 1.5 * lens[seqs[0]] + _SHORT or padded > _MAX_GATHERED_TOKENS):
-                segments.append(self._segment(metadata, seqs, seqs, lens[seqs[-1]], window))
+                segments.append(make(seqs, seqs, lens[seqs[-1]]))
                 seqs = []
             seqs.append(seq)
         if seqs:
-            segments.append(self._segment(metadata, seqs, seqs, lens[seqs[-1]], window))
-        row = metadata.num_decodes
-        for seq, query_len in enumerate(metadata.query_lens_host, start=metadata.num_decodes):
+            segments.append(make(seqs, seqs, lens[seqs[-1]]))
+        row = step.num_decodes
+        for seq, query_len in enumerate(step.query_lens_host, start=step.num_decodes):
             for start in range(0, query_len, _MAX_QUERIES):
                 end = min(start + _MAX_QUERIES, query_len)
-                segments.append(
-                    self._segment(metadata, [seq], range(row + start, row + end), lens[seq] - query_len + end, window)
-                )
+                segments.append(make([seq], range(row + start, row + end), lens[seq] - query_len + end))
             row += query_len
         return segments
 
     def _segment(
-        self, metadata: AttentionMetadata, seqs: list[int], rows: Sequence[int], max_len: int, window: int | None
+        self,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        window: int | None,
+        seqs: list[int],
+        rows: Sequence[int],
+        max_len: int,
     ) -> Segment:
         """Return the segment of `seqs`, which have equal numbers of query `rows`, over at most `max_len` keys each."""
-        device = metadata.seq_lens.device
+        device = seq_lens.device
         seq_index, row_index = (torch.tensor(list(index), device=device) for index in (seqs, rows))
         num_queries = len(rows) // len(seqs)
-        lens = metadata.seq_lens[seq_index].clamp(max=max_len)
+        lens = seq_lens[seq_index].clamp(max=max_len)
         query_position = lens[:, None] - num_queries + torch.arange(num_queries, device=device)
         num_keys = max_len if window is None else min(max_len, window + num_queries - 1)
         first = torch.zeros_like(lens) if window is None else (query_position[:, 0] + 1 - window).clamp(min=0)
         position = first[:, None] + torch.arange(num_keys, device=device)
         # Masked keys still enter the products, and 0 times another sequence's infinity is NaN: read an own key instead.
         own_position = torch.where(position < lens[:, None], position, first[:, None])
-        blocks = metadata.block_tables[seq_index].gather(1, own_position // self.block_size).long()
+        blocks = block_tables[seq_index].gather(1, own_position // self.block_size).long()
         key_slots = blocks * self.block_size + own_position % self.block_size
         mask = position[:, None] <= query_position[:, :, None]
         if window is not None:
@@ -103,26 +110,20 @@ class SdpaBackend(AttentionBackend):
 
     @override
     def run(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-        rounding: Rounding | None = None,
+        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
     ) -> torch.Tensor:
-        segments: dict[int | None, list[Segment]] = metadata.plan
-        if options.window not in segments:
-            segments[options.window] = self._segments(metadata, options.window)
-        out = query.new_empty(*query.shape[:2], pages.v_cache.shape[3])
-        for segment in segments[options.window]:
-            out[segment.rows] = _attend(query.index_select(0, segment.rows), pages, segment, scale, options)
+        segments: dict[tuple[int, int | None], list[Segment]] = step.plan
+        key = layer.group, layer.options.window
+        if key not in segments:
+            segments[key] = self._segments(step, layer.group, layer.options.window)
+        out = query.new_empty(*query.shape[:2], layer.pages.v_cache.shape[3])
+        for segment in segments[key]:
+            out[segment.rows] = _attend(query.index_select(0, segment.rows), layer, segment)
         return out
 
 
-def _attend(
-    query: torch.Tensor, pages: KVPages, segment: Segment, scale: float, options: AttentionOptions
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, layer: AttentionLayer, segment: Segment) -> torch.Tensor:
+    pages, scale, options = layer.pages, layer.scale, layer.options
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = pages.k_cache.shape[2]
     # Query heads of a group become further queries of their KV head: [seqs, kv_heads, group, queries, dim].

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -10,19 +9,18 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from nanovllm.attention.backend import AttentionBackend, CaptureVariant, HostPlan
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer, AttentionSetup, CaptureVariant, HostPlan
 from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
-from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, HeadOutputs, padded_size, rows_of
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
-from nanovllm.kernels.linear.quantize_rows import Rounding
-from nanovllm.kernels.policy import FASTEST, KernelPolicy
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.linear.quantize_rows import HeadOutputs, Rounding, rows_of
+from nanovllm.kernels.qkv_rope_store import NormRope
 
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
 _MANY_TILE, _MANY_PROGRAMS = 128, 9
@@ -45,95 +43,53 @@ class DecodeVariant(NamedTuple):
     single_split: bool = False
 
 
-class LayerKind(NamedTuple):
-    """What layers have in common that attend by one plan."""
-
-    num_kv_heads: int
-    key_size: int
-    value_size: int
-    window: int | None
-
-    @classmethod
-    def of_spec(cls, spec: Paged) -> LayerKind:
-        """Return the kind of layers that cache this."""
-        return cls(spec.num_kv_heads, spec.key_size, spec.value_size, spec.window)
-
-    @classmethod
-    def of_pages(cls, pages: KVPages, window: int | None) -> LayerKind:
-        """Return the kind of layers with such pages."""
-        num_kv_heads, key_size = pages.k_cache.shape[2:]
-        return cls(num_kv_heads, key_size, pages.v_cache.shape[3], window)
-
-
 @dataclass(frozen=True)
 class StepPlan:
     """What the layers of a step share.
 
     Attributes:
-        decodes: how decode rows attend, by the kind of layer.
+        decodes: how decode rows attend, by what the layer caches.
         wide: tables of the pages of 16 bits to which the chunks' contexts are widened; None if they are not.
     """
 
-    decodes: dict[LayerKind, DecodePlan]
+    decodes: dict[Paged, DecodePlan]
     wide: WideTables | None
 
 
 class TritonBackend(AttentionBackend):
-    """Attention by this library's Triton and Gluon kernels.
-
-    Args:
-        device: a CUDA device.
-        dtype: of the queries.
-        block_size: tokens per cache block.
-        num_heads: query heads.
-        specs: what the layers cache.
-        num_slots: most decode rows.
-        shares_prefixes: whether sequences share blocks, so that cascade attention may pay.
-        all_reduce_min: returns the least of all ranks' numbers.
-        policy: chooses the kernels.
-    """
+    """Attention by this library's Triton and Gluon kernels, on a CUDA device."""
 
     supports_mixed_graph = True
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        block_size: int,
-        num_heads: int,
-        specs: Sequence[Paged],
-        *,
-        num_slots: int,
-        shares_prefixes: bool = False,
-        all_reduce_min: Callable[[int], int] = int,
-        policy: KernelPolicy = FASTEST,
-    ) -> None:
+    def __init__(self, setup: AttentionSetup) -> None:
+        device, dtype, policy, all_reduce_min = setup.device, setup.dtype, setup.policy, setup.all_reduce_min
         self.policy, self.kernel_rows = policy, policy.attention_rows
         self.num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.dtype = dtype
-        self.num_heads, self._kinds = num_heads, list(dict.fromkeys(map(LayerKind.of_spec, specs)))
+        self.dtype, self.num_heads = dtype, setup.num_heads
+        self._specs = list(dict.fromkeys(setup.specs))
         self._hopper_decode: Any = None
         self._hopper_prefill: Any = None
-        self._widens = specs[0].dtype == torch.float8_e4m3fn
-        num_kv_heads, key_size, *_ = self._kinds[0]
+        self._widens = setup.specs[0].dtype == torch.float8_e4m3fn
+        num_kv_heads, key_size = self._specs[0].num_kv_heads, self._specs[0].key_size
         # Hopper's kernels and cascade attention take one size of heads, the same in all layers. They decide a step's
         # variant, and so its graph, which all ranks capture together: they must agree.
-        is_same = {kind[:3] for kind in self._kinds} == {(num_kv_heads, key_size, key_size)}
+        sizes = {(spec.num_kv_heads, spec.key_size, spec.value_size) for spec in self._specs}
+        is_same = sizes == {(num_kv_heads, key_size, key_size)}
         are_alike = all_reduce_min(int(is_same)) == 1
         if are_alike and is_hopper(device):
             from nanovllm.kernels.attention import hopper_decode, hopper_prefill  # noqa: PLC0415
 
-            if hopper_prefill.supports(dtype, key_size, BLOCK_SIZE if self._widens else block_size):
+            if hopper_prefill.supports(dtype, key_size, BLOCK_SIZE if self._widens else setup.block_size):
                 self._hopper_prefill = hopper_prefill.hopper_prefill_attention
-            if hopper_decode.supports(dtype, num_heads, num_kv_heads, key_size, block_size):
+            if hopper_decode.supports(dtype, self.num_heads, num_kv_heads, key_size, setup.block_size):
                 self._hopper_decode = hopper_decode
         # Layers with windows take no part in cascade attention.
-        shares_prefixes &= are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
-        shares_prefixes &= any(kind.window is None for kind in self._kinds)
-        max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares_prefixes else 0
+        shares = setup.shares_prefixes and are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
+        shares = shares and any(spec.window is None for spec in self._specs)
+        max_items = all_reduce_min(_CASCADE_PROGRAMS * self.num_processors // num_kv_heads) if shares else 0
         self._fewest_kv_heads = all_reduce_min(num_kv_heads)
-        rows_per_item = cascade_attention.rows_per_item(num_heads // num_kv_heads)
-        self.cascade = CascadePlanner(num_slots, block_size, max_items, rows_per_item, device)
+        rows_per_item = cascade_attention.rows_per_item(self.num_heads // num_kv_heads)
+        self.cascade = CascadePlanner(setup.num_slots, setup.block_size, max_items, rows_per_item, device)
         self.plan_buffer = self.cascade.buffer
 
     @override
@@ -162,44 +118,42 @@ class TritonBackend(AttentionBackend):
             )
 
     @override
-    def plan(self, groups: Sequence[AttentionMetadata]) -> None:
-        """Divide the decode rows' contexts, or what windows leave of them, among programs; by kind of layer."""
-        plan = StepPlan(self._plan_decodes(groups[0]), self._plan_wide(groups[0]))
-        for metadata in groups:
-            metadata.plan = plan
+    def plan(self, step: StepMetadata) -> None:
+        """Divide the decode rows' contexts, or what windows leave of them, among programs, by what layers cache."""
+        step.plan = StepPlan(self._plan_decodes(step), self._plan_wide(step))
 
-    def _plan_wide(self, metadata: AttentionMetadata) -> WideTables | None:
+    def _plan_wide(self, step: StepMetadata) -> WideTables | None:
         """Return where chunks' contexts are widened to; None where that is not worth it, or a graph may be captured."""
-        lens, num_tokens = metadata.seq_lens_host[metadata.num_decodes :], sum(metadata.query_lens_host)
+        lens, num_tokens = step.seq_lens_host[step.num_decodes :], sum(step.query_lens_host)
         if self._hopper_prefill is None or not self._widens or not lens:
             return None
         if not self.policy.widens_contexts(sum(lens), num_tokens):
             return None
-        return plan_wide_tables(metadata.seq_lens[metadata.num_decodes :], lens)
+        return plan_wide_tables(step.seq_lens[step.num_decodes :], lens)
 
-    def _plan_decodes(self, metadata: AttentionMetadata) -> dict[LayerKind, DecodePlan]:
-        n = metadata.num_decodes
+    def _plan_decodes(self, step: StepMetadata) -> dict[Paged, DecodePlan]:
+        n = step.num_decodes
         if not n:
             return {}
-        uses_cascade, single_split = cast(DecodeVariant, metadata.variant)
+        uses_cascade, single_split = cast(DecodeVariant, step.variant)
         groups = self.cascade.groups if uses_cascade else None
         plans = {}
-        for kind in self._kinds:
-            tile, programs = self._division(kind, n)
-            plans[kind] = plan_decode(
-                metadata.seq_lens[:n],
+        for spec in self._specs:
+            tile, programs = self._division(spec, n)
+            plans[spec] = plan_decode(
+                step.seq_lens[:n],
                 self.num_heads,
-                kind.num_kv_heads,
-                kind.value_size,
+                spec.num_kv_heads,
+                spec.value_size,
                 tile,
-                1 if single_split else self._shares(n, programs, kind.num_kv_heads),
-                shared=groups if kind.window is None else None,
-                window=kind.window,
+                1 if single_split else self._shares(n, programs, spec.num_kv_heads),
+                shared=groups if spec.window is None else None,
+                window=spec.window,
             )
         return plans
 
-    def _division(self, kind: LayerKind, num_seqs: int) -> tuple[int, int]:
-        """Return the tokens per tile, and the programs per multiprocessor, of layers of this kind."""
+    def _division(self, spec: Paged, num_seqs: int) -> tuple[int, int]:
+        """Return the tokens per tile, and the programs per multiprocessor, of layers that cache this."""
         if self._hopper_decode is not None:
             return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
         tile, programs = _MANY_TILE, _MANY_PROGRAMS
@@ -208,7 +162,7 @@ class TritonBackend(AttentionBackend):
         if self.dtype == torch.float32:
             tile = _FLOAT32_TILE
         # Larger heads take the shared memory of more tokens.
-        largest = max(128, padded_size(max(kind.key_size, kind.value_size)))
+        largest = max(128, padded_size(max(spec.key_size, spec.value_size)))
         return max(_LEAST_TILE, tile * 128 // largest), programs
 
     def _empty_outputs(
@@ -221,32 +175,28 @@ class TritonBackend(AttentionBackend):
 
     @override
     def run(
-        self,
-        query: torch.Tensor,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        options: AttentionOptions = PLAIN,
-        rounding: Rounding | None = None,
+        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
     ) -> HeadOutputs:
+        pages, scale, options = layer.pages, layer.scale, layer.options
         out = self._empty_outputs(len(query), pages.v_cache.shape[3], query, rounding)
-        n = metadata.num_decodes
-        tables, is_plain, kind = metadata.block_tables, options.is_plain, LayerKind.of_pages(pages, options.window)
-        plan: StepPlan = metadata.plan
+        n, tables = step.num_decodes, step.block_tables[layer.group]
+        is_plain, plan = options.is_plain, cast(StepPlan, step.plan)
         if n and is_plain and self._hopper_decode is not None:
             self._hopper_decode.hopper_decode_attention(
                 query[:n],
                 pages,
                 rows_of(out, slice(n)),
                 tables[:n],
-                metadata.slot_mapping[:n],
-                plan.decodes[kind],
+                step.slot_mappings[layer.group][:n],
+                plan.decodes[layer.spec],
                 scale,
             )
         elif n:
-            decode_attention(query[:n], pages, rows_of(out, slice(n)), tables[:n], plan.decodes[kind], scale, options)
-        if len(metadata.query_tiles):
-            chunks = ChunkRows(tables[n:], metadata.seq_lens[n:], metadata.cu_seqlens_q, metadata.query_tiles)
+            decode_attention(
+                query[:n], pages, rows_of(out, slice(n)), tables[:n], plan.decodes[layer.spec], scale, options
+            )
+        if len(step.query_tiles):
+            chunks = ChunkRows(tables[n:], step.seq_lens[n:], step.cu_seqlens_q, step.query_tiles)
             if is_plain and plan.wide is not None:
                 pages = widen_pages(pages, chunks.block_tables, chunks.seq_lens, plan.wide, query.dtype)
                 chunks = replace(chunks, block_tables=plan.wide.block_tables)
@@ -258,22 +208,17 @@ class TritonBackend(AttentionBackend):
 
     @override
     def run_projected(
-        self,
-        qkv: torch.Tensor,
-        rope: NormRope,
-        pages: KVPages,
-        metadata: AttentionMetadata,
-        scale: float,
-        rounding: Rounding | None,
+        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None
     ) -> HeadOutputs | None:
         """Supported by `hopper_decode`, for decode rows only, without cascade attention."""
-        uses_cascade, _ = cast(DecodeVariant, metadata.variant)
-        if self._hopper_decode is None or uses_cascade or len(metadata.query_tiles):
+        uses_cascade, _ = cast(DecodeVariant, step.variant)
+        if self._hopper_decode is None or uses_cascade or len(step.query_tiles):
             return None
         out = self._empty_outputs(len(qkv), qkv.shape[2], qkv, rounding)
-        plan = metadata.plan.decodes[LayerKind.of_pages(pages, None)]
+        plan = step.plan.decodes[layer.spec]
+        tables, slot_mapping = step.block_tables[layer.group], step.slot_mappings[layer.group]
         self._hopper_decode.hopper_decode_attention(
-            qkv, pages, out, metadata.block_tables, metadata.slot_mapping, plan, scale, rope=rope
+            qkv, layer.pages, out, tables, slot_mapping, plan, layer.scale, rope=rope
         )
         return out
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.backend import AttentionBackend, AttentionLayer
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import get_attention_metadata
-from nanovllm.kernels._triton import device_limits
+from nanovllm.attention.metadata import get_step_metadata
+from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.quantization.dense import DenseWeight
-from nanovllm.quantization.kv_scales import KVCacheScales
-from nanovllm.quantization.weight import Weight
+from nanovllm.quantization.weight import DenseWeight, Rows, Weight
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.linear.quantize_rows import Rounding
+    from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+    from nanovllm.quantization.fp8 import KVCacheScales
 
 
 class CachedAttention(nn.Module):
@@ -25,30 +28,28 @@ class CachedAttention(nn.Module):
     Args:
         num_kv_heads: of this rank.
         key_size, value_size: elements of a head's key and of its value.
-        options: how it differs from plain causal attention.
+        scale, options: see `AttentionLayer`.
         scales: of a cache in e4m3, if the checkpoint has them.
 
     Attributes:
-        pages: the layer's cache; bound by the runner, as are the backend and the group.
-        group: index of the layer's group of the KV cache, whose metadata it attends by.
+        backend, layer: bound by the runner.
     """
 
-    pages: KVPages
     backend: AttentionBackend
-    group: int
+    layer: AttentionLayer
 
     def __init__(
         self,
         num_kv_heads: int,
         key_size: int,
         value_size: int,
+        scale: float,
         options: AttentionOptions,
         scales: KVCacheScales | None = None,
     ) -> None:
         super().__init__()
-        self.scales = scales
         self.num_kv_heads, self.key_size, self.value_size = num_kv_heads, key_size, value_size
-        self.options = options
+        self.scale, self.options, self.scales = scale, options, scales
 
     def kv_cache_spec(self, dtype: torch.dtype) -> Paged:
         """Return what the layer caches, in the dtype of its keys and values."""
@@ -56,24 +57,15 @@ class CachedAttention(nn.Module):
 
     def bind(self, pages: KVPages, backend: AttentionBackend, group: int = 0) -> None:
         """Give the layer its cache, its backend and its group."""
-        self.pages, self.backend, self.group = pages, backend, group
+        self.backend, self.layer = backend, AttentionLayer(pages, self.scale, self.options, group)
 
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
-        del self.pages, self.backend, self.group
+        del self.backend, self.layer
 
 
 class Attention(CachedAttention):
-    """Causal attention of one layer over its share of the cache.
-
-    Args:
-        num_kv_heads: of this rank.
-        head_dim: elements per head.
-        eps: of the norms of heads, if there are any.
-        rotary: what positions do to queries and keys; other layers may have the same.
-        options: how it differs from plain causal attention.
-        scales: see the base class.
-    """
+    """Causal attention of one layer over its share of the cache; eps: of the norms of heads, if there are any."""
 
     def __init__(
         self,
@@ -84,20 +76,17 @@ class Attention(CachedAttention):
         options: AttentionOptions = PLAIN,
         scales: KVCacheScales | None = None,
     ) -> None:
-        super().__init__(num_kv_heads, head_dim, head_dim, options, scales)
-        self.head_dim = head_dim
-        self.scale = head_dim**-0.5
-        self.eps = eps
-        self.rotary = rotary
+        super().__init__(num_kv_heads, head_dim, head_dim, head_dim**-0.5, options, scales)
+        self.head_dim, self.eps, self.rotary = head_dim, eps, rotary
 
     def rope(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormRope:
         """Return what happens to heads before attention; q_norm, k_norm: of each head, None if the model has none."""
         norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-        return NormRope(norm_weights, self.eps, self.rotary.cos_sin)
+        return ops.NormRope(norm_weights, self.eps, self.rotary.cos_sin)
 
     def should_project(self, weight: Weight, num_tokens: int, rope: NormRope) -> bool:
         """Return whether `project` supports this weight, and is faster than a product with `forward` after it."""
-        if not isinstance(weight, DenseWeight) or weight.bias is not None or self.pages.scales is not None:
+        if not isinstance(weight, DenseWeight) or weight.bias is not None or self.layer.pages.scales is not None:
             return False
         return rope.norm_weights is not None and weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
 
@@ -106,11 +95,14 @@ class Attention(CachedAttention):
 
         x: [num_tokens, hidden_size]; only if `should_project`. Returns the queries, [num_tokens, num_heads, head_dim].
         """
-        from nanovllm.kernels.linear.persistent_gemm import persistent_qkv_rope_store  # noqa: PLC0415
-
         assert isinstance(weight, DenseWeight)
-        slot_mapping, num_programs = get_attention_metadata(self.group).slot_mapping, device_limits(x.device)[0]
-        return persistent_qkv_rope_store(x, weight.values, rope, positions, self.pages, slot_mapping, num_programs)
+        slot_mapping, num_programs = self._slot_mapping, ops.device_limits(x.device)[0]
+        pages = self.layer.pages
+        return ops.persistent_qkv_rope_store(x, weight.values, rope, positions, pages, slot_mapping, num_programs)
+
+    @property
+    def _slot_mapping(self) -> torch.Tensor:
+        return get_step_metadata().slot_mappings[self.layer.group]
 
     def forward(
         self,
@@ -119,7 +111,7 @@ class Attention(CachedAttention):
         positions: torch.Tensor,
         rows: torch.Tensor | None = None,
         rounding: Rounding | None = None,
-    ) -> torch.Tensor | Fp8Rows:
+    ) -> Rows:
         """Norm and rotate queries and keys, store keys and values, and attend over all that is stored.
 
         Args:
@@ -128,18 +120,16 @@ class Attention(CachedAttention):
             positions: [num_tokens].
             rows, rounding: see `attend`.
         """
-        metadata, pages = get_attention_metadata(self.group), self.pages
         # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         heads = qkv.view(len(positions), -1, self.head_dim)
         if rows is None and self.options.is_plain:
-            out = self.backend.run_projected(heads, rope, pages, metadata, self.scale, rounding)
+            out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata(), rounding)
             if out is not None:
-                return out if isinstance(out, Fp8Rows) else out.flatten(1)
-        return self.attend(qkv_rope_store(heads, rope, positions, pages, metadata.slot_mapping), rows, rounding)
+                return out.flatten(1) if isinstance(out, torch.Tensor) else out
+        query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
+        return self.attend(query, rows, rounding)
 
-    def attend(
-        self, query: torch.Tensor, rows: torch.Tensor | None = None, rounding: Rounding | None = None
-    ) -> torch.Tensor | Fp8Rows:
+    def attend(self, query: torch.Tensor, rows: torch.Tensor | None = None, rounding: Rounding | None = None) -> Rows:
         """Attend over all that is stored, the step's tokens included.
 
         Args:
@@ -150,11 +140,9 @@ class Attention(CachedAttention):
         Returns:
             [num_tokens or len(rows), num_heads * head_dim]; or with `rounding` maybe these rows in e4m3.
         """
-        metadata = get_attention_metadata(self.group)
-        if rows is not None:
-            # Tiles without a sampled row are not computed, and their rows have anything in them.
-            metadata = metadata.for_samples()
-        out = self.backend.run(query, self.pages, metadata, self.scale, self.options, rounding)
-        if isinstance(out, Fp8Rows):
+        step = get_step_metadata()
+        # Tiles without a sampled row are not computed, and their rows have anything in them.
+        out = self.backend.run(query, self.layer, step if rows is None else step.for_samples(), rounding)
+        if not isinstance(out, torch.Tensor):
             return out
         return (out if rows is None else out[rows]).flatten(1)

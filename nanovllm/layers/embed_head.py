@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.config import make_weight
-from nanovllm.quantization.dense import DenseWeight
-from nanovllm.quantization.weight import MatrixShard
+from nanovllm.quantization.weight import DenseWeight, MatrixShard, make_weight
+
+if TYPE_CHECKING:
+    from nanovllm.configs.quantization import QuantizationConfig
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of one row a token.
-
-    Args:
-        vocab: this rank's token ids; rows of padding hold nothing in particular.
-        hidden_size: elements of a row.
-        communicator: adds up the ranks' parts; None leaves that to the norm that follows.
-    """
+    """A table of one row a token. A communicator adds up the ranks' parts; None leaves that to the next norm."""
 
     def __init__(self, vocab: Shard, hidden_size: int, communicator: Communicator | None = None) -> None:
         super().__init__()
@@ -43,12 +39,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(ColumnParallelLinear):
-    """The projection to the logits of this rank's vocabulary entries.
+    """The projection to the logits of this rank's vocabulary entries, with the weight of the embedding `tied_to` it.
 
-    Args:
-        vocab, hidden_size: see `VocabParallelEmbedding`.
-        tied_to: the embedding whose weight is the head's, too; None if it has one of its own.
-        quant_config: of the model; only a checkpoint that says so has its head in e4m3.
+    Only a checkpoint that says so has its head in e4m3.
     """
 
     def __init__(

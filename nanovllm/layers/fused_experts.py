@@ -8,25 +8,21 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.configs.model import ExpertsConfig
+from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import ExpertsShard, Shard
-from nanovllm.quantization.config import make_experts_weight
-from nanovllm.quantization.weight import MatrixShard
+from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
+from nanovllm.quantization.experts import make_experts_weight
+from nanovllm.quantization.weight import MatrixShard, Stream
 from nanovllm.weights.slices import LoadableModule
 
 
 class Router(LoadableModule):
-    """Chooses each token's experts; the same on every rank.
-
-    Attributes:
-        weight: [num_experts, hidden_size].
-    """
+    """Chooses each token's experts; the same on every rank."""
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
@@ -65,26 +61,12 @@ class _ExpertsLinear(nn.Module):
 
 
 class FusedExperts(nn.Module):
-    """All experts of a layer: of each rank some, or a slice of every one.
-
-    The result is one rank's part of a sum, which is left to the norm that follows.
-
-    Args:
-        hidden_size: of inputs and outputs.
-        shard: of this rank.
-        communicator: connects it with the others.
-        quant_config, prefix: see `make_weight`.
-    """
+    """All experts of a layer: of each rank some, or a slice of every one. The result is one rank's part of a sum."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        shard: ExpertsShard,
-        communicator: Communicator,
-        *,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-    ) -> None:
+        self, hidden_size: int, shard: ExpertsShard, communicator: Communicator,
+        *, quant_config: QuantizationConfig | None = None, prefix: str = "",
+    ) -> None:  # fmt: skip
         super().__init__()
         hidden, size = Shard.whole(hidden_size), shard.intermediate
         self.gate_up_proj = _ExpertsLinear(
@@ -100,3 +82,23 @@ class FusedExperts(nn.Module):
         gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
         out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start, gate_up.policy)
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
+
+
+class SparseMLP(nn.Module):
+    """A mixture of SwiGLU experts; a router chooses some for each token."""
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
+        super().__init__()
+        assert config.experts is not None and shard.experts is not None
+        self.gate = Router(config.hidden_size, config.experts)
+        self.experts = FusedExperts(
+            config.hidden_size, shard.experts, communicator,
+            quant_config=config.quantization, prefix=f"{prefix}.experts",
+        )  # fmt: skip
+
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> Stream:
+        """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
+        rows, routing, residual = self.gate(x, norm, residual)
+        return self.experts(rows, routing), residual

@@ -1,4 +1,4 @@
-"""RMS norms of the residual stream, of heads, and of whole projections.
+"""RMS norms of the residual stream and of heads.
 
 A decoder's hidden states are a pair `(x, residual)`, which the next norm adds up. x is the newest branch: of several
 ranks each has a part of it, on one it may be the parts of a sum, [parts, num_tokens, hidden_size]. residual is the sum
@@ -7,16 +7,16 @@ of the branches before it, None for zero.
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
-from nanovllm.kernels.rms_norm import QKNorms, normalize_qk, sum_squares
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import Shard
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 
 
 class RMSNorm(LoadableModule):
@@ -56,32 +56,3 @@ class AllReduceRMSNorm(RMSNorm):
         if rounding is not None:
             return self.communicator.all_reduce_quantize_rows(x, self.weight, self.eps, residual, rounding)
         return self.communicator.all_reduce_rms_norm(x, self.weight, self.eps, residual)
-
-
-class ParallelRMSNorm(RMSNorm):
-    """Parameters of an RMS norm over all heads of queries, or of keys: this rank's shard of the weight."""
-
-    def __init__(self, shard: Shard, eps: float) -> None:
-        super().__init__(shard.size, eps)
-        self.shard = shard
-
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's elements of the weight."""
-        return {WeightTarget(f"{name}.weight"): WeightSlice.of((self.shard,), self.weight.data)}
-
-
-def normalize_projections(
-    qkv: torch.Tensor, q_norm: ParallelRMSNorm, k_norm: ParallelRMSNorm, communicator: Communicator
-) -> None:
-    """Normalise all heads of queries at once, and all of keys, in place (OLMo 2, arXiv:2501.00656).
-
-    Args:
-        qkv: [num_tokens, outputs of this rank].
-        q_norm, k_norm: of queries and of keys.
-        communicator: adds up the ranks' squares, both norms' in one all-reduce.
-    """
-    norms = QKNorms(q_norm.weight, k_norm.weight, q_norm.shard.total, k_norm.shard.total, q_norm.eps)
-    squares = None
-    if communicator.size > 1:
-        squares = communicator.all_reduce_rows(sum_squares(qkv, norms))
-    normalize_qk(qkv, norms, squares)

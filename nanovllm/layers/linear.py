@@ -7,16 +7,18 @@ may add its product to the residual itself. See `layers.layernorm` for the pair 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
-from nanovllm.configs.quantization import QuantizationConfig
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows
-from nanovllm.kernels.rms_norm import Norm
+from nanovllm.kernels import ops
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.config import make_weight
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight, make_weight
+
+if TYPE_CHECKING:
+    from nanovllm.configs.quantization import QuantizationConfig
 
 
 class ColumnParallelLinear(nn.Module):
@@ -32,36 +34,22 @@ class ColumnParallelLinear(nn.Module):
         norm: AllReduceRMSNorm | None = None,
         residual: torch.Tensor | None = None,
         gated: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `gate(norm(x + residual) @ weight.T + bias)`, and the sum `x + residual`.
+    ) -> Stream:
+        """Return `gate(norm(x + residual) @ weight.T + bias)`, and the sum `x + residual`; see `Weight.multiply`.
 
-        Args:
-            x: [num_tokens, in_features], contiguous; with a norm the newest branch of the residual stream.
-            norm: RMSNorm before the product. Without one x is multiplied as it is, and residual is returned as it is.
-            residual: [num_tokens, in_features], or None for zero.
-            gated: return SiLU of the first half of the outputs times the second (SwiGLU, Shazeer 2020,
-                arXiv:2002.05202).
-
-        Returns:
-            [num_tokens, outputs of this rank], half of them if gated; and [num_tokens, in_features] or None.
+        Without a norm x is multiplied as it is, and residual is returned as it is. The gate is SwiGLU's (Shazeer 2020,
+        arXiv:2002.05202).
         """
         if norm is None:
             return self.weight.multiply(x, gated=gated)[0], residual
         if norm.communicator.size == 1:
-            return self.weight.multiply(x, Norm(norm.weight, norm.eps), residual, gated)
+            return self.weight.multiply(x, ops.Norm(norm.weight, norm.eps), residual, gated)
         rows, total = norm(x, residual, self.weight.row_rounding(x.shape[-2], norm.weight.dtype))
         return self.weight.multiply(rows, gated=gated)[0], total
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several projections of one input as one product.
-
-    Args:
-        in_features: size of the input.
-        outputs: outputs of each projection, by the name of its part of the weight, in order.
-        bias: whether the projections have biases.
-        quant_config, prefix: see `make_weight`.
-    """
+    """Several projections of one input as one product; see `MatrixShard` and `make_weight` for the arguments."""
 
     def __init__(
         self,
@@ -94,10 +82,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
 
 
 class RowParallelLinear(nn.Module):
-    """The last projection of a branch, whose inputs are divided among the ranks.
-
-    Its product is one rank's part of a sum, which is left to the norm that follows.
-    """
+    """The last projection of a branch, whose inputs are divided among the ranks: its product is a part of a sum."""
 
     def __init__(
         self, inputs: Shard, out_features: int, *, quant_config: QuantizationConfig | None = None, prefix: str = ""
@@ -106,14 +91,12 @@ class RowParallelLinear(nn.Module):
         self.inputs = inputs
         self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs))
 
-    def forward(
-        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: Rows, residual: torch.Tensor | None = None) -> Stream:
         """Return the x and the residual of the norm that follows, whose sum is `x @ weight.T + residual`.
 
         Args:
-            x: [num_rows, inputs of this rank], contiguous, or rows that are rounded as `Weight.row_rounding` says; or
-                gate and up, [num_rows, 2 * inputs], where `Weight.takes_gate_up`.
+            x: [num_rows, inputs of this rank], or rounded as `Weight.row_rounding` says; or gate and up,
+                [num_rows, 2 * inputs], where `Weight.takes_gate_up`.
             residual: [num_rows, out_features], which may be overwritten; or None for zero.
         """
         if self.inputs.is_whole and residual is not None:

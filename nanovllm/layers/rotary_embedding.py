@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from nanovllm.configs.rope import LinearScaling, Llama3Scaling, RopeConfig, YarnScaling
+if TYPE_CHECKING:
+    from nanovllm.configs.rope import Llama3Scaling, RopeConfig, YarnScaling
 
 
 def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
     """Return radians per position, [head_dim / 2] float32, and the factor of the cosines and sines."""
+    from nanovllm.configs.rope import LinearScaling, Llama3Scaling, YarnScaling  # noqa: PLC0415
+
     base, scaling = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), rope.scaling
     if isinstance(scaling, LinearScaling):
         return base / scaling.factor, 1.0
@@ -34,10 +38,9 @@ def _llama3_frequencies(base: torch.Tensor, scaling: Llama3Scaling) -> torch.Ten
 
 
 def _yarn_frequencies(base: torch.Tensor, theta: float, yarn: YarnScaling) -> tuple[torch.Tensor, float]:
-    """Keep the fast dimensions, which turn more than `beta_fast` times within the original length.
+    """Keep dimensions that turn more than `beta_fast` times within the original length.
 
-    The slow ones, which turn less than `beta_slow` times, are divided by `factor`; between, one becomes the other
-    linearly.
+    Those that turn less than `beta_slow` times are divided by `factor`; between, one becomes the other linearly.
     """
     head_dim = 2 * len(base)
 

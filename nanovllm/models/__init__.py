@@ -9,11 +9,9 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.configs.model import Architecture, ModelConfig
-from nanovllm.models.base import CausalLM, LoadableCausalLM
+from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.weights.files import stored_tensors, weight_files
-from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.slices import LoadableModule
+from nanovllm.weights.files import stored_tensors
 
 
 def model_class(architecture: Architecture) -> type[CausalLM]:
@@ -56,20 +54,7 @@ def load_model(
         model = make_model(model_config, communicator)
         if config.load_format != "dummy" and (with_head := with_stored_head(model_config, folder)) is not model_config:
             model = make_model(with_head, communicator)
-    if isinstance(model, LoadableCausalLM):
-        if config.load_format != "dummy":
-            weight_files(folder)
-        model.load(config, folder, max_model_len, dtype, device)
-        return model
-    for module in model.modules():
-        if isinstance(module, LoadableModule):
-            module.allocate(dtype, device)
-    weights = ModelWeights(model, device, communicator)
-    if config.load_format == "dummy":
-        weights.draw(config.seed or 0)
-    else:
-        weights.load_folder(folder)
-    model.tabulate_rope(max_model_len, device)
+    model.load(config, folder, max_model_len, dtype, device)
     return model
 
 

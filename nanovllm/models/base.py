@@ -1,34 +1,31 @@
-"""Base classes of all models, as the runner and the loader see them."""
+"""The base class of all models, as the runner and the loader see them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from nanovllm.config import Config
-from nanovllm.configs.model import ModelConfig
-from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import shard_of
+from nanovllm.quantization.weight import Stream
 from nanovllm.weights.names import WeightedModel
 from nanovllm.weights.slices import LoadableModule
 
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.configs.model import ModelConfig
+    from nanovllm.kernels.policy import KernelPolicy
+
 
 class CausalLM(WeightedModel):
-    """One rank's shard of a model. Parameters are created on the default device, and filled by the loader.
-
-    Args:
-        config: shape of the whole model.
-        communicator: identifies this rank and connects it with the others.
-    """
+    """One rank's shard of a model of a config's shape; parameters are created on the default device, not yet filled."""
 
     supports_cuda_graph: bool = True
     """Whether steps can be captured: nothing in them waits for the device or depends on values there."""
@@ -39,7 +36,25 @@ class CausalLM(WeightedModel):
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config)
+        self.communicator = communicator
         self.shard = shard_of(config, communicator.rank, communicator.size)
+
+    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the model for `max_model_len` positions, and load it as `config.load_format` says.
+
+        Raises:
+            ValueError: the weights do not fit, or the model cannot be run.
+        """
+        from nanovllm.weights.model_weights import ModelWeights  # noqa: PLC0415
+
+        for module in self.loadable_modules:
+            module.allocate(dtype, device)
+        weights = ModelWeights(self, device, self.communicator)
+        if config.load_format == "dummy":
+            weights.draw(config.seed or 0)
+        else:
+            weights.load_folder(folder)
+        self.tabulate_rope(max_model_len, device)
 
     @property
     def attention_layers(self) -> list[CachedAttention]:
@@ -47,21 +62,24 @@ class CausalLM(WeightedModel):
         return [module for module in self.modules() if isinstance(module, CachedAttention)]
 
     @property
+    def loadable_modules(self) -> list[LoadableModule]:
+        """Modules with weights."""
+        return [module for module in self.modules() if isinstance(module, LoadableModule)]
+
+    @property
     def kernel_rows(self) -> set[int]:
         """Row counts at which the choice of the weights' kernels changes."""
-        return {rows for module in self.modules() if isinstance(module, LoadableModule) for rows in module.kernel_rows}
+        return {rows for module in self.loadable_modules for rows in module.kernel_rows}
 
     @property
     def kernel_tokens(self) -> set[int]:
         """The subset of `kernel_rows` that is also compared with numbers of prompt tokens."""
-        modules = [module for module in self.modules() if isinstance(module, LoadableModule)]
-        return {tokens for module in modules for tokens in module.kernel_tokens}
+        return {tokens for module in self.loadable_modules for tokens in module.kernel_tokens}
 
     def set_kernel_policy(self, policy: KernelPolicy) -> None:
         """Set the policy that chooses the kernels of all weights."""
-        for module in self.modules():
-            if isinstance(module, LoadableModule):
-                module.policy = policy
+        for module in self.loadable_modules:
+            module.policy = policy
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
@@ -86,19 +104,14 @@ class CausalLM(WeightedModel):
             if isinstance(module, RotaryEmbedding):
                 module.tabulate(max_position, device)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run the model up to its last norm, for `compute_logits` or `hidden_states`.
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Stream:
+        """Run the model up to its last norm; return x and residual, [num_rows, hidden_size], see `layers.layernorm`.
 
         Args:
             token_ids, positions: [num_tokens] int32.
             rows: indices of the tokens whose states are needed: few prompt tokens are sampled from. None for all.
-
-        Returns:
-            x and residual, [num_rows, hidden_size] each; see `layers.layernorm`.
         """
-        states: tuple[torch.Tensor, torch.Tensor | None] = self.model(token_ids, positions, rows)
+        states: Stream = self.model(token_ids, positions, rows)
         return states
 
     def hidden_states(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -115,18 +128,6 @@ class CausalLM(WeightedModel):
         """hidden: [num_rows, hidden_size], from `hidden_states` -> [num_rows, vocabulary entries of this rank]."""
         logits: torch.Tensor = self.lm_head(hidden)[0]
         return logits
-
-
-class LoadableCausalLM(CausalLM, ABC):
-    """A model implemented by another library, which also reads and converts its weights."""
-
-    @abstractmethod
-    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Load the model for `max_model_len` positions, as `config.load_format` says.
-
-        Raises:
-            ValueError: the weights do not fit, or the model cannot be run.
-        """
 
 
 def _kind(layer: nn.Module) -> Hashable:

@@ -12,23 +12,27 @@ norm before it, and the last one the residual addition after it, in one fused ke
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
-from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.fused_experts import FusedExperts, Router
-from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
+from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard
-from nanovllm.quantization.kv_scales import KVCacheScales
+from nanovllm.quantization.weight import Stream
+
+if TYPE_CHECKING:
+    from nanovllm.configs.model import ModelConfig
+    from nanovllm.layers.fused_experts import SparseMLP
 
 
 class SelfAttention(nn.Module):
@@ -44,7 +48,6 @@ class SelfAttention(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.communicator = communicator
         quant_config = config.quantization
         hidden_size, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         qkv_bias, qk_norm = config.architecture.qkv_bias, config.architecture.qk_norm
@@ -59,13 +62,19 @@ class SelfAttention(nn.Module):
         self.k_norm: RMSNorm | None = None
         if qk_norm == "heads":
             self.q_norm, self.k_norm = RMSNorm(head_dim, eps), RMSNorm(head_dim, eps)
-        elif qk_norm == "projections":
-            self.q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
-            self.k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
         # Fused into attention's kernels.
-        self.head_norms = (self.q_norm, self.k_norm) if qk_norm == "heads" else (None, None)
+        self.head_norms = self.q_norm, self.k_norm
+        self.normalize: Callable[[torch.Tensor], None] | None = None
+        if qk_norm == "projections":
+            from nanovllm.layers.qk_norm import ParallelRMSNorm, normalize_projections  # noqa: PLC0415
+
+            self.q_norm = q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
+            self.k_norm = k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
+            self.normalize = partial(normalize_projections, q_norm=q_norm, k_norm=k_norm, communicator=communicator)
         scales = None
         if quant_config is not None and quant_config.kv_scales is not None:
+            from nanovllm.quantization.fp8 import KVCacheScales  # noqa: PLC0415
+
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
         self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales)
 
@@ -76,11 +85,8 @@ class SelfAttention(nn.Module):
         residual: torch.Tensor | None,
         positions: torch.Tensor,
         rows: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute attention of `norm(x + residual)`, [num_tokens, hidden_size], at `positions`, [num_tokens].
-
-        Returns the branch and the residual to add it to, of `rows`, or of all tokens.
-        """
+    ) -> Stream:
+        """Return attention of `norm(x + residual)`, and the residual to add it to, of `rows`, or of all tokens."""
         num_tokens, dtype = len(positions), x.dtype if norm is None else norm.weight.dtype
         rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
         rope = self.attn.rope(*self.head_norms)
@@ -91,8 +97,8 @@ class SelfAttention(nn.Module):
             out = self.attn.attend(query, rows, rounding)
         else:
             qkv, residual = self.qkv_proj(x, norm, residual)
-            if isinstance(self.q_norm, ParallelRMSNorm) and isinstance(self.k_norm, ParallelRMSNorm):
-                normalize_projections(qkv, self.q_norm, self.k_norm, self.communicator)
+            if self.normalize is not None:
+                self.normalize(qkv)
             out = self.attn(qkv, rope, positions, rows, rounding)
         if rows is not None and residual is not None:
             residual = residual[rows]
@@ -114,35 +120,12 @@ class MLP(nn.Module):
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the MLP of `norm(x + residual)`, [num_tokens, hidden_size].
-
-        Returns the branch and the residual to add it to.
-        """
+    ) -> Stream:
+        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
         dtype = x.dtype if norm is None else norm.weight.dtype
         gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
         gate_up, residual = self.gate_up_proj(x, norm, residual, gated)
         return self.down_proj(gate_up, residual)
-
-
-class SparseMLP(nn.Module):
-    """A mixture of SwiGLU experts; a router chooses some for each token."""
-
-    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
-        super().__init__()
-        assert config.experts is not None and shard.experts is not None
-        self.gate = Router(config.hidden_size, config.experts)
-        self.experts = FusedExperts(
-            config.hidden_size, shard.experts, communicator,
-            quant_config=config.quantization, prefix=f"{prefix}.experts",
-        )  # fmt: skip
-
-    def forward(
-        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
-        rows, routing, residual = self.gate(x, norm, residual)
-        return self.experts(rows, routing), residual
 
 
 class DecoderLayer(nn.Module):
@@ -158,7 +141,7 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Stream:
         """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
         x, residual = self.self_attn(x, self.input_layernorm, residual, positions, rows)
         return self.mlp(x, self.post_attention_layernorm, residual)
@@ -177,7 +160,7 @@ class PostNormDecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> Stream:
         """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
         total = x if residual is None else residual + x
         branch, _ = self.self_attn(total, None, None, positions, rows)
@@ -202,16 +185,13 @@ class Decoder(nn.Module):
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
             attention = SelfAttention(config, shard, communicator, rotaries[layer.rope], options, f"{prefix}.self_attn")
-            mlp_prefix, is_sparse = f"{prefix}.mlp", layer.has_experts
-            mlp = SparseMLP(config, shard, communicator, mlp_prefix) if is_sparse else MLP(config, shard, mlp_prefix)
+            mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
             self.layers.append(make_layer(config, communicator, attention, mlp))
         # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last)
 
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Stream:
         """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens."""
         x, residual = self.embed_tokens(token_ids), None
         for i, layer in enumerate(self.layers, 1):
@@ -220,24 +200,26 @@ class Decoder(nn.Module):
         return x, residual
 
 
+def _make_mlp(
+    config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
+) -> MLP | SparseMLP:
+    if not has_experts:
+        return MLP(config, shard, prefix)
+    from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
+
+    return SparseMLP(config, shard, communicator, prefix)
+
+
 class DecoderForCausalLM(CausalLM):
     """A decoder with its LM head."""
 
-    fused_modules_mapping: ClassVar[dict[str, tuple[str, ...]]] = {
-        "qkv_proj": ("q", "k", "v"),
-        "gate_up_proj": ("gate", "up"),
-    }
-    packed_modules_mapping: ClassVar[dict[str, tuple[str, str | None]]] = {
-        "q_proj": ("qkv_proj", "q"),
-        "k_proj": ("qkv_proj", "k"),
-        "v_proj": ("qkv_proj", "v"),
-        "gate_proj": ("gate_up_proj", "gate"),
-        "up_proj": ("gate_up_proj", "up"),
-        "w1": ("gate_up_proj", "gate"),
-        "w3": ("gate_up_proj", "up"),
-        "w2": ("down_proj", None),
-    }
-    renamed_modules: ClassVar[dict[str, str]] = {"block_sparse_moe": "mlp"}
+    fused_modules_mapping: ClassVar = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
+    packed_modules_mapping: ClassVar = {
+        "q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),
+        "w1": ("gate_up_proj", "gate"), "w3": ("gate_up_proj", "up"), "w2": ("down_proj", None),
+    }  # fmt: skip
+    renamed_modules: ClassVar = {"block_sparse_moe": "mlp"}
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)

@@ -24,15 +24,15 @@ from typing_extensions import override
 
 from nanovllm.config import Config
 from nanovllm.configs.model import MODELS, ModelConfig, transformers_class
-from nanovllm.models.base import LoadableCausalLM
-from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears
-from nanovllm.models.fused_modules import step_positions
+from nanovllm.models.base import CausalLM
+from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears, step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import SourceParameters, shard_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.weights.files import misfit, stored_tensors
-from nanovllm.weights.slices import WeightSlice, WeightTarget, WholeTensor
+from nanovllm.weights.readers import WholeTensor
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -42,7 +42,7 @@ _TOLERANCES = {torch.float32: 1e-3}
 _COARSE_TOLERANCE = 3e-2
 
 
-class TransformersForCausalLM(LoadableCausalLM):
+class TransformersForCausalLM(CausalLM):
     """A transformers model over the paged KV cache.
 
     Raises:
@@ -51,7 +51,6 @@ class TransformersForCausalLM(LoadableCausalLM):
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)
-        self._communicator = communicator
         self._class = _class_of(config.hf)
         self.head = self._made(config.hf, torch.float32)
 
@@ -65,7 +64,7 @@ class TransformersForCausalLM(LoadableCausalLM):
             self.head = self._read(folder, dtype)
         self.head.eval().requires_grad_(False)
         self._sources, self._dtype = SourceParameters(self.head), dtype
-        indices = self._divide() if self._communicator.size > 1 else {}
+        indices = self._divide() if self.communicator.size > 1 else {}
         self.head.to(device)
         prefix = self.head.base_model_prefix
         self._prefix = prefix if hasattr(self.head, prefix) else "model"
@@ -105,9 +104,9 @@ class TransformersForCausalLM(LoadableCausalLM):
     def _divide(self) -> dict[str, tuple[slice, ...]]:
         """Keep only this rank's shard of the model; see `shard_model`."""
         try:
-            return shard_model(self.head, self.shard, self._communicator)
+            return shard_model(self.head, self.shard, self.communicator)
         except ValueError as error:
-            size = self._communicator.size
+            size = self.communicator.size
             raise ValueError(f"tensor_parallel_size={size}: {self._class.__name__} has one rank: {error}") from error
 
     def _made(self, hf: Any, dtype: torch.dtype) -> Any:
@@ -182,7 +181,7 @@ class TransformersForCausalLM(LoadableCausalLM):
         """Return whether the tensors of each pair are equal but for rounding, on all ranks."""
         tolerance = _TOLERANCES.get(self._dtype, _COARSE_TOLERANCE)
         is_close = all(_are_close(x.float(), y.float(), tolerance) for x, y in pairs)
-        return bool(self._communicator.all_reduce_min(int(is_close)))
+        return bool(self.communicator.all_reduce_min(int(is_close)))
 
     def _drop_towers(self, called: set[str]) -> None:
         """Drop the parts of a wrapper that text does not run through, such as an image encoder."""
@@ -206,7 +205,7 @@ class TransformersForCausalLM(LoadableCausalLM):
         heads, kv_heads = probe.num_heads[0], self.attention_layers[0].num_kv_heads
         shard = self.shard
         is_divided = heads != shard.heads.total
-        if self._communicator.size > 1 and is_divided:
+        if self.communicator.size > 1 and is_divided:
             counts = {(heads, layer.num_kv_heads) for layer in self.attention_layers}
             if counts != {(shard.heads.size, shard.kv_heads.size)}:
                 raise ValueError(f"its layers have other heads than its config says: {sorted(counts)} on this rank")

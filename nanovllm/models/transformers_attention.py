@@ -18,7 +18,7 @@ from torch import nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from nanovllm.attention.metadata import get_attention_metadata
+from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.kernels.qkv_rope_store import store_kv
 from nanovllm.layers.attention import CachedAttention
@@ -33,25 +33,21 @@ _GRID = 1 << 20
 class PagedAttention(CachedAttention):
     """Attention of one layer whose queries and keys are already normalised and rotated.
 
-    Args:
-        key, value: example tensors, [1, num_kv_heads, num_tokens, size].
-        scale: factor of the scores before the softmax.
-        options: differences from plain causal attention.
+    key, value: example tensors, [1, num_kv_heads, num_tokens, size]; scale, options: see `AttentionLayer`.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, scale: float, options: AttentionOptions) -> None:
-        super().__init__(key.shape[1], key.shape[3], value.shape[3], options)
-        self.scale = scale
+        super().__init__(key.shape[1], key.shape[3], value.shape[3], scale, options)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query, key, value: [1, heads, num_tokens, size] -> [1, num_tokens, num_heads, value_size]."""
-        metadata, pages = get_attention_metadata(self.group), self.pages
+        step, pages = get_step_metadata(), self.layer.pages
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
         if key.stride(2) != 1 or value.stride(2) != 1:
             key, value = key.contiguous(), value.contiguous()
-        store_kv(key, value, pages, metadata.slot_mapping)
+        store_kv(key, value, pages, step.slot_mappings[self.layer.group])
         query = query.to(value.dtype if pages.scales is not None else pages.k_cache.dtype).contiguous()
-        out = self.backend.run(query, pages, metadata, self.scale, self.options)
+        out = self.backend.run(query, self.layer, step)
         assert isinstance(out, torch.Tensor)
         return out[None]
 
@@ -63,8 +59,7 @@ class Probe:
     Attributes:
         makes_layers: whether to create the layers; otherwise they exist.
         answers: makes attention's output of a given size.
-        modules: the attention modules.
-        num_heads: number of query heads of each module.
+        modules, num_heads: the attention modules, and their numbers of query heads.
         tensors: queries, keys and values of each module, [num_tokens, heads, size] float32, of all rows.
         settings: scale, window and softcap of each module.
         masks: the masks made, with their windows.
@@ -98,9 +93,7 @@ def probing(*, makes_layers: bool, answers: Callable[..., torch.Tensor] = torch.
 def noise_of(indices: torch.Tensor, num_tokens: int) -> Callable[..., torch.Tensor]:
     """Return a function that makes noise as attention's output, which depends only on the token's index.
 
-    Args:
-        indices: token indices below `num_tokens`, of one row or of several.
-        num_tokens: number of different tokens.
+    indices: below `num_tokens`, of one row of tokens or of several.
     """
 
     def answer(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -180,13 +173,9 @@ def _make_mask(*, mask_function: Callable[..., Any], device: torch.device | None
 
 
 def _window(visible: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int | None:
-    """Return the sliding window of a mask; None if the mask is causal.
+    """Return the sliding window of a mask; None if it is causal; raise a `ValueError` if it is neither.
 
-    Args:
-        visible: maps a query's position and key positions to the keys that the query sees.
-
-    Raises:
-        ValueError: the mask is neither causal nor a sliding window.
+    visible: maps a query's position and key positions to the keys that the query sees.
     """
     keys = torch.arange(_GRID)
     try:

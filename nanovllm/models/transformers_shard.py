@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 from typing_extensions import override
 
-from nanovllm.models.fused_modules import FusedNorm
+from nanovllm.models.fuse import FusedNorm
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard, even_shard
 from nanovllm.weights.slices import WeightSlice, WeightTarget
@@ -52,7 +52,9 @@ def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dic
         ValueError: the plan is missing or not supported, or the head is not a linear layer.
     """
     plan: dict[str, str] = head.tp_plan or {}
-    styles = {name: plan[key] for name, _ in _named_parts(head) if (key := _wildcards(name)) in plan}
+    # A plan names modules or parameters, with stars for layer numbers.
+    names = [name for name, _ in [*head.named_modules(), *head.named_parameters()]]
+    styles = {name: plan[key] for name in names if (key := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in plan}
     if unknown := sorted(set(styles.values()) - _WHOLE - _DIVIDED):
         raise ValueError(f"its base_model_tp_plan has styles that are not supported: {', '.join(unknown)}")
     divided = {name: style for name, style in styles.items() if style in _DIVIDED}
@@ -80,16 +82,6 @@ def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dic
     return slices | {f"{name}.weight": (shard.vocab.present,), f"{name}.bias": (shard.vocab.present,)}
 
 
-def _named_parts(head: nn.Module) -> list[tuple[str, Any]]:
-    """Return modules and parameters by name: a plan may name either."""
-    return [*head.named_modules(), *head.named_parameters()]
-
-
-def _wildcards(name: str) -> str:
-    """Return a module's name in a plan, which has stars for layer numbers."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def _shard_of(name: str, num_items: int, shard: ModelShard, communicator: Communicator) -> Shard:
     """Return this rank's share of a layer's outputs or inputs: whole KV groups in attention, else columns."""
     if "attn" not in name and "attention" not in name:
@@ -114,12 +106,7 @@ def _part(values: torch.Tensor) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class SourceSlice(WeightSlice):
-    """The slice of a parameter that this rank holds.
-
-    Attributes:
-        tied: slices of the same parameter held by other modules on this rank.
-        norms: norms whose weights are computed from it.
-    """
+    """This rank's slice of a parameter, with those of modules tied to it, and norms whose weights it determines."""
 
     tied: tuple[WeightSlice, ...] = ()
     norms: tuple[FusedNorm, ...] = ()
@@ -137,11 +124,7 @@ class SourceSlice(WeightSlice):
 
 
 class SourceParameters:
-    """The parameters of a model by their checkpoint names.
-
-    Args:
-        head: the model before sharding.
-    """
+    """The parameters of a model, which is not sharded yet, by their checkpoint names."""
 
     def __init__(self, head: nn.Module) -> None:
         first = {parameter: name for name, parameter in reversed(list(head.named_parameters()))}

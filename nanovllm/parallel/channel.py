@@ -26,9 +26,6 @@ _SLEEP_SECONDS = 0.0005
 class Sender:
     """Sends objects that pickle; every receiver gets every message, in order.
 
-    Args:
-        num_receivers: number of receivers; they are numbered from 0.
-
     Attributes:
         receivers: the descriptor of each receiver's end, for its process to inherit.
     """
@@ -45,12 +42,7 @@ class Sender:
             _enlarge(writer)
 
     def send(self, message: object, check: Callable[[], None]) -> None:
-        """Write a message; wait while a pipe is full.
-
-        Args:
-            message: any object that pickles.
-            check: called repeatedly while waiting; raises to end the wait.
-        """
+        """Write an object that pickles; wait while a pipe is full: `check` is called repeatedly, and may raise."""
         payload = pickle.dumps(message, protocol=5)
         unsent = dict.fromkeys(self._writers, memoryview(len(payload).to_bytes(_LENGTH_BYTES, "little") + payload))
 
@@ -71,11 +63,7 @@ class Sender:
 
 
 class Receiver:
-    """Receives the messages of a `Sender`.
-
-    Args:
-        descriptor: one of `Sender.receivers`.
-    """
+    """Receives the messages of a `Sender` by one of its `receivers`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -25,10 +25,9 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Zeroed memory on each rank's GPU, mapped by all ranks of one host.
+    """Zeroed memory of `num_bytes` on each rank's GPU, mapped by all ranks of one host.
 
     Args:
-        num_bytes: size of each rank's memory.
         rank, size: this process's rank, and the number of ranks.
         device: this rank's GPU, which can access the other ranks' GPUs.
         store: where the ranks exchange their handles.

@@ -7,9 +7,10 @@ whole experts; embedding and LM head by token ids.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from nanovllm.configs.model import ExpertsConfig, ModelConfig
-from nanovllm.configs.quantization import BLOCK
+if TYPE_CHECKING:
+    from nanovllm.configs.model import ExpertsConfig, ModelConfig
 
 _MLP_UNIT = 16
 """MLP shards are multiples of this number of columns, so that the rows of every shard stay aligned."""
@@ -95,26 +96,22 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     return ModelShard(
         kv_heads=kv_heads,
         heads=kv_heads.times(model.num_heads // model.num_kv_heads),
-        intermediate=_mlp_shard(model, rank, size),
+        # A model of sparse layers alone has no MLP.
+        intermediate=Shard.whole(model.intermediate_size)
+        if all(layer.has_experts for layer in model.layers)
+        else _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, unit)),
         vocab=_padded_shard(model.vocab_size, rank, size),
-        experts=experts_shard(model.experts, rank, size, _column_unit(model)) if model.experts is not None else None,
+        experts=experts_shard(model.experts, rank, size, max(_MLP_UNIT, unit)) if model.experts is not None else None,
     )
-
-
-def _mlp_shard(model: ModelConfig, rank: int, size: int) -> Shard:
-    if all(layer.has_experts for layer in model.layers):
-        # The model has no experts.
-        return Shard.whole(model.intermediate_size)
-    return _column_shard("intermediate_size", model.intermediate_size, rank, size, _column_unit(model))
-
-
-def _column_unit(model: ModelConfig) -> int:
-    return max(_MLP_UNIT, _input_unit(model))
 
 
 def _input_unit(model: ModelConfig) -> int:
     """Return the number of inputs that must stay together on one rank."""
-    return BLOCK if model.quantization is not None and model.quantization.granularity == "block" else 1
+    if model.quantization is None or model.quantization.granularity != "block":
+        return 1
+    from nanovllm.configs.quantization import BLOCK  # noqa: PLC0415
+
+    return BLOCK
 
 
 def experts_shard(experts: ExpertsConfig, rank: int, size: int, unit: int = _MLP_UNIT) -> ExpertsShard:

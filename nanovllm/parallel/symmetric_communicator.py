@@ -15,8 +15,9 @@ from typing_extensions import override
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.all_reduce import SymmetricBuffer, all_reduce_argmax, all_reduce_rms_norm, whole_pairs
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.parallel.communicator import DistributedCommunicator
+from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.parallel.peer_memory import PeerMemory
 
 _WORD_BYTES = 2**19
@@ -102,12 +103,11 @@ def make_buffer(rank: int, size: int, device: torch.device, limits: StepLimits) 
 class SymmetricCommunicator(DistributedCommunicator):
     """Tensor collectives by kernels over a symmetric buffer; host collectives over gloo.
 
-    Only these kernels wait for other ranks on the device, and all of them check the host's abort word.
-
-    Args:
-        rank, size, device, store: see the base class; every GPU must map every other's memory.
-        limits: of every step.
+    Only these kernels wait for other ranks on the device, and all of them check the host's abort word. Every GPU must
+    map every other's memory; limits: of every step.
     """
+
+    policy: KernelPolicy = FASTEST
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Store, limits: StepLimits) -> None:
         super().__init__(rank, size, device, store, uses_nccl=False)

@@ -32,21 +32,36 @@ class ExpertsWeight(LoadableModule, ABC):
     def matrices(self) -> ExpertsMatrices:
         """What kernels take."""
 
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        """Return this rank's part of each projection of each expert: nothing of other ranks' experts."""
+        layer, experts = name.rpartition(".")[0], self.experts
+        slices: dict[WeightTarget, WeightSlice] = {}
+        for number in range(experts.total):
+            is_here, start = experts.start <= number < experts.stop, 0
+            for part, outputs in self.shard.outputs.items():
+                held = outputs if is_here else Shard(0, 0, outputs.total)
+                target, place = WeightTarget(layer, part, number), number - experts.start if is_here else 0
+                slices |= self.projection_slices(target, held, place, start)
+                start += held.size
+        return slices
+
+    @abstractmethod
+    def projection_slices(
+        self, target: WeightTarget, outputs: Shard, place: int, start: int
+    ) -> dict[WeightTarget, WeightSlice]:
+        """Return the slices of one expert's projection, which begins at output `start` of the matrix at `place`.
+
+        target: with the layer's name as `param`.
+        """
+
 
 class DenseExpertsWeight(ExpertsWeight):
-    """Values in the dtype of the activations.
-
-    Args:
-        experts, shard: see the base class.
-
-    Attributes:
-        values: [experts of this rank, outputs of this rank, inputs of this rank].
-    """
+    """Values in the dtype of the activations, [experts of this rank, outputs of this rank, inputs of this rank]."""
 
     def __init__(self, experts: Shard, shard: MatrixShard) -> None:
         super().__init__()
-        self.experts = experts
-        self.shard = shard
+        self.experts, self.shard = experts, shard
         self.values = nn.Parameter(torch.empty(experts.size, *shard.size), requires_grad=False)
 
     @property
@@ -54,28 +69,16 @@ class DenseExpertsWeight(ExpertsWeight):
     def matrices(self) -> torch.Tensor:
         return self.values
 
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's part of each projection of each expert: nothing of other ranks' experts."""
-        layer, _, _ = name.rpartition(".")
-        inputs, experts = self.shard.inputs, self.experts
-        sizes = [shard.size for shard in self.shard.outputs.values()]
-        slices = {}
-        for number in range(experts.total):
-            is_here = experts.start <= number < experts.stop
-            regions = self.values.data[number - experts.start if is_here else 0].split(sizes)
-            for (part, outputs), region in zip(self.shard.outputs.items(), regions, strict=True):
-                held = outputs if is_here else Shard(outputs.total, outputs.total, outputs.total)
-                slices[WeightTarget(f"{layer}.weight", part, number)] = WeightSlice.of((held, inputs), region)
-        return slices
+    @override
+    def projection_slices(
+        self, target: WeightTarget, outputs: Shard, place: int, start: int
+    ) -> dict[WeightTarget, WeightSlice]:
+        region = self.values.data[place, start : start + outputs.size]
+        return {target._replace(param=f"{target.param}.weight"): WeightSlice.of((outputs, self.shard.inputs), region)}
 
 
 class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
-    """Values in e4m3.
-
-    Args:
-        experts, shard: see the base class.
-        config: see `Fp8Values`.
-    """
+    """Values in e4m3."""
 
     def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
         super().__init__(shard, config, (experts.size,))
@@ -86,15 +89,19 @@ class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
     def matrices(self) -> ExpertsMatrices:
         return self.matrix
 
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's part of each projection of each expert: nothing of other ranks' experts."""
-        layer, experts = name.rpartition(".")[0], self.experts
-        slices: dict[WeightTarget, WeightSlice] = {}
-        for number in range(experts.total):
-            is_here, start = experts.start <= number < experts.stop, 0
-            matrix = self.matrix.expert(number - experts.start if is_here else 0)
-            for part, outputs in self.shard.outputs.items():
-                held = outputs if is_here else Shard(0, 0, outputs.total)
-                slices |= self.part_slices(layer, part, number, held, matrix.outputs(start, start + held.size))
-                start += held.size
-        return slices
+    @override
+    def projection_slices(
+        self, target: WeightTarget, outputs: Shard, place: int, start: int
+    ) -> dict[WeightTarget, WeightSlice]:
+        return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
+
+
+def make_experts_weight(
+    quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard
+) -> ExpertsWeight:
+    """Return the weight of one projection of this rank's experts, not yet filled; see `make_weight`."""
+    # A checkpoint has the modules of each expert; where one is stored as it is and another is not, scales are missing.
+    parent, _, name = prefix.rpartition(".")
+    if quant_config is None or quant_config.ignores(f"{parent}.0.{name}", shard.outputs):
+        return DenseExpertsWeight(experts, shard)
+    return Fp8ExpertsWeight(experts, shard, quant_config)

@@ -1,4 +1,4 @@
-"""A weight of e4m3 values with float32 scales."""
+"""Weights of e4m3 values with float32 scales, and the scales of a KV cache in e4m3."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.configs.quantization import BLOCK, QuantizationConfig
+from nanovllm.configs.quantization import BLOCK, KVGranularity, QuantizationConfig
 from nanovllm.kernels.e4m3 import Fp8Matrix, quantize
 from nanovllm.kernels.linear.norm_linear import linear_into, multiply_rounded, norm_linear, row_rounding
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.weight import MatrixShard, Weight
+from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
@@ -57,45 +57,31 @@ class Fp8Values(LoadableModule):
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Keep the dtypes of values and scales, whatever the model's."""
         self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
         self.scales = torch.empty_like(self.scales, device=device)
 
-    def part_slices(
-        self, layer: str, part: str | None, expert: int | None, outputs: Shard, region: Fp8Matrix
-    ) -> dict[WeightTarget, WeightSlice]:
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> dict[WeightTarget, WeightSlice]:
         """Return the slices of one projection's values and scales.
 
         Args:
-            layer: its name in the model.
-            part, expert: see `WeightTarget`.
+            target: the projection, with the layer's name as `param`.
             outputs: of this rank.
             region: where they go.
         """
-        config, inputs = self.config, self.shard.inputs
-        slices: dict[WeightTarget, WeightSlice] = {}
-        weight = WeightTarget(f"{layer}.weight", part, expert)
+        config, inputs, slices = self.config, self.shard.inputs, dict[str, WeightSlice]()
         if not config.is_stored:
-            slices[weight] = QuantizingSlice.of_rows(outputs, inputs, region)
+            slices["weight"] = QuantizingSlice.of_rows(outputs, inputs, region)
         else:
-            slices[weight] = E4M3Slice.of((outputs, inputs), region.values.data)
-            scales = ScaleSlice.of_blocks(config, outputs, inputs, region)
-            slices[WeightTarget(f"{layer}.weight_scale", part, expert)] = scales
+            slices["weight"] = E4M3Slice.of((outputs, inputs), region.values.data)
+            slices["weight_scale"] = ScaleSlice.of_blocks(config, outputs, inputs, region)
         if config.has_input_scale:
-            slices[WeightTarget(f"{layer}.input_scale", part, expert)] = ScaleSlice.unused()
-        return slices
+            # It is not used.
+            slices["input_scale"] = ScaleSlice((), (), torch.empty(1, 1), ((), (1,)))
+        return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
 
 
 class Fp8Weight(Fp8Values, Weight):
-    """A linear layer's values in e4m3.
-
-    Args:
-        shard, config: see the base class.
-        has_bias: whether the layer has a bias.
-
-    Attributes:
-        bias: [outputs of this rank], or None.
-    """
+    """A linear layer's values in e4m3, and its bias, [outputs of this rank], if it has one."""
 
     def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
         super().__init__(shard, config)
@@ -103,19 +89,18 @@ class Fp8Weight(Fp8Values, Weight):
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Give the bias the model's dtype."""
         super().allocate(dtype, device)
         if self.bias is not None:
             self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
 
+    @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's part of each projection's values, scales and bias."""
         layer = name.rpartition(".")[0]
         slices: dict[WeightTarget, WeightSlice] = {}
         start = 0
         for part, outputs in self.shard.outputs.items():
             stop = start + outputs.size
-            slices |= self.part_slices(layer, part, None, outputs, self.matrix.outputs(start, stop))
+            slices |= self.part_slices(WeightTarget(layer, part), outputs, self.matrix.outputs(start, stop))
             if self.bias is not None:
                 bias = WeightSlice.of((outputs,), self.bias.data[start:stop])
                 slices[WeightTarget(f"{layer}.bias", part)] = bias
@@ -142,20 +127,14 @@ class Fp8Weight(Fp8Values, Weight):
 
     @override
     def multiply(
-        self,
-        x: torch.Tensor | Fp8Rows,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: Rows, norm: Norm | None = None, residual: torch.Tensor | None = None, gated: bool = False
+    ) -> Stream:
         if isinstance(x, Fp8Rows):
             return multiply_rounded(x, self.matrix, self.bias, gated, self.policy), residual
         return norm_linear(x, self.matrix, self.bias, norm, residual, gated, policy=self.policy)
 
     @override
-    def multiply_into(
-        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
         assert self.bias is None
         return linear_into(x, self.matrix, residual, self.policy)
 
@@ -207,29 +186,19 @@ class ScaleSlice(WeightSlice):
         rows = torch.arange(present.start, present.stop, device="cpu") // BLOCK - first
         return cls(blocks, index, region[: outputs.num_present], (blocks,), rows)
 
-    @classmethod
-    def unused(cls) -> ScaleSlice:
-        """Return the slice of a scale that is not used."""
-        return cls((), (), torch.empty(1, 1), ((), (1,)))
-
     @override
     def check_shape(self, name: str, shape: list[int]) -> None:
         if shape not in [list(allowed) for allowed in self.shapes]:
             raise ValueError(f"scales {name!r} have shape {shape}; the config asks for {list(self.shape)}")
 
+    @override
     def check_values(self, name: str, tensor: Any) -> None:
-        """Refuse a scale that is negative or no finite number."""
         values: torch.Tensor = tensor[()]
         if not (values.isfinite() & (values >= 0)).all():
             raise ValueError(f"scales {name!r} must be finite and not negative")
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Store scales, for each row of the region.
-
-        Raises:
-            ValueError: see `check_values`.
-        """
         self.check_values(name, values)
         if values.dim() < 2:
             values = values.view(-1, 1)
@@ -241,7 +210,6 @@ class QuantizingSlice(WeightSlice):
     """A slice of a tensor of floats that is quantised when it is stored: all inputs of this rank's outputs.
 
     Attributes:
-        region: the values.
         matrix: values and scales, of this rank's inputs.
         inputs: of this rank.
     """
@@ -259,13 +227,49 @@ class QuantizingSlice(WeightSlice):
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Quantise rows with the scale of all their inputs, other ranks' included.
-
-        Raises:
-            ValueError: a value is not finite.
-        """
+        """Quantise rows with the scale of all their inputs, other ranks' included; raise if a value is not finite."""
         quantized = quantize(values.to(self.region.device), 1, values.shape[1])
         if not quantized.scales.isfinite().all():
             raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")
         self.region.copy_(quantized.values[:, self.inputs])
         self.matrix.scales.copy_(quantized.scales)
+
+
+class KVCacheScales(LoadableModule):
+    """The scales of one layer's keys and values, [KV heads of this rank] float32; one for all heads, or for each."""
+
+    def __init__(self, kv_heads: Shard, granularity: KVGranularity) -> None:
+        super().__init__()
+        self.kv_heads, self.granularity = kv_heads, granularity
+        self.k_scale, self.v_scale = (
+            nn.Parameter(torch.empty(kv_heads.size, dtype=torch.float32), requires_grad=False) for _ in range(2)
+        )
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(torch.float32, device)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        total = self.kv_heads.total
+        shapes = ((), (1,)) if self.granularity == "tensor" else ((total,), (total, 1, 1))
+        index = () if self.granularity == "tensor" else (self.kv_heads.present,)
+        return {
+            WeightTarget(f"{name}.{scale}"): KVScaleSlice(shapes[0], index, getattr(self, scale).data[:, None], shapes)
+            for scale in ("k_scale", "v_scale")
+        }
+
+
+@dataclass(frozen=True)
+class KVScaleSlice(ScaleSlice):
+    """Scales by which what is stored is divided first."""
+
+    @override
+    def check_values(self, name: str, tensor: Any) -> None:
+        values: torch.Tensor = tensor[()]
+        if not (values.isfinite() & (values > 0)).all():
+            raise ValueError(f"scales {name!r} must be finite and positive")
+
+    @override
+    def store(self, name: str, values: torch.Tensor) -> None:
+        super().store(name, values.flatten())

@@ -1,17 +1,30 @@
-"""The interface of a weight: the matrix of a linear layer, however it is stored."""
+"""The matrix of a linear layer: the interface of a weight, however it is stored, and the plain weight."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
+from torch import nn
+from torch.nn import functional
+from typing_extensions import override
 
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
-from nanovllm.kernels.rms_norm import Norm
+from nanovllm.kernels import ops
 from nanovllm.parallel.shard import Shard
-from nanovllm.weights.slices import LoadableModule
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+
+if TYPE_CHECKING:
+    from nanovllm.configs.quantization import QuantizationConfig
+    from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
+    from nanovllm.kernels.rms_norm import Norm
+
+Rows: TypeAlias = "torch.Tensor | Fp8Rows"
+"""[num_rows, inputs], contiguous, maybe in e4m3."""
+Stream: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+"""Hidden states as x and residual, whose sum they are; None for zero. See `layers.layernorm`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,11 @@ class MatrixShard:
         """Outputs and inputs of this rank."""
         return sum(shard.size for shard in self.outputs.values()), self.inputs.size
 
+    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str | None, Shard, torch.Tensor]]:
+        """Yield each projection's name, outputs, and rows of a tensor that has one for each output of this rank."""
+        shards = self.outputs.values()
+        return zip(self.outputs, shards, tensor.split([shard.size for shard in shards]), strict=True)
+
 
 class Weight(LoadableModule, ABC):
     """The matrix of a linear layer, with the layer's bias if it has one; multiplies by itself.
@@ -40,12 +58,8 @@ class Weight(LoadableModule, ABC):
 
     @abstractmethod
     def multiply(
-        self,
-        x: torch.Tensor | Fp8Rows,
-        norm: Norm | None = None,
-        residual: torch.Tensor | None = None,
-        gated: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, x: Rows, norm: Norm | None = None, residual: torch.Tensor | None = None, gated: bool = False
+    ) -> Stream:
         """Return `gate(norm(x + residual) @ weight.T + bias)`, and with a norm `x + residual`, which may be x itself.
 
         Args:
@@ -57,9 +71,7 @@ class Weight(LoadableModule, ABC):
         """
 
     @abstractmethod
-    def multiply_into(
-        self, x: torch.Tensor | Fp8Rows, residual: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
         """Return the x and the residual of the norm that follows: their sum is `multiply(x) + residual`.
 
         x: [num_rows, inputs], contiguous, or in e4m3; residual: [num_rows, outputs]; may be overwritten.
@@ -72,3 +84,78 @@ class Weight(LoadableModule, ABC):
     def takes_gate_up(self, num_rows: int, dtype: torch.dtype) -> bool:
         """Return whether x may be [num_rows, 2 * inputs]: SiLU of the first half times the second is multiplied."""
         return False
+
+
+class DenseWeight(Weight):
+    """Values in the dtype of the activations, one for each output and input.
+
+    Args:
+        shard: this rank's part of the matrix.
+        has_bias: whether the layer has a bias.
+
+    Attributes:
+        values: [outputs of this rank, inputs of this rank].
+        bias: [outputs of this rank], or None.
+    """
+
+    def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
+        super().__init__()
+        self.shard = shard
+        self.values = nn.Parameter(torch.empty(shard.size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False) if has_bias else None
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        layer, shard = name.rpartition(".")[0], self.shard
+        slices = {
+            WeightTarget(f"{layer}.weight", part): WeightSlice.of((outputs, shard.inputs), region)
+            for part, outputs, region in shard.split(self.values.data)
+        }
+        if self.bias is not None:
+            for part, outputs, region in shard.split(self.bias.data):
+                slices[WeightTarget(f"{layer}.bias", part)] = WeightSlice.of((outputs,), region)
+        return slices
+
+    def embed(self, rows: torch.Tensor) -> torch.Tensor:
+        """rows: [n] -> [n, inputs], the values of these outputs."""
+        return functional.embedding(rows, self.values)
+
+    @property
+    @override
+    def kernel_rows(self) -> Collection[int]:
+        return self.policy.dense_rows
+
+    @property
+    @override
+    def kernel_tokens(self) -> Collection[int]:
+        return self.policy.dense_tokens
+
+    @override
+    def multiply(
+        self, x: Rows, norm: Norm | None = None, residual: torch.Tensor | None = None, gated: bool = False
+    ) -> Stream:
+        assert isinstance(x, torch.Tensor)
+        return ops.norm_linear(x, self.values, self.bias, norm, residual, gated, policy=self.policy)
+
+    @override
+    def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
+        assert isinstance(x, torch.Tensor) and self.bias is None
+        return ops.linear_into(x, self.values, residual, self.policy)
+
+
+def make_weight(
+    quant_config: QuantizationConfig | None, prefix: str, shard: MatrixShard, has_bias: bool = False
+) -> Weight:
+    """Return the weight of a layer, not yet filled.
+
+    Args:
+        quant_config: of the model; None if nothing is quantised.
+        prefix: name of the layer in the model.
+        shard: this rank's part of the matrix.
+        has_bias: whether the layer has a bias.
+    """
+    if quant_config is None or quant_config.ignores(prefix, shard.outputs):
+        return DenseWeight(shard, has_bias)
+    from nanovllm.quantization.fp8 import Fp8Weight  # noqa: PLC0415
+
+    return Fp8Weight(shard, quant_config, has_bias)

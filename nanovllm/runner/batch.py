@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.metadata import AttentionMetadata
+from nanovllm.attention.metadata import StepMetadata
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.kernels.slot_tensors import gather_decode_rows
-from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
-from nanovllm.runner.prompt_arrays import PromptArrays, make_prompt_arrays
+from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
-from nanovllm.sampling.rows import ExtraRows
-from nanovllm.sampling.sampler import Sampled, SamplingInputs
+from nanovllm.sampling.sampler import ExtraRows, Sampled, SamplingInputs
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,19 @@ class StepShape:
 
 @dataclass
 class StepInputs:
-    """The inputs of one step on the device, one entry per row; rows of one token first.
+    """The inputs of one step on the device; rows of one token first.
 
     Attributes:
         token_ids, positions: [num_tokens] int32.
-        metadata: attention metadata for each group of the cache.
+        metadata: what attention reads.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
-        sample_slots: [num_samples] int32; the slots that the sampled tokens belong to.
-        sampling: sampling parameters of each of them.
+        sample_slots: [num_samples] int32; the slots of the sampled tokens.
+        sampling: their sampling parameters.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
-    metadata: list[AttentionMetadata]
+    metadata: StepMetadata
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
@@ -58,16 +59,12 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Unsampled:
-    """The result of a forward pass whose sampling waits for masks, or for options beyond a temperature.
-
-    Attributes:
-        inputs: the step's.
-        logits: [num_samples, tokens of this rank].
-        prompt_hidden: [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
-    """
+    """The result of a forward pass whose sampling waits for masks, or for options beyond a temperature."""
 
     inputs: StepInputs
+    # [num_samples, tokens of this rank]
     logits: torch.Tensor
+    # [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
     prompt_hidden: torch.Tensor | None = None
 
 
@@ -101,14 +98,109 @@ class DeviceStep:
         return self.shape.num_decodes - len(self.batch.rows)
 
 
+class PromptArrays(NamedTuple):
+    """Arrays of int32 (numpy on the host, torch on the device) for T prompt tokens in C chunks, padding included.
+
+    G is the number of groups of the KV cache.
+
+    Attributes:
+        token_ids, positions: [T].
+        slot_mapping: [G * T], group after group, `block * block_size + offset`; -1 stores nothing, as for padding.
+        slots, seq_lens: [C]; a chunk's slot, and the tokens up to its end. Padding has the padding slot, and 1.
+        cu_seqlens_q: [C + 1]; where each chunk starts among the tokens.
+        sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
+        tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
+        sample_tiles: [2 * C]; likewise for the tiles that contain one of sample_indices.
+    """
+
+    token_ids: Any
+    positions: Any
+    slot_mapping: Any
+    slots: Any
+    seq_lens: Any
+    cu_seqlens_q: Any
+    sample_indices: Any
+    sample_slots: Any
+    tiles: Any
+    sample_tiles: Any
+
+    @staticmethod
+    def num_tiles(num_tokens: int, num_chunks: int) -> int:
+        """Return the most tiles that `num_tokens` tokens in `num_chunks` chunks can take."""
+        return num_tokens // QUERY_TILE + num_chunks
+
+    @classmethod
+    def total_size(cls, num_tokens: int, num_chunks: int, num_groups: int) -> int:
+        """Return the number of elements of all arrays together."""
+        return (2 + num_groups) * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
+
+
+_NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
+"""Empty arrays, so that nothing has to be sent."""
+
+
+def make_prompt_arrays(
+    chunks: list[Chunk],
+    num_tokens: int,
+    num_chunks: int,
+    block_tables: np.ndarray,
+    padding_slot: int,
+    block_size: int,
+) -> PromptArrays:
+    """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
+
+    block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host.
+    """
+    if not num_chunks:
+        return _NO_PROMPTS
+    lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
+    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+    slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+    cu_seqlens_q = np.concatenate(([0], lens.cumsum())).astype(np.int32)
+    token_ids = np.concatenate([np.asarray(chunk.token_ids) for chunk in chunks] or [slots])
+    positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens_q[:-1], lens)
+    slot_mapping = np.full((block_tables.shape[1], num_tokens), -1, dtype=np.int32)
+    blocks = block_tables[np.repeat(slots, lens), :, positions // block_size].T
+    slot_mapping[:, : len(positions)] = blocks * block_size + positions % block_size
+    for chunk, (first, end) in zip(chunks, pairwise(cu_seqlens_q), strict=True):
+        if not chunk.store:
+            slot_mapping[:, first:end] = -1
+    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    return PromptArrays(
+        token_ids=_pad(token_ids, num_tokens, 0),
+        positions=_pad(positions, num_tokens, 0),
+        slot_mapping=slot_mapping.reshape(-1),
+        slots=_pad(slots, num_chunks, padding_slot),
+        seq_lens=_pad(starts + lens, num_chunks, 1),
+        cu_seqlens_q=_pad(cu_seqlens_q, num_chunks + 1, int(cu_seqlens_q[-1])),
+        sample_indices=_pad(cu_seqlens_q[1:][samples] - 1, num_chunks, 0),
+        sample_slots=_pad(slots[samples], num_chunks, padding_slot),
+        tiles=_tiles(lens, starts, PromptArrays.num_tiles(num_tokens, num_chunks)),
+        sample_tiles=np.concatenate(
+            (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
+        ),
+    )
+
+
+def _tiles(lens: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
+    """Return every chunk's tiles of queries, longest contexts first, since they take the longest."""
+    counts = -(-lens // QUERY_TILE)
+    chunk = np.repeat(np.arange(len(lens), dtype=np.int32), counts)
+    number = np.arange(len(chunk), dtype=np.int32) - np.repeat(counts.cumsum() - counts, counts)
+    order = np.argsort(-(starts[chunk] + number * QUERY_TILE), kind="stable")
+    return np.concatenate((_pad(chunk[order], size, -1), _pad(number[order], size, 0)))
+
+
+def _pad(array: np.ndarray, size: int, value: int) -> np.ndarray:
+    out = np.full(size, value, dtype=np.int32)
+    out[: len(array)] = array
+    return out
+
+
 class Staging:
-    """Pinned buffers on the host, and their copies on the device.
+    """Pinned buffers on the host for at most `capacity` int32 elements, and their copy on the device.
 
     Two host buffers alternate, so that one is filled while the other may still be read; an event guards each.
-
-    Args:
-        capacity: most int32 elements of a step.
-        device: destination.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -185,13 +277,7 @@ class BatchBuilder:
     ) -> DeviceStep:
         """Update the host's copy of the slots and send changes to the device, padded to `shape`.
 
-        Equal shapes get their tensors at equal addresses, as CUDA graphs need.
-
-        Args:
-            batch: the step.
-            shape: with padding, if any.
-            plan: from the method `plan`.
-            is_capture_size: whether a graph may be captured for the shape.
+        Equal shapes get their tensors at equal addresses, as CUDA graphs need; `plan` is from the method `plan`.
         """
         slots, chunks = self.slots, batch.chunks
         changed_index, changed_values = slots.update_host(batch)
@@ -240,27 +326,22 @@ class BatchBuilder:
         if shape.num_chunks:
             # Each group's tables are separate tensors, and therefore aligned.
             tables = state.block_tables[prompts.slots]
-            slot_mappings = [
-                torch.cat(parts)
-                for parts in zip(slot_mappings, prompts.slot_mapping.view(len(slot_mappings), -1), strict=True)
-            ]
+            new_mappings = prompts.slot_mapping.view(len(slot_mappings), -1)
+            slot_mappings = [torch.cat(parts) for parts in zip(slot_mappings, new_mappings, strict=True)]
             block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
             seq_lens = torch.cat((seq_lens, prompts.seq_lens))
-        metadata = [
-            AttentionMetadata(
-                num_decodes=shape.num_decodes,
-                slot_mapping=slot_mapping,
-                block_tables=block_table,
-                seq_lens=seq_lens,
-                cu_seqlens_q=prompts.cu_seqlens_q,
-                query_tiles=prompts.tiles,
-                sample_tiles=prompts.sample_tiles,
-                seq_lens_host=step.seq_lens_host,
-                query_lens_host=step.query_lens_host,
-                variant=shape.variant,
-            )
-            for slot_mapping, block_table in zip(slot_mappings, block_tables, strict=True)
-        ]
+        metadata = StepMetadata(
+            num_decodes=shape.num_decodes,
+            slot_mappings=slot_mappings,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            cu_seqlens_q=prompts.cu_seqlens_q,
+            query_tiles=prompts.tiles,
+            sample_tiles=prompts.sample_tiles,
+            seq_lens_host=step.seq_lens_host,
+            query_lens_host=step.query_lens_host,
+            variant=shape.variant,
+        )
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
             return StepInputs(decodes.token_ids, decodes.positions, metadata, None, slots, sampling)

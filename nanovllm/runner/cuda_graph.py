@@ -54,21 +54,17 @@ def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int, variant: Capture
 
 
 def _up_to(sizes: Iterable[int], most: int) -> list[int]:
-    """Return the sizes below `most`, and `most`."""
     return [*(size for size in sizes if size < most), most]
 
 
 class CaptureSizes:
-    """Sizes that steps are padded to, with graphs and without, so that both run the same kernels on the same rows.
+    """Sizes (`shapes`) that steps are padded to, with graphs and without, so that both run the same kernels.
 
     Args:
         shapes: the sizes.
         variants: variants of the shapes; the ones that need less memory first.
-        attention_rows, weight_rows: numbers of decode rows at which the choice of kernels changes.
-        weight_tokens: numbers of prompt tokens at which it changes.
-
-    Attributes:
-        shapes: in order of cost.
+        attention_rows, weight_rows, weight_tokens: numbers of decode rows, and of prompt tokens, at which the choice of
+            kernels changes.
     """
 
     def __init__(
@@ -143,12 +139,10 @@ class StepGraphs:
         self._stream = self._idle_streams.pop() if self._idle_streams else torch.cuda.Stream()
 
     def run(self, key: Hashable, step: Callable[[], T]) -> T:
-        """Queue a step, or a part of one, and return its result.
+        """Queue a step, or a part of one, whose kernels `step` launches, and return its result.
 
-        Args:
-            key: steps of one key launch the same kernels, and read and write the same memory.
-            step: launches the kernels. The first step of a key runs eagerly, since modules cannot be loaded during a
-                capture; the second is captured and replayed; later ones are replayed without calling `step`.
+        Steps of one key launch the same kernels on the same memory. The first runs eagerly, since modules cannot be
+        loaded during a capture; the second is captured; it and later ones are replayed, without calling `step`.
         """
         if key not in self._seen:
             result = step()

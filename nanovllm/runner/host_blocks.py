@@ -29,15 +29,10 @@ _CHUNK_BYTES = 2**30
 
 
 class HostBlocks:
-    """Memory for blocks, which is allocated while the engine runs.
+    """Memory for `num_slots` blocks, which is allocated while the engine runs, and pinned for CUDA.
 
     The first rank decides how many slots are used. A rank that can pin fewer backs the rest with pageable memory, whose
     copies the CPU waits for.
-
-    Args:
-        num_slots: blocks.
-        block_bytes: bytes of each.
-        device: device of the cache; memory is pinned for CUDA.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, device: torch.device) -> None:
@@ -86,7 +81,9 @@ class HostBlocks:
         self._thread.join()
         del self._chunks[self._num_pinned :]
         while self._chunks:
-            _release(self._chunks.pop(), self._device)
+            chunk = self._chunks.pop()
+            if self._device.type == "cuda":
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr()))
 
     def _next_bytes(self) -> int:
         return min(self.num_slots - self.num_ready_slots, self._slots_per_chunk) * self.block_bytes
@@ -126,17 +123,10 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
     return chunk
 
 
-def _release(chunk: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr()))
-
-
 class BlockCopies:
     """Copies blocks synchronously, by the CPU.
 
-    Args:
-        stacks: the cache: keys of some layers, or values, [layers, num_blocks, ...] each.
-        host: the slots.
+    stacks: of the cache, keys of some layers, or values, [layers, num_blocks, ...] each; host: the slots.
     """
 
     def __init__(self, stacks: Sequence[torch.Tensor], host: HostBlocks) -> None:

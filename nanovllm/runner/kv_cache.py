@@ -27,11 +27,9 @@ def cache_kind(spec: CacheSpec, block_bytes: int) -> CacheKind:
 
 @dataclass(frozen=True)
 class CacheTensors:
-    """The pages of layers with the same cache spec.
+    """The pages of layers with the same cache spec, [layers, num_blocks, block_size, num_kv_heads, size] each.
 
-    Attributes:
-        keys, values: [layers, num_blocks, block_size, num_kv_heads, key_size or value_size]. Values follow keys in
-            memory, so with equal sizes they are [2, layers, ...].
+    Values follow keys in memory, so with equal sizes they are [2, layers, ...].
     """
 
     keys: torch.Tensor
@@ -44,28 +42,24 @@ class CacheTensors:
         """Allocate zeroed pages, because a masked key is still multiplied, and garbage may be NaN."""
         shape = num_layers, num_blocks, block_size, spec.num_kv_heads
         rows = num_layers * num_blocks * block_size * spec.num_kv_heads
-        flat = _zeros(rows * (spec.key_size + spec.value_size), spec.dtype, device)
+        size = rows * (spec.key_size + spec.value_size)
+        if device.type == "cpu":
+            # NumPy asks for zeroed memory, which the system provides page by page; filling 1 GiB takes up to 2 s.
+            flat = torch.from_numpy(np.zeros(size * spec.dtype.itemsize, np.uint8)).view(spec.dtype)
+        else:
+            flat = torch.zeros(size, dtype=spec.dtype, device=device)
         keys, values = flat.split([rows * spec.key_size, rows * spec.value_size])
         return cls(keys.view((*shape, spec.key_size)), values.view((*shape, spec.value_size)))
-
-
-def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=dtype, device=device)
-    # NumPy requests zeroed memory, which the system provides page by page on use; filling 1 GiB takes up to 2 s.
-    return torch.from_numpy(np.zeros(size * dtype.itemsize, np.uint8)).view(dtype)
 
 
 class KVCache:
     """Blocks of keys and values: block i holds the same tokens in each layer of the group that it belongs to.
 
     Args:
-        layers: the attention layers, which get their pages.
-        specs: cache spec of each layer.
+        layers, specs: the attention layers, which get their pages, and what they cache.
         groups: groups of layers that share blocks; the i-th layers of several groups have equal pages, and share them.
         backend: their attention backend.
         num_clipped: [1] int64 on their device, a running count across caches; see `KVScales`.
-        num_blocks, block_size: number of blocks, and tokens per block.
 
     Attributes:
         tensors: the pages by cache spec; with several groups, regardless of windows.
@@ -122,16 +116,6 @@ class KVCache:
         """Bytes of one layer's part of a block; a copy within the device holds one such part at a time."""
         return max(layer[0].nbytes for layer in self.pages())
 
-    @property
-    def num_ready_slots(self) -> int:
-        """Number of slots in host memory that are allocated, which come first."""
-        return 0 if self.copies is None else self.copies.host.num_ready_slots
-
-    @property
-    def has_all_slots(self) -> bool:
-        """Whether no further slot will have memory."""
-        return self.copies is not None and self.copies.host.has_all_slots
-
     def unbind(self) -> None:
         """Take the pages from the layers, and drop all copies in host memory."""
         if self.copies is not None:
@@ -143,12 +127,17 @@ class KVCache:
         """Copy a step's blocks within the device, before the step's inputs are sent."""
         if self.copies is not None:
             self.copies.begin_step(batch)
-        if not batch.transfers:
-            return
         # A block may be the source of one copy and the destination of another.
         copies = [(transfer.source, transfer.destination) for transfer in batch.transfers if transfer.kind == "copy"]
-        if copies:
-            self._copy(copies)
+        if not copies:
+            return
+        pairs = torch.tensor(copies)
+        on_device = (pairs.pin_memory() if self._device.type == "cuda" else pairs).to(self._device, non_blocking=True)
+        sources, destinations = on_device.unbind(1)
+        # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
+        for layer in self.pages():
+            pages = layer.view(torch.uint8) if self.num_clipped is not None else layer
+            pages[destinations] = pages[sources]
 
     def load_and_save(self, batch: ScheduledBatch) -> None:
         """Queue a step's loads from host memory and saves to it, once its inputs are sent.
@@ -162,15 +151,6 @@ class KVCache:
             self.copies.queue(moves)
         if batch.waits_for_loads:
             self.copies.wait_for_loads()
-
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
-        pairs = torch.tensor(copies)
-        on_device = (pairs.pin_memory() if self._device.type == "cuda" else pairs).to(self._device, non_blocking=True)
-        sources, destinations = on_device.unbind(1)
-        # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
-        for layer in self.pages():
-            pages = layer.view(torch.uint8) if self.num_clipped is not None else layer
-            pages[destinations] = pages[sources]
 
     def pages(self) -> Iterator[torch.Tensor]:
         """The keys of each layer, and the values, [num_blocks, ...]."""

@@ -11,7 +11,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
-from nanovllm.runner.prompt_outputs import LOGITS_BYTES
+from nanovllm.runner.step_outputs import LOGITS_BYTES
 from nanovllm.sampling.state import pool_rows
 
 _CPU_MEMORY_SHARE = 0.1
@@ -44,9 +44,7 @@ def num_cache_blocks(
     """Return the number of blocks of the KV cache, equal on all ranks.
 
     Args:
-        config: the engine's settings.
-        device: device of the cache; the current one, if it is a GPU.
-        communicator: joins the ranks.
+        config, device, communicator: of the engine; a GPU is the current device.
         free_before: `free_memory` before anything was loaded.
         num_groups: groups of the KV cache; the config's blocks hold tokens in all of them.
         block_bytes: bytes of a block of one group on this rank.
@@ -106,12 +104,8 @@ def most_extra_bytes(config: Config, vocab_size: int, copied_bytes_per_row: int)
     """Return the additional bytes of steps whose requests use all options; a test on the GPU compares.
 
     Calculated, since running such a step would load, and perhaps compile, kernels that most engines never need: on an
-    H200 0.4 s, or 3.8 s, of every start.
-
-    Args:
-        config: the engine's settings.
-        vocab_size: size of the vocabulary.
-        copied_bytes_per_row: bytes of keys or values, in one layer of each group, that a row copies at once.
+    H200 0.4 s, or 3.8 s, of every start. copied_bytes_per_row: bytes of keys or values, in one layer of each group,
+    that a row copies at once.
     """
     num_rows, row_bytes = config.max_num_running, 4 * vocab_size
     # Biases and counts, whose tables grow by doubling while the old ones are copied.
@@ -136,8 +130,13 @@ def profiling_batch(config: Config, max_blocks: int, num_groups: int, max_model_
     """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot."""
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_running
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
+    return prompt_batch([min(n, max_model_len) for n in lens], max_blocks, num_groups)
+
+
+def prompt_batch(lens: list[int], num_blocks: int, num_groups: int = 1) -> ScheduledBatch:
+    """Return a batch of prompts of these lengths that stores no keys and values, each sampled."""
     return ScheduledBatch(
-        new_requests=[NewRequest(slot, [[0] * max_blocks] * num_groups, 1, 1.0, 0) for slot in range(num_seqs)],
-        chunks=[Chunk(slot, 0, array("i", [0]) * min(n, max_model_len), False, True) for slot, n in enumerate(lens)],
-        sampled_seq_ids=list(range(num_seqs)),
+        new_requests=[NewRequest(slot, [[0] * num_blocks] * num_groups, 1, 1.0, 0) for slot in range(len(lens))],
+        chunks=[Chunk(slot, 0, array("i", [0]) * n, store=False, samples=True) for slot, n in enumerate(lens)],
+        sampled_seq_ids=list(range(len(lens))),
     )

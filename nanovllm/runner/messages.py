@@ -1,9 +1,8 @@
-"""The messages between the engine and a runner: a step's plan (`ScheduledBatch`), a step under way (`StepHandle`) and a
-step's result (`StepOutput`); and the interface of a runner (`Runner`).
+"""The interface of a runner (`Runner`), a step's plan (`ScheduledBatch`), and its result (`StepOutput`).
 
-`ScheduledBatch` and `StepOutput` are plain data, numbers and arrays of them, and can be sent to another process
-unchanged. A running sequence has a *slot*, its index in the device's arrays. A runner knows slots and blocks, never
-sequences; the engine finds a token's sequence by `ScheduledBatch.sampled_seq_ids`.
+Plan and result are plain data, numbers and arrays of them, and can be sent to another process. A running sequence has a
+*slot*, its index in the device's arrays. A runner knows slots and blocks; the engine finds a token's sequence by
+`ScheduledBatch.sampled_seq_ids`.
 """
 
 from __future__ import annotations
@@ -75,11 +74,7 @@ class NewBlock:
 
 @dataclass(frozen=True)
 class BlockTransfer:
-    """Gives block `destination` the content of block `source`.
-
-    `kind` says where the two are; "copy": both on the device; "load": the source is a slot in host memory; "save": the
-    destination is one.
-    """
+    """Gives block `destination` the content of block `source`; a "load" is from, a "save" to a slot in host memory."""
 
     kind: Literal["copy", "load", "save"]
     source: int
@@ -88,12 +83,9 @@ class BlockTransfer:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probabilities requested from a chunk.
+    """Requests log-probabilities of `token_ids`, the successors of the chunk's tokens from index `first` on.
 
-    Attributes:
-        first: index within the chunk of the first token whose successor is scored.
-        token_ids: the successors of that token and of the tokens after it.
-        num_logprobs: most likely tokens to return with each.
+    `num_logprobs` most likely tokens are returned with each.
     """
 
     first: int
@@ -125,8 +117,8 @@ class Rows:
 
     Attributes:
         slots: [num_rows] int32.
-        num_new: [num_rows] int32; the tokens that each row computes. It samples one token after each of them, and the
-            step returns the leading ones that the drafts agree with, and the one after.
+        num_new: [num_rows] int32; the tokens that each row computes. It samples one after each of them; the step
+            returns the leading ones that the drafts agree with, and the one after.
     """
 
     slots: np.ndarray
@@ -146,11 +138,7 @@ NO_ROWS = Rows.of_one_token(np.empty(0, dtype=np.int32))
 
 @dataclass
 class ScheduledBatch:
-    """The plan of one step. Each row is a slot and the new tokens that it computes.
-
-    The tokens of `rows` are already on the device, and so are their positions and block tables. `chunks` are the rows
-    after them, whose tokens come with the plan.
-    """
+    """The plan of one step: rows whose tokens are on the device, then `chunks`, whose tokens come with the plan."""
 
     # Counts the steps of an engine.
     number: int = 0
@@ -203,7 +191,7 @@ class TokenLogprobs:
     ranks: np.ndarray
 
     def records(self) -> np.ndarray:
-        """Return one record per position; see `nanovllm.outputs.pack_records`."""
+        """Return one record per position; see `pack_records`."""
         return pack_records(self.values, self.token_ids, self.ranks)
 
 

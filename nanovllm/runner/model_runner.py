@@ -7,17 +7,18 @@ tokens, stores them in their slots for the next step, and starts copying them to
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from nanovllm.attention import check_backend, make_backend
+from nanovllm.attention import AttentionSetup, check_backend, make_backend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup, have_equal_pages, make_groups, single_group
-from nanovllm.attention.metadata import set_attention_metadata
+from nanovllm.attention.metadata import set_step_metadata
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels._triton import uses_triton
@@ -26,17 +27,15 @@ from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.models import load_model
 from nanovllm.parallel.communicator import Communicator
+from nanovllm.quantization.weight import Stream
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
 from nanovllm.runner.kv_cache import KVCache, cache_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import HostMemory, ScheduledBatch
-from nanovllm.runner.on_device import OnDevice
-from nanovllm.runner.output_buffers import OutputBuffers, PendingStep
-from nanovllm.runner.prompt_outputs import prompt_outputs
+from nanovllm.runner.step_outputs import OutputBuffers, PendingStep, prompt_outputs
 from nanovllm.runner.swap_space import keep_blocks, make_swap_space
-from nanovllm.sampling.rows import ExtraRows
-from nanovllm.sampling.sampler import DeviceLogprobs, Sampled, Sampler
+from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.loading_bar import loading_bar
@@ -47,23 +46,22 @@ from nanovllm.weights.report import MissingWeights
 class _Part(Enum):
     """The part of a step that `ModelRunner.forward` queues; the rest follows in `sample`."""
 
+    # Logits, and the hidden states of all tokens of chunks.
     WHOLE_CHUNKS = auto()
-    """Logits, and the hidden states of all tokens of chunks."""
+    # Logits.
     FORWARD = auto()
-    """Logits."""
+    # Tokens of rows with temperature as their only option.
     SAMPLED = auto()
-    """Tokens of rows with temperature as their only option."""
+    # Tokens, and the log-probabilities of all rows.
     SAMPLED_WITH_LOGPROBS = auto()
-    """Tokens, and the log-probabilities of all rows."""
 
 
-class ModelRunner(OnDevice):
+class ModelRunner:
     """Runs the steps of one engine on one device.
 
     Args:
-        config: the engine's settings.
-        model_config: the model's shape.
-        folder: folder of its weights.
+        config, model_config: of the engine.
+        folder: folder of the weights.
         max_model_len: most tokens of one sequence.
         communicator: joins this rank with the others that share the model; None for a single rank.
 
@@ -77,14 +75,9 @@ class ModelRunner(OnDevice):
     policy: KernelPolicy = FASTEST
 
     def __init__(
-        self,
-        config: Config,
-        model_config: ModelConfig,
-        folder: str,
-        *,
-        max_model_len: int,
-        communicator: Communicator | None = None,
-    ) -> None:
+        self, config: Config, model_config: ModelConfig, folder: str,
+        *, max_model_len: int, communicator: Communicator | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.model_config = model_config
         self.communicator = communicator or Communicator()
@@ -121,36 +114,27 @@ class ModelRunner(OnDevice):
             self._allocate(self.num_kvcache_blocks)
             self._capture()
             if config.swap_space:
-                self.host_memory = make_swap_space(config, self.communicator, self._cache, self.cache_kinds, self._run)
+                self.host_memory = make_swap_space(
+                    config, self.communicator, lambda: self.kv_cache, self.cache_kinds, self._run
+                )
 
     def _load(self, folder: str) -> None:
-        """Load the model; undone by `_unload`."""
         self.model = load_model(
             self.model_config, self.communicator, self.config, folder, self.max_model_len, self.dtype, self.device
         )
         self.model.set_kernel_policy(self.policy)
         self.weights = ModelWeights(self.model, self.device, self.communicator)
 
-    def _unload(self) -> None:
-        del self.weights, self.model
-
     def _make_backend(self) -> None:
-        """Create the attention backend of the model's layers."""
         config, self.shard = self.config, self.model.shard
         self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
         self.kv_groups = self._make_groups()
-        self.backend = make_backend(
-            config.attention_backend,
-            self.device,
-            self.dtype,
-            config.kvcache_block_size,
-            self.shard.heads.size,
-            self.kv_specs,
-            num_slots=config.max_num_running,
-            shares_prefixes=config.enable_prefix_caching,
-            all_reduce_min=self._all_reduce_min,
-            policy=self.policy,
-        )
+        block_size, num_heads = config.kvcache_block_size, self.shard.heads.size
+        setup = AttentionSetup(
+            self.device, self.dtype, block_size, num_heads, self.kv_specs, config.max_num_running,
+            shares_prefixes=config.enable_prefix_caching, all_reduce_min=self._all_reduce_min, policy=self.policy,
+        )  # fmt: skip
+        self.backend = make_backend(config.attention_backend, setup)
 
     def _make_groups(self) -> list[KVCacheGroup]:
         """Divide the layers into groups, alike on all ranks; with `swap_space` one group, which keeps all blocks."""
@@ -165,14 +149,9 @@ class ModelRunner(OnDevice):
         config = self.config
         self.sampler = Sampler(self.shard.vocab, self.communicator, config.logprobs_mode)
         self.batch_builder = BatchBuilder(
-            config.max_num_running,
-            self.max_blocks,
-            config.kvcache_block_size,
-            config.max_num_batched_tokens,
-            self.backend,
-            self.device,
-            num_groups=len(self.kv_groups),
-        )
+            config.max_num_running, self.max_blocks, config.kvcache_block_size, config.max_num_batched_tokens,
+            self.backend, self.device, num_groups=len(self.kv_groups),
+        )  # fmt: skip
         # Tokens of rows of one token, padding, and tokens of chunks.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
         self._output_buffers = OutputBuffers(self._sampled)
@@ -182,14 +161,9 @@ class ModelRunner(OnDevice):
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
         self.kv_cache = KVCache(
-            self.model.attention_layers,
-            self.kv_specs,
-            self.kv_groups,
-            self.backend,
-            self._num_clipped,
-            num_blocks=num_blocks,
-            block_size=self.config.kvcache_block_size,
-        )
+            self.model.attention_layers, self.kv_specs, self.kv_groups, self.backend, self._num_clipped,
+            num_blocks=num_blocks, block_size=self.config.kvcache_block_size,
+        )  # fmt: skip
         if self.host_memory is not None:
             keep_blocks(self.kv_cache, self.host_memory.num_slots)
 
@@ -202,22 +176,14 @@ class ModelRunner(OnDevice):
         """Return the number of blocks of the cache; if memory decides, run the largest step."""
         config, num_groups, vocab_size = self.config, len(self.kv_groups), self.model_config.vocab_size
         return num_cache_blocks(
-            config,
-            self.device,
-            self.communicator,
-            free_before=free_before,
-            num_groups=num_groups,
-            block_bytes=self.kv_cache.block_bytes,
-            most_blocks=num_groups * self.max_blocks * config.max_num_running,
+            config, self.device, self.communicator, free_before=free_before, num_groups=num_groups,
+            block_bytes=self.kv_cache.block_bytes, most_blocks=num_groups * self.max_blocks * config.max_num_running,
             run_step=lambda: self._run(profiling_batch(config, self.max_blocks, num_groups, self.max_model_len)),
             extra_bytes=most_extra_bytes(config, vocab_size, num_groups * self.kv_cache.most_copied_bytes),
-        )
+        )  # fmt: skip
 
     def _run(self, batch: ScheduledBatch) -> None:
         self.sample(self.forward(batch)).result()
-
-    def _cache(self) -> KVCache:
-        return self.kv_cache
 
     def _capture(self) -> None:
         """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`.
@@ -264,7 +230,6 @@ class ModelRunner(OnDevice):
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _extra_rows(self, step: DeviceStep) -> ExtraRows | None:
-        """Return the options of rows beyond a temperature."""
         batch, slots = step.batch, self.batch_builder.slots
         sampled = batch.rows.slots.tolist() + [slots.padding_slot] * step.num_padding
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
@@ -292,7 +257,9 @@ class ModelRunner(OnDevice):
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
         if part is _Part.WHOLE_CHUNKS:
-            return self._compute_whole_chunks(step, inputs)
+            hidden = self.model.hidden_states(*self._run_model(inputs, None))
+            logits = self.model.project_logits(hidden[inputs.sample_indices])
+            return Unsampled(inputs, logits, hidden[step.shape.num_decodes :])
         logits = self._compute_logits(inputs)
         if part is _Part.FORWARD:
             return Unsampled(inputs, logits)
@@ -304,19 +271,13 @@ class ModelRunner(OnDevice):
 
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
         """Run the model; return the logits, [num_samples, tokens of this rank]."""
-        self.backend.plan(inputs.metadata)
-        with set_attention_metadata(inputs.metadata):
-            x, residual = self.model(inputs.token_ids, inputs.positions, inputs.sample_indices)
-        return self.model.compute_logits(x, residual)
+        return self.model.compute_logits(*self._run_model(inputs, inputs.sample_indices))
 
-    def _compute_whole_chunks(self, step: DeviceStep, inputs: StepInputs) -> Unsampled:
-        """Compute the hidden states of all tokens, for chunks that request more than a token."""
+    def _run_model(self, inputs: StepInputs, rows: torch.Tensor | None) -> Stream:
         self.backend.plan(inputs.metadata)
-        with set_attention_metadata(inputs.metadata):
-            x, residual = self.model(inputs.token_ids, inputs.positions)
-        hidden = self.model.hidden_states(x, residual)
-        logits = self.model.project_logits(hidden[inputs.sample_indices])
-        return Unsampled(inputs, logits, hidden[step.shape.num_decodes :])
+        with set_step_metadata(inputs.metadata):
+            states: Stream = self.model(inputs.token_ids, inputs.positions, rows)
+        return states
 
     def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> PendingStep:
         """Queue the rest of a step: its sampling, and the copy of its tokens to the host; see `Runner`."""
@@ -346,8 +307,29 @@ class ModelRunner(OnDevice):
 
     def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Store tokens in their slots for the next step, and in `_sampled`, from which they are copied to the host."""
-        slots, num_decodes = inputs.sample_slots, inputs.metadata[0].num_decodes
+        slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
         scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
+
+    def check(self) -> None:
+        """Raise if launched work has failed, without waiting."""
+        if self.is_cuda:
+            self._stream.query()
+
+    def synchronize(self) -> None:
+        """Wait for all launched work; raises if the device is lost."""
+        if self.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def _device_guard(self) -> AbstractContextManager[Any]:
+        """Make the device and one stream of it current: Triton launches there, whatever its arguments' device.
+
+        Steps are ordered by their stream, and the caller's may change between two of them.
+        """
+        return torch.cuda.stream(self._stream) if self.is_cuda else nullcontext()
+
+    @cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.default_stream(self.device)
 
     def _all_reduce_min(self, value: int) -> int:
         with self._device_guard():
@@ -356,12 +338,11 @@ class ModelRunner(OnDevice):
     @property
     def loader(self) -> WeightsLoader:
         """See `WeightsRunner`."""
-        return WeightsLoader(self.weights, self._call_weights)
 
-    def _call_weights(
-        self, function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None
-    ) -> list[Any]:
-        return [self.on_weights(function, *args) if own is None else own()]
+        def call(function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
+            return [self.on_weights(function, *args) if own is None else own()]
+
+        return WeightsLoader(self.weights, call)
 
     def on_weights(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with this rank's weights and other arguments, on the stream of the steps."""
@@ -390,7 +371,7 @@ class ModelRunner(OnDevice):
                 self._capture()
 
     def exit(self) -> None:
-        """Wait for the device, and release everything on it."""
+        """See `Runner`."""
         self.synchronize()
         self.release()
 
@@ -398,7 +379,7 @@ class ModelRunner(OnDevice):
         """Release everything on the device."""
         self._drop_graphs()
         self._free()
-        self._unload()
+        del self.weights, self.model
         del self.batch_builder, self.sampling, self._sampled, self._output_buffers, self._num_clipped
         if self.is_cuda:
             with self._device_guard():
@@ -423,8 +404,8 @@ class ModelRunner(OnDevice):
         # Torch's and flash-attn's own kernels do run, and read memory at these indices.
         inputs.token_ids.zero_()
         inputs.positions.zero_()
-        for metadata in inputs.metadata:
-            metadata.block_tables[: shape.num_decodes].zero_()
-        inputs.metadata[0].seq_lens[: shape.num_decodes].fill_(1)
+        for tables in inputs.metadata.block_tables:
+            tables[: shape.num_decodes].zero_()
+        inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
         self._scatter(inputs, sampled.token_ids)

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,14 +19,15 @@ import numpy as np
 
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
-from nanovllm.parallel.communicator import Communicator, open_store
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.distributed_communicator import open_store
 from nanovllm.parallel.shard import shard_of
 from nanovllm.parallel.symmetric_communicator import connect
 from nanovllm.runner.batch import DeviceStep
-from nanovllm.runner.messages import ScheduledBatch, StepOutput
+from nanovllm.runner.messages import NO_ROWS, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.output_buffers import PendingStep
-from nanovllm.runner.worker import READY, STARTED, WorkerPlan, step_limits
+from nanovllm.runner.step_outputs import PendingStep
+from nanovllm.runner.worker import READY, STARTED, CallOrder, StepOrder, WorkerPlan, step_limits
 from nanovllm.runner.worker_processes import WorkerError, WorkerProcesses
 from nanovllm.utils.device import resolve_device
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
@@ -62,11 +64,7 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
 
 
 class ParallelRunner:
-    """Runs the steps of one engine on `config.tensor_parallel_size` devices.
-
-    Args:
-        ranks: the worker processes, from `start_ranks`.
-        config, model_config, folder, max_model_len: see `ModelRunner`.
+    """Runs the steps of one engine on several devices; `ranks` is from `start_ranks`.
 
     Raises:
         ValueError: the model cannot be sharded over this number of ranks, or `ModelRunner` raises it.
@@ -74,13 +72,7 @@ class ParallelRunner:
     """
 
     def __init__(
-        self,
-        ranks: WorkerProcesses,
-        config: Config,
-        model_config: ModelConfig,
-        folder: str,
-        *,
-        max_model_len: int,
+        self, ranks: WorkerProcesses, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int
     ) -> None:
         size = ranks.size
         shard_of(model_config, 0, size)
@@ -88,10 +80,10 @@ class ParallelRunner:
         self._communicator: Communicator | None = None
         self._runner: ModelRunner | None = None
         self._ended_by: BaseException | None = None
-        self._ranks = ranks
+        self._ranks, self._rows = ranks, NO_ROWS
         with self.one_fails_all_fail():
             store = open_store(size)
-            self._ranks.plan(WorkerPlan(config, model_config, folder, max_model_len, store.port))
+            self._ranks.send(WorkerPlan(config, model_config, folder, max_model_len, store.port))
             self._ranks.wait_for(STARTED)
             join = partial(connect, 0, size, device, store, step_limits(config, model_config))
             # The group waits up to its timeout for a rank that has died.
@@ -99,24 +91,21 @@ class ParallelRunner:
             # While this thread waits for a GPU, nothing else would notice the death of a rank.
             self._ranks.watch(communicator.interrupt)
             self._runner = runner = ModelRunner(
-                config,
-                model_config,
-                folder,
-                max_model_len=max_model_len,
-                communicator=communicator,
+                config, model_config, folder, max_model_len=max_model_len, communicator=communicator
             )
             self._ranks.wait_for(READY)
-        self.pipeline_depth = runner.pipeline_depth
-        self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.num_drafts = runner.num_drafts
-        self.cache_kinds = runner.cache_kinds
+        self.pipeline_depth, self.num_drafts = runner.pipeline_depth, runner.num_drafts
+        self.num_kvcache_blocks, self.cache_kinds = runner.num_kvcache_blocks, runner.cache_kinds
         self.host_memory = runner.host_memory
 
     def forward(self, batch: ScheduledBatch) -> DeviceStep:
         """Queue a step's forward pass on every rank; see `Runner`."""
         runner = self._require_open()
         with self.one_fails_all_fail():
-            self._ranks.broadcast(batch)
+            # Most steps repeat the rows of the previous step, which are then not sent. Only rank 0 needs the ids.
+            again, self._rows = batch.rows is self._rows, batch.rows
+            sent = replace(batch, sampled_seq_ids=[], rows=NO_ROWS if again else batch.rows)
+            self._ranks.send(StepOrder(sent, again))
             return runner.forward(batch)
 
     def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> ParallelHandle:
@@ -124,22 +113,19 @@ class ParallelRunner:
         runner = self._require_open()
         with self.one_fails_all_fail():
             if masks is not None:
-                self._ranks.broadcast_masks(masks)
+                self._ranks.send(masks)
             return ParallelHandle(runner.sample(step, masks), self)
 
     def call(self, function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
-        """Call a function with every rank's `ModelRunner` and other arguments; return the results in rank order.
+        """Call a function that pickles with every rank's `ModelRunner` and arguments, or `own` on this rank.
 
-        Args:
-            function: of a module or a class, so that it pickles.
-            args: the other arguments.
-            own: called on this rank instead.
+        Returns the results in rank order.
 
         Raises:
             RuntimeError: the call failed on some rank, and all ranks continue; or the ranks are gone.
         """
         runner = self._require_open()
-        self._ranks.begin_call(function, args)
+        self._ranks.send(CallOrder(function, args))
         try:
             result = function(runner, *args) if own is None else own()
         finally:
@@ -164,11 +150,7 @@ class ParallelRunner:
         self.call(ModelRunner.wake_up, tags)
 
     def synchronize(self) -> None:
-        """Wait for all launched work on every rank.
-
-        Raises:
-            RuntimeError: it failed on some rank, or the ranks are gone.
-        """
+        """Wait for all launched work on every rank; raises if it failed on one, or the ranks are gone."""
         self.call(ModelRunner.synchronize)
 
     def exit(self) -> None:
@@ -177,7 +159,7 @@ class ParallelRunner:
         if runner is None:
             return
         try:
-            self._ranks.shutdown()
+            self._ranks.send(None)
             self._runner = None
             runner.exit()
             self._ranks.unwatch()
@@ -245,13 +227,13 @@ class ParallelRunner:
                 communicator.abort()
 
 
+@dataclass
 class ParallelHandle:
     """A step in flight on every rank."""
 
-    def __init__(self, handle: PendingStep, runner: ParallelRunner) -> None:
-        self._handle = handle
-        self._runner = runner
+    handle: PendingStep
+    runner: ParallelRunner
 
     def result(self) -> StepOutput:
         """Wait for the step and return its tokens."""
-        return self._runner.wait(self._handle)
+        return self.runner.wait(self.handle)

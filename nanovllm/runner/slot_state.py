@@ -26,13 +26,7 @@ _NOTHING = np.empty(0, dtype=np.int32)
 
 
 class SlotState:
-    """The slots of one engine; the last one receives the writes of padding.
-
-    Args:
-        num_slots: most sequences that run at once.
-        max_blocks: entries of a block table.
-        num_groups: groups of the KV cache, each with its own block tables.
-        device: device of the state.
+    """The slots of at most `num_slots` running sequences, and one that receives the writes of padding.
 
     Raises:
         ValueError: the state has more elements than int32 offsets can address.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Callable
 
 import torch
@@ -12,7 +11,8 @@ from nanovllm.config import Config
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies, HostBlocks
 from nanovllm.runner.kv_cache import KVCache
-from nanovllm.runner.messages import CacheKind, Chunk, HostMemory, NewRequest, ScheduledBatch, WindowCache
+from nanovllm.runner.memory import prompt_batch
+from nanovllm.runner.messages import CacheKind, HostMemory, ScheduledBatch, WindowCache
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
@@ -37,8 +37,7 @@ def make_swap_space(
     """Keep a cache's blocks in host memory until it is unbound; takes some 0.2 s.
 
     Args:
-        config: the engine's settings.
-        communicator: joins the ranks.
+        config, communicator: of the engine.
         current_cache: returns the cache, which is still empty; a different one after a sleep.
         cache_kinds: of the only group; see `Runner`.
         run_step: runs a step, and waits for it.
@@ -66,7 +65,8 @@ def make_swap_space(
     num_tokens = min(_CUDA_TOKENS if page.is_cuda else _CPU_TOKENS, most_tokens)
 
     def seconds(num_tokens: int, num_runs: int = 1) -> float:
-        batch = _prompt_batch(num_tokens, prompt_tokens, config.kvcache_block_size)
+        lens = [min(prompt_tokens, num_tokens - start) for start in range(0, num_tokens, prompt_tokens)]
+        batch = prompt_batch(lens, -(-prompt_tokens // config.kvcache_block_size))
         fastest = _fastest(num_runs, lambda: run_step(batch))
         # All ranks must run the same steps.
         return communicator.all_reduce_min(int(fastest * 1e9)) / 1e9
@@ -78,10 +78,19 @@ def make_swap_space(
     tokens_per_second = _prompt_rate(seconds, num_tokens, most_tokens if page.is_cuda else num_tokens)
     bytes_per_second = _link_rate(page)
     keep_blocks(kv_cache, num_slots)
+
+    def num_ready_slots() -> int:
+        copies = current_cache().copies
+        return 0 if copies is None else copies.host.num_ready_slots
+
+    def has_all_slots() -> bool:
+        copies = current_cache().copies
+        return copies is not None and copies.host.has_all_slots
+
     return HostMemory(
         num_slots,
-        lambda: current_cache().num_ready_slots,
-        lambda: current_cache().has_all_slots,
+        num_ready_slots,
+        has_all_slots,
         block_bytes,
         bytes_per_second=bytes_per_second,
         tokens_per_second=tokens_per_second,
@@ -105,19 +114,6 @@ def _prompt_rate(seconds: Callable[[int], float], num_tokens: int, most_tokens: 
         if rate <= _LAUNCH_BOUND_GAIN * before:
             return max(before, rate)
     return rate
-
-
-def _prompt_batch(num_tokens: int, prompt_tokens: int, block_size: int) -> ScheduledBatch:
-    """Return a batch of prompts, of `prompt_tokens` tokens each, that stores no keys and values."""
-    lengths = [min(prompt_tokens, num_tokens - start) for start in range(0, num_tokens, prompt_tokens)]
-    blocks = [0] * -(-prompt_tokens // block_size)
-    return ScheduledBatch(
-        new_requests=[NewRequest(slot, [blocks], 1, 1.0, 0) for slot in range(len(lengths))],
-        chunks=[
-            Chunk(slot, 0, array("i", [0]) * length, store=False, samples=True) for slot, length in enumerate(lengths)
-        ],
-        sampled_seq_ids=list(range(len(lengths))),
-    )
 
 
 def _link_rate(page: torch.Tensor) -> float:

@@ -23,11 +23,11 @@ import torch
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.parallel.channel import Receiver
-from nanovllm.parallel.communicator import find_store
+from nanovllm.parallel.distributed_communicator import find_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, connect
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.prompt_outputs import scored_rows_at_once
+from nanovllm.runner.step_outputs import scored_rows_at_once
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.parent import end_with_parent
 
@@ -54,15 +54,32 @@ class WorkerFailure(NamedTuple):
     traceback: str
 
 
-def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, reports_descriptor: int) -> None:
-    """Run a rank's process: join the group, load the shard, execute orders until shutdown.
+@dataclass(frozen=True)
+class StepOrder:
+    """Run a batch, with the previous step's `rows` if `same_rows`. There is no reply: a failed step ends the rank."""
 
-    Args:
-        rank, size: this rank, and the number of ranks.
-        parent: process id of rank 0.
-        channel_descriptor: file descriptor of the channel's end.
-        reports_descriptor: file descriptor of the pipe to rank 0.
-    """
+    batch: ScheduledBatch
+    same_rows: bool
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """Call a function with the rank's `ModelRunner` and other arguments, and reply with its result."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of a call, or the traceback of the exception that it raised."""
+
+    result: Any = None
+    traceback: str | None = None
+
+
+def run_worker(rank: int, size: int, parent: int, channel_descriptor: int, reports_descriptor: int) -> None:
+    """Run a rank's process; `parent` is rank 0's process id, the descriptors are of the channel's end and the pipe."""
     reports = Connection(reports_descriptor, readable=False)
     end_with_parent(parent)
     try:
@@ -97,59 +114,23 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None
     # `runner.check` raises while the channel waits if the last step failed on the device.
     while (order := channel.receive(runner.check)) is not None:
         if isinstance(order, CallOrder):
-            reports.send(_call(runner, order))
+            try:
+                reply = Reply(order.function(runner, *order.args))
+            except Exception:
+                reply = Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
+            reports.send(reply)
             continue
         batch: ScheduledBatch = order.batch
         if order.same_rows:
             batch.rows = rows
         rows = batch.rows
         step = runner.forward(batch)
-        runner.sample(step, _receive_masks(channel, runner) if batch.masked else None)
+        masks = channel.receive(runner.check) if batch.masked else None
+        if batch.masked and not isinstance(masks, np.ndarray):
+            raise RuntimeError("rank 0 has not made the masks of a step")
+        runner.sample(step, masks)
     runner.exit()
     communicator.close()
-
-
-def _receive_masks(channel: Receiver, runner: ModelRunner) -> np.ndarray:
-    masks = channel.receive(runner.check)
-    if not isinstance(masks, np.ndarray):
-        raise RuntimeError("rank 0 has not made the masks of a step")
-    return masks
-
-
-def _call(runner: ModelRunner, order: CallOrder) -> Reply:
-    try:
-        return Reply(order.function(runner, *order.args))
-    except Exception:
-        return Reply(traceback=traceback.format_exc()[-_MOST_CHARACTERS:])
-
-
-@dataclass(frozen=True)
-class StepOrder:
-    """Run a batch. There is no reply: a failed step ends the rank.
-
-    Attributes:
-        batch: the step; without its sequence ids, which only rank 0 needs.
-        same_rows: whether its `rows` equal the previous step's, and are not sent.
-    """
-
-    batch: ScheduledBatch
-    same_rows: bool
-
-
-@dataclass(frozen=True)
-class CallOrder:
-    """Call a function with the rank's `ModelRunner` and other arguments, and reply with its result."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The result of a call, or the traceback of the exception that it raised."""
-
-    result: Any = None
-    traceback: str | None = None
 
 
 def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:

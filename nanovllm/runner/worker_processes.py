@@ -1,4 +1,4 @@
-"""Rank 0's handle on the worker processes: starts them, sends them batches, and reports how they exited."""
+"""Rank 0's handle on the worker processes: starts them, sends them orders, and reports how they exited."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-import numpy as np
-
 from nanovllm.parallel.channel import Sender
-from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
-from nanovllm.runner.worker import STARTED, CallOrder, Reply, StepOrder, WorkerFailure, WorkerPlan
+from nanovllm.runner.worker import STARTED, Reply, WorkerFailure
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.python_process import PythonProcess, describe_exit, start_python
 
@@ -56,16 +53,6 @@ class WorkerProcess:
         except (EOFError, OSError):  # it exited, perhaps within a report; its exit code tells more
             time.sleep(timeout)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process has exited."""
-        return self.process.exit_code is not None
-
-    @property
-    def failure_time(self) -> float:
-        """Sort key of exited ranks, likeliest cause first: killed ranks (0), then by the time of their exception."""
-        return self.failure.seconds if self.failure else 0.0
-
     def exit_message(self) -> str:
         """Describe how the rank's process exited."""
         if self.failure is not None:
@@ -92,17 +79,12 @@ class WorkerError(RuntimeError):
 
 
 class WorkerProcesses:
-    """The processes of all ranks but 0. The constructor starts them; they then wait for a plan.
-
-    Args:
-        size: number of ranks, including rank 0.
-    """
+    """The processes of all ranks but 0 of `size`. The constructor starts them; they then wait for a `WorkerPlan`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._channel = Sender(size - 1)
         self._ranks: list[WorkerProcess] = []
-        self._rows = NO_ROWS
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
         self._stopped = False
@@ -120,48 +102,13 @@ class WorkerProcesses:
         """Process ids in rank order; empty after `stop`."""
         return [rank.process.pid for rank in self._ranks]
 
-    def plan(self, plan: WorkerPlan) -> None:
-        """Send every rank the plan to load.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        self._send(plan)
-
-    def broadcast(self, batch: ScheduledBatch) -> None:
-        """Send every rank a batch to run.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        # Most steps repeat the rows of the previous step, which are then not sent. Only rank 0 needs the ids.
-        again = batch.rows is self._rows
-        self._rows = batch.rows
-        sent = replace(batch, sampled_seq_ids=[], rows=NO_ROWS if again else batch.rows)
-        self._send(StepOrder(sent, again))
-
-    def broadcast_masks(self, masks: np.ndarray) -> None:
-        """Send every rank the masks of the batch sent last, which waits for them after its forward pass.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        self._send(masks)
-
-    def begin_call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Call a function with its runner on every rank; `replies` must follow.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        self._send(CallOrder(function, args))
+    def send(self, order: object) -> None:
+        """Send every rank an order of `runner.worker`, unless `check` raises; `replies` must follow a `CallOrder`."""
+        self.check()
+        self._channel.send(order, self.check)
 
     def replies(self) -> list[Any]:
-        """Wait for the results of a call, in rank order.
-
-        Raises:
-            WorkerError: a rank's call raised an exception, or a rank has exited.
-        """
+        """Wait for the results of a call, in rank order; a `WorkerError` if one failed, or a rank has exited."""
         for rank in self._ranks:
             while rank.reply is None:
                 rank.read_reports(_POLL_SECONDS)
@@ -175,21 +122,9 @@ class WorkerProcesses:
                 raise WorkerError(f"a call failed on rank {number}:\n{reply.traceback}")
         return [reply.result for _, reply in replies]
 
-    def shutdown(self) -> None:
-        """Send every rank the order to end.
-
-        Raises:
-            WorkerError: a rank had already exited.
-        """
-        self._send(None)
-
     def check(self) -> None:
-        """Check that all ranks run.
-
-        Raises:
-            WorkerError: a rank has exited.
-        """
-        if self._any_ended():
+        """Raise a `WorkerError` if a rank has exited."""
+        if self._ended():
             raise self._error()
 
     def watch(self, on_failure: Callable[[], None]) -> None:
@@ -206,11 +141,7 @@ class WorkerProcesses:
         self._watcher.start()
 
     def wait_for(self, stage: str) -> None:
-        """Wait until every rank has reported `stage`.
-
-        Raises:
-            WorkerError: a rank exited before, or did not report it in time.
-        """
+        """Wait until every rank has reported `stage`; a `WorkerError` if one exited before, or did not in time."""
         deadline = time.monotonic() + _START_SECONDS
         for rank in self._ranks:
             while stage not in rank.stages:
@@ -221,11 +152,7 @@ class WorkerProcesses:
                         raise WorkerError(f"rank {rank.rank} is not {stage} after {_START_SECONDS:.0f} s")
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
-        """Call a function that waits for the other ranks, in another thread, and return its result.
-
-        Raises:
-            WorkerError: a rank has exited; the thread is not waited for.
-        """
+        """Return the result of a function that waits for the other ranks, in a thread that is left if one exits."""
         future: futures.Future[_T] = futures.Future()
 
         def run() -> None:
@@ -246,7 +173,7 @@ class WorkerProcesses:
         if not isinstance(error, RuntimeError):
             return None
         deadline = time.monotonic() + _GRACE_SECONDS
-        while not (ended := self._any_ended()) and time.monotonic() < deadline:
+        while not (ended := self._ended()) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return self._error() if ended else None
 
@@ -278,17 +205,15 @@ class WorkerProcesses:
             self._ranks = []
             self._channel.close()
 
-    def _send(self, message: object) -> None:
-        self.check()
-        self._channel.send(message, self.check)
-
-    def _any_ended(self) -> bool:
-        return any(rank.has_ended for rank in self._ranks)
+    def _ended(self) -> list[WorkerProcess]:
+        return [rank for rank in self._ranks if rank.process.exit_code is not None]
 
     def _error(self) -> WorkerError:
         # Wait for other ranks to exit too: the rank seen first need not be the one that failed first.
         time.sleep(_POLL_SECONDS)
-        ended = [rank for rank in self._ranks if rank.has_ended]
+        ended = self._ended()
         for rank in ended:
             rank.read_reports()
-        return WorkerError(min(ended, key=lambda rank: rank.failure_time).exit_message())
+        # The likeliest cause is a rank that was killed, then the one with the earliest exception.
+        first = min(ended, key=lambda rank: rank.failure.seconds if rank.failure else 0.0)
+        return WorkerError(first.exit_message())

@@ -13,7 +13,7 @@ import torch
 
 from nanovllm.config import LogprobsMode
 from nanovllm.kernels.logits import CutoffParams, LogitsEdits
-from nanovllm.sampling.rows import ExtraRows
+from nanovllm.sampling.sampler import ExtraRows
 from nanovllm.sampling_params import SamplingExtra
 
 _LEAST_ROWS = 8
@@ -62,18 +62,10 @@ class _Pool:
 
 
 class SamplingState:
-    """Stores the parameters of running requests beyond the temperature.
-
-    Args:
-        vocab_size: upper bound of token ids.
-        device: device of the pools.
-        logprobs_mode: see `Sampler`.
-    """
+    """Stores the parameters of running requests beyond the temperature; see `Sampler` for the mode."""
 
     def __init__(self, vocab_size: int, device: torch.device, logprobs_mode: LogprobsMode) -> None:
-        self.vocab_size = vocab_size
-        self.device = device
-        self.logprobs_mode = logprobs_mode
+        self.vocab_size, self.device, self.logprobs_mode = vocab_size, device, logprobs_mode
         self._slots: dict[int, _Slot] = {}
         # Rows and slots of a step, with the resulting parameters: usually the same in the next step.
         self._cached: tuple[list[int], ExtraRows] | None = None
@@ -94,9 +86,7 @@ class SamplingState:
     def rows_of(self, slots: list[int], num_tokens: np.ndarray) -> ExtraRows | None:
         """Return the parameters of a step's rows, without the host's masks; None if no row has any.
 
-        Args:
-            slots: slots of the sampled tokens, in the order of the logits.
-            num_tokens: [num_slots]; length of each slot's sequence, without the token to be sampled.
+        slots: of the sampled tokens, in the order of the logits; num_tokens: [num_slots], without the token to sample.
         """
         with_extra = [row for row, slot in enumerate(slots) if slot in self._slots]
         if not with_extra:
@@ -110,13 +100,7 @@ class SamplingState:
         return found
 
     def add_masks(self, extra: ExtraRows, masked: list[int], masks: np.ndarray) -> None:
-        """Add the host's masks to the parameters of rows.
-
-        Args:
-            extra: result of `rows_of`.
-            masked: rows of the step's logits that the host masks.
-            masks: [num_masked, ceil(vocab_size / 32)] int32; bit `token % 32` of word `token // 32` allows a token.
-        """
+        """Add the host's masks of some rows of the logits to the result of `rows_of`; see `Runner.sample`."""
         index = {row: i for i, row in enumerate(masked)}
         extra.edits.bitmask = self._to_device(torch.from_numpy(masks))
         extra.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in extra.edited], torch.int32)
@@ -147,7 +131,6 @@ class SamplingState:
         return _Slot(extra, bias_row, counts_row)
 
     def _make_rows(self, with_extra: dict[int, _Slot]) -> ExtraRows:
-        """Build the parameters of rows; with_extra: slot parameters by row."""
         logprobs = {row: p for row, slot in with_extra.items() if (p := slot.extra.params.logprobs) is not None}
         edits_all = self.logprobs_mode != "raw_logprobs"
         edited = [row for row, slot in with_extra.items() if edits_all or slot.is_edited]

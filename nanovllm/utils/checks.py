@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from nanovllm.utils.folder_faults import refuse_pointer
-
 T = TypeVar("T")
 
 _FEW_PROMPTS = 4
@@ -162,6 +160,8 @@ def read_json_list(path: str) -> list[dict[str, Any]]:
 
 
 def _load_json(path: str) -> Any:
+    from nanovllm.utils.folder_faults import refuse_pointer  # noqa: PLC0415
+
     refuse_pointer(path)
     try:
         with open(path, encoding="utf-8") as stream:

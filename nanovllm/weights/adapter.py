@@ -21,25 +21,14 @@ _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")
 _ALPHA = 8
 """Default for a config without one."""
 _UNSUPPORTED = (
-    "use_dora",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "alpha_pattern",
-    "megatron_config",
-    "trainable_token_indices",
+    "use_dora", "modules_to_save", "fan_in_fan_out", "alpha_pattern", "megatron_config", "trainable_token_indices",
     "layer_replication",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """The product `scale * b @ a`, computed in float32 and only where it is read.
-
-    Attributes:
-        a: [rank, inputs].
-        b: [outputs, rank].
-        scale: a factor.
-    """
+    """The product `scale * b @ a` of [outputs, rank] and [rank, inputs], computed in float32 where it is read."""
 
     a: torch.Tensor
     b: torch.Tensor

@@ -97,25 +97,17 @@ def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
         ValueError: the folder has no weights, or a file is missing or damaged.
     """
     for file in weight_files(folder):
-        for name, tensor in _mapped_tensors(file):
-            if not _is_computed(name, tensor):
-                yield file, name, tensor
-
-
-def _is_computed(name: str, tensor: Any) -> bool:
-    is_mask = _MASK.fullmatch(name) is not None and len(tensor.get_shape()) == 4
-    return is_mask or _BUFFERS.fullmatch(name) is not None
-
-
-def _mapped_tensors(file: str) -> Iterator[tuple[str, Any]]:
-    path = cached_copy(file)
-    try:
-        with safe_open(path, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (not a dict)
-                yield name, weights.get_slice(name)
-    except SafetensorError as error:
-        refuse_pointer(path, named=file)
-        raise ValueError(f"{file!r} is damaged: {error}") from error
+        path = cached_copy(file)
+        try:
+            with safe_open(path, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 (not a dict)
+                    tensor = weights.get_slice(name)
+                    is_mask = _MASK.fullmatch(name) is not None and len(tensor.get_shape()) == 4
+                    if not is_mask and _BUFFERS.fullmatch(name) is None:
+                        yield file, name, tensor
+        except SafetensorError as error:
+            refuse_pointer(path, named=file)
+            raise ValueError(f"{file!r} is damaged: {error}") from error
 
 
 def weight_pair(item: Any) -> tuple[str, torch.Tensor]:

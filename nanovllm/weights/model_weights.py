@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -24,8 +23,9 @@ from nanovllm.utils.units import shown
 from nanovllm.weights.adapter import is_adapter, read_adapter
 from nanovllm.weights.files import misfit, stored_tensors, weight_pair
 from nanovllm.weights.names import WeightedModel
+from nanovllm.weights.readers import WholeTensor, rows_of, shape_of
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeights
-from nanovllm.weights.slices import WeightSlice, WeightTarget, WholeTensor, rows_of, shape_of
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
 Maxima = list[tuple[str, torch.Tensor]]
@@ -39,12 +39,7 @@ _STORED_DTYPES = {
 
 
 class ModelWeights:
-    """The weights of one rank.
-
-    Args:
-        model: has memory for them.
-        device: of the model.
-        communicator: joins the ranks.
+    """The weights of one rank, for which a model has memory on a device.
 
     Attributes:
         missing: weights that a sleep dropped, or a failed load left incomplete, and that were not loaded since.
@@ -78,14 +73,10 @@ class ModelWeights:
         return [target for target, _ in self._parts[name]]
 
     def check(self, name: str, tensor: Any) -> bool:
-        """Return whether a tensor is needed; a tied head is not.
-
-        Args:
-            name: in the checkpoint.
-            tensor: a tensor, or a reader of one in safetensors.
+        """Return whether a tensor, or a reader of one in safetensors, is needed; a tied head is not.
 
         Raises:
-            ValueError: the model has no such tensor, or one of another shape or dtype.
+            ValueError: the model has no tensor of this name in the checkpoint, or one of another shape or dtype.
         """
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
@@ -116,24 +107,29 @@ class ModelWeights:
         return self._parts[name]
 
     def write(self, name: str, tensor: Any, *, finds_nans: bool = True) -> None:
-        """Store this rank's slices of a tensor that `check` has passed; `take_nans` reports any NaN.
+        """Store this rank's slices of a tensor that `check` has passed; with `finds_nans`, `take_nans` reports any NaN.
 
-        Args:
-            name: in the checkpoint.
-            tensor: a reader of a file's tensor; or a tensor of the first rank, which broadcasts it to the others, where
-                it has no values (meta device).
-            finds_nans: whether to look for NaN.
+        `tensor` is a reader of a file's tensor; or a tensor of the first rank, which broadcasts it to the others, where
+        it has no values (meta device).
         """
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(self._broadcast(name, tensor))
         for target, rows in rows_of(tensor, self._parts[name]):
             maxima: Maxima = []
-            watched = _Watched(name, rows, self._device, maxima) if finds_nans else rows
             for place in self._slices[target].places:
-                place.store(name, watched[place.index])
+                place.store(name, self._read(name, rows, place, maxima) if finds_nans else rows[place.index])
             # Excludes rejected tensors.
             self._maxima += maxima
             self.missing.discard(target)
+
+    def _read(self, name: str, tensor: Any, part: WeightSlice, maxima: Maxima) -> torch.Tensor:
+        """Copy a slice of a tensor to the device, and add its maximum, to detect NaN."""
+        values: torch.Tensor = tensor[part.index].to(self._device, non_blocking=True)
+        if values.numel():
+            # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
+            is_e4m3 = values.dtype == torch.float8_e4m3fn
+            maxima.append((name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
+        return values
 
     def _broadcast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if self._communicator.size == 1:
@@ -164,8 +160,7 @@ class ModelWeights:
         most one. The first rank shows a progress bar, and warns of floats that have to be converted.
 
         Raises:
-            ValueError: no weights there, a file missing or damaged, tensors missing, left over, or of the wrong shape
-                or dtype.
+            ValueError: a file is missing or damaged, or tensors are missing, left over, or of another shape or dtype.
         """
         self._check_names(folder)
         rank, converted = self._communicator.rank, dict[str, torch.dtype]()
@@ -215,8 +210,7 @@ class ModelWeights:
         """Return the number of needed tensors in a folder, and their targets; reject one that does not fit.
 
         Raises:
-            ValueError: see `check` and `check_values`; a file is missing or damaged; or, with `strict`, tensors are
-                missing.
+            ValueError: a tensor does not fit, a file is damaged, or, with `strict`, tensors are missing.
         """
         num_needed, found = 0, set[WeightTarget]()
         for name, tensor in self._model.folder_tensors(folder):
@@ -264,7 +258,7 @@ class ModelWeights:
             for target, rows in rows_of(update.to(self._device), self._parts[name]):
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)
-                part.store(name, part.region.float() + _Watched(name, rows, self._device, self._maxima)[part.index])
+                part.store(name, part.region.float() + self._read(name, rows, part, self._maxima))
 
     def take_adapter_out(self) -> int:
         """Restore the weights that an adapter has changed, bit for bit; return their number."""
@@ -289,9 +283,7 @@ class ModelWeights:
         return list(dict.fromkeys(names))
 
     def count_missing(self) -> MissingWeights:
-        """Return the weights that a sleep dropped or a failed load left incomplete, or that have parts of an
-        adapter.
-        """
+        """Return the number of weights in `missing`, or else in `half_merged`."""
         missing = self.missing or self.half_merged
         example = str(min(missing)) if missing else ""
         return MissingWeights(len(missing), example, is_half_merged=bool(missing) and not self.missing)
@@ -308,8 +300,7 @@ class ModelWeights:
     def release(self, keep: bool) -> None:
         """Release the weights' memory; on the CPU only if they are not kept.
 
-        Args:
-            keep: copy them to host memory, from which `restore` brings them back, unless they were dropped before.
+        With `keep`, copy them to host memory, from which `restore` brings them back, unless they were dropped before.
         """
         storages, is_cuda = self._storages(), self._device.type == "cuda"
         if self._sizes is None:
@@ -347,11 +338,8 @@ class ModelWeights:
 
     def _storages(self) -> list[torch.UntypedStorage]:
         """Return the distinct storages of the weights."""
-        found = {}
-        for tensor in self._model.weight_tensors():
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = storage
-        return list(found.values())
+        storages = [tensor.untyped_storage() for tensor in self._model.weight_tensors()]
+        return list({storage._cdata: storage for storage in storages}.values())
 
 
 @contextmanager
@@ -383,15 +371,13 @@ class WeightsLoader:
     """
 
     def __init__(self, own: ModelWeights, call: Callable[..., list[Any]]) -> None:
-        self._own = own
-        self._call = call
+        self._own, self._call = own, call
 
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
         """Write tensors into the running model, on every rank, or merge an adapter.
 
         Args:
-            weights: pairs of a name and a tensor, consumed one by one; or the path of a folder of them, or of an
-                adapter.
+            weights: pairs of a name and a tensor, consumed one by one; or a folder of them, or of an adapter.
             strict: refuse to leave a tensor unchanged.
 
         Raises:
@@ -503,24 +489,3 @@ def _warn_of_conversions(
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """A tensor reader that copies slices to the device and records their maximum, to detect NaN."""
-
-    name: str
-    tensor: Any
-    device: torch.device
-    maxima: Maxima
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensor.get_shape())
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        values: torch.Tensor = self.tensor[index].to(self.device, non_blocking=True)
-        if values.numel():
-            # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
-            is_e4m3 = values.dtype == torch.float8_e4m3fn
-            self.maxima.append((self.name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))
-        return values

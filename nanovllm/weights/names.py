@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
-from nanovllm.configs.model import ModelConfig
-from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+
+if TYPE_CHECKING:
+    from nanovllm.configs.model import ModelConfig
 
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Other names of scales; all are multiplied."""
@@ -59,6 +60,8 @@ class WeightedModel(nn.Module):
         Raises:
             ValueError: the folder has no weights, or a file is missing or damaged.
         """
+        from nanovllm.weights.files import stored_tensors  # noqa: PLC0415
+
         for _, name, tensor in stored_tensors(folder):
             yield name, tensor
 

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.policy import FASTEST, KernelPolicy
+from nanovllm.kernels import ops
 from nanovllm.parallel.shard import Shard
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.policy import KernelPolicy
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Stored dtypes that may be converted to the model's, chosen by the user or for the CPU."""
 
 
 class WeightTarget(NamedTuple):
-    """The destination of a checkpoint tensor.
-
-    Attributes:
-        param: name of the tensor in the model's modules.
-        part: name of the projection, if the parameter stacks several; None otherwise.
-        expert: number of the expert, if the parameter holds several; None in a dense layer.
-    """
+    """The destination of a checkpoint tensor: a parameter by its name, or a projection or expert stacked in it."""
 
     param: str
     part: str | None = None
@@ -87,91 +83,16 @@ class WeightSlice:
         self.region.copy_(values)
 
 
-@dataclass(frozen=True)
-class WholeTensor:
-    """A tensor in memory, as `ModelWeights.write` expects it."""
-
-    tensor: torch.Tensor
-
-    def get_shape(self) -> list[int]:
-        """Return its shape."""
-        return list(self.tensor.shape)
-
-    def get_dtype(self) -> torch.dtype:
-        """Return its dtype."""
-        return self.tensor.dtype
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        return self.tensor[index]
-
-
-@dataclass(frozen=True)
-class TensorRows:
-    """Rows `start ... stop - 1` of a checkpoint tensor that stacks several."""
-
-    tensor: Any
-    start: int
-    stop: int
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of these rows."""
-        num_rows, *others = self.tensor.get_shape()
-        return [min(self.stop, num_rows) - min(self.start, num_rows), *others]
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        rows, *others = index
-        place = (slice(self.start + rows.start, self.start + rows.stop), *others)
-        values: torch.Tensor = self.tensor[place]
-        return values
-
-
-@dataclass(frozen=True)
-class StackedTensor:
-    """One matrix of a tensor that stacks several, such as a trainer's experts."""
-
-    tensor: Any
-    number: int
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the matrix."""
-        return list(self.tensor.get_shape()[1:])
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        place = (slice(self.number, self.number + 1), *index)
-        values: torch.Tensor = self.tensor[place]
-        return values[0]
-
-
-def rows_of(tensor: Any, parts: list[tuple[WeightTarget, WeightSlice]]) -> Iterator[tuple[WeightTarget, Any]]:
-    """Yield each target with its rows of a tensor; the last gets the rest."""
-    if len(parts) < 2 or tensor.get_shape() in ([], [1]):
-        # A single number belongs to all.
-        yield from ((target, tensor) for target, _ in parts)
-        return
-    if len(tensor.get_shape()) > len(parts[0][1].shape):
-        for number, (_, own) in enumerate(groupby(parts, lambda part: part[0].expert)):
-            yield from rows_of(StackedTensor(tensor, number), list(own))
-        return
-    start, num_rows = 0, tensor.get_shape()[0]
-    for number, (target, part) in enumerate(parts, 1):
-        stop = num_rows if number == len(parts) else start + part.shape[0]
-        yield target, TensorRows(tensor, start, stop)
-        start = stop
-
-
-def shape_of(parts: list[tuple[WeightTarget, WeightSlice]]) -> list[int]:
-    """Return the shape of the tensor that consists of these parts."""
-    experts = {target.expert for target, _ in parts}
-    _, first = parts[0]
-    rows = sum(part.shape[0] for _, part in parts) // len(experts)
-    return [*([len(experts)] if len(experts) > 1 else []), rows, *first.shape[1:]]
-
-
 class LoadableModule(nn.Module):
-    """A module that builds its parameters from checkpoint tensors."""
+    """A module that builds its parameters from checkpoint tensors.
 
-    policy: KernelPolicy = FASTEST
-    """Chooses the module's kernels."""
+    Attributes:
+        policy: chooses the module's kernels.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy: KernelPolicy = ops.FASTEST
 
     @property
     def kernel_rows(self) -> Collection[int]:

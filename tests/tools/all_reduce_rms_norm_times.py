@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from nanovllm.kernels.all_reduce import all_reduce_rms_norm, fits
 from nanovllm.kernels.rms_norm import Norm, rms_norm
-from nanovllm.parallel.communicator import DistributedCommunicator, find_store, open_store
+from nanovllm.parallel.distributed_communicator import DistributedCommunicator, find_store, open_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator, connect
 from tests.tools.compile_vs_kernels import graph_microseconds
 

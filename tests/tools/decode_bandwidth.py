@@ -11,8 +11,9 @@ import sys
 import torch
 
 from bench import measure_ceilings
+from nanovllm.attention.backend import AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
-from nanovllm.attention.metadata import AttentionMetadata, set_attention_metadata
+from nanovllm.attention.metadata import StepMetadata, set_step_metadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels.policy import FASTEST
@@ -53,7 +54,7 @@ def microseconds(
     max_blocks = -(-length // BLOCK_SIZE)
     num_blocks = rows * max_blocks
     spec = Paged(num_kv_heads, HEAD_DIM, HEAD_DIM, None, dtype)
-    backend = TritonBackend(DEVICE, DTYPE, BLOCK_SIZE, num_heads, [spec], num_slots=512)
+    backend = TritonBackend(AttentionSetup(DEVICE, DTYPE, BLOCK_SIZE, num_heads, [spec], num_slots=512))
     cache_shape = (num_layers, 2, num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM * dtype.itemsize)
     cache = torch.empty(cache_shape, dtype=torch.uint8, device=DEVICE)
     rotary = RotaryEmbedding(HEAD_DIM, RopeConfig(1e6))
@@ -65,17 +66,17 @@ def microseconds(
     tables = torch.randperm(num_blocks, device=DEVICE).int().view(rows, max_blocks)
     lens = torch.full((rows,), length, dtype=torch.int32, device=DEVICE)
     none = lens[:0]
-    metadata = AttentionMetadata(
+    metadata = StepMetadata(
         num_decodes=rows,
-        slot_mapping=tables[:, -1] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE,
-        block_tables=tables,
+        slot_mappings=[tables[:, -1] * BLOCK_SIZE + (length - 1) % BLOCK_SIZE],
+        block_tables=[tables],
         seq_lens=lens,
         cu_seqlens_q=none,
         query_tiles=none,
         sample_tiles=none,
         variant=DecodeVariant(single_split=FASTEST.single_split(num_kv_heads, lens.cpu().numpy())),
     )
-    backend.plan([metadata])
+    backend.plan(metadata)
     qkv = torch.randn(rows, num_heads + 2 * num_kv_heads, HEAD_DIM, dtype=DTYPE, device=DEVICE)
     norms = [RMSNorm(HEAD_DIM, 1e-6).to(DEVICE, DTYPE) for _ in range(2)]
 
@@ -83,7 +84,7 @@ def microseconds(
         for layer in layers:
             layer(qkv, layer.rope(norms[0], norms[1]), lens - 1)
 
-    with torch.inference_mode(), set_attention_metadata([metadata]):
+    with torch.inference_mode(), set_step_metadata(metadata):
         step()
         return graph_microseconds(step) / num_layers, num_bytes
 

@@ -16,9 +16,10 @@ import torch
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, HeadOutputs, padded_size, pointer, scaling
+from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.e4m3 import store_outputs
 from nanovllm.kernels.fast_math import exp2, log2
+from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 _BLOCK = 16

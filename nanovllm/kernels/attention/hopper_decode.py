@@ -24,8 +24,8 @@ from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_w
 from nanovllm.kernels.attention.cascade_attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, merge_splits
 from nanovllm.kernels.attention.online_softmax import LOG2E
-from nanovllm.kernels.attention.options import HeadOutputs, pointer, scaling
 from nanovllm.kernels.fast_math import exp2, log2, rsqrt, to_float16
+from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 WARPS = gl.constexpr(4)

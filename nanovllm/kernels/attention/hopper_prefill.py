@@ -26,9 +26,9 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels.attention.online_softmax import LOG2E
-from nanovllm.kernels.attention.options import HeadOutputs, pointer, scaling
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, UNALIGNED, ChunkRows
 from nanovllm.kernels.fast_math import exp2
+from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERIES = gl.constexpr(QUERY_TILE)

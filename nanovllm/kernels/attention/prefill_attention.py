@@ -11,16 +11,9 @@ import torch
 
 from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
-from nanovllm.kernels.attention.options import (
-    MAX_HEAD_SIZE,
-    PLAIN,
-    AttentionOptions,
-    HeadOutputs,
-    padded_size,
-    pointer,
-    scaling,
-)
+from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
 from nanovllm.kernels.e4m3 import store_outputs
+from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERY_TILE = 128

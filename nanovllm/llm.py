@@ -25,7 +25,7 @@ from nanovllm.client.loading import LoadedModel, load_model
 from nanovllm.client.model_client import ModelClient
 from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.stats_history import plot_stats
+from nanovllm.engine.stats import plot_stats
 from nanovllm.outputs import (
     BeamSearchOutput,
     Prompts,
@@ -395,7 +395,7 @@ class LLM(ModelClient):
                 progress.update(len(news))
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
-        """Plot batch size, cache use and tokens per second since the engine started; see `stats_plot.plot_stats`.
+        """Plot batch size, cache use and tokens per second since the engine started; see `stats.plot_stats`.
 
         Example:
             >>> llm.plot_stats("run.png")

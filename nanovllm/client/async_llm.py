@@ -20,7 +20,7 @@ from nanovllm.client.model_client import ModelClient, Weights, load_weights, war
 from nanovllm.client.request_state import RequestState
 from nanovllm.client.request_stream import Mailbox, RequestStream
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.engine_state import PauseMode
+from nanovllm.engine.engine import PauseMode
 from nanovllm.engine.request import Request
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 from nanovllm.client.request_state import RequestState
-from nanovllm.engine.engine import Engine
-from nanovllm.engine.engine_outputs import EngineOutputs, TokenFields
+from nanovllm.engine.engine import Engine, EngineOutputs, StreamedToken
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
@@ -181,7 +180,7 @@ class EngineClient:
         if not news and self.engine.is_finished():
             raise RuntimeError("requests of this generate were aborted by another caller")
 
-    def _take_tokens(self, tokens: list[TokenFields], news: News) -> list[tuple[int, int]]:
+    def _take_tokens(self, tokens: list[StreamedToken], news: News) -> list[tuple[int, int]]:
         """Give requests their new tokens, and return the outputs that have reached a stop string.
 
         A request whose text cannot be decoded fails alone.

@@ -29,8 +29,7 @@ from nanovllm.client.messages import (
     Stop,
     portable,
 )
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
-from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
 

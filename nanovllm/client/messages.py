@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.engine_outputs import NewTokens, TokenFields
+from nanovllm.engine.engine import NewTokens, StreamedToken
 from nanovllm.engine.request import Abort, Request, RequestLimits
 from nanovllm.outputs import RequestOutput
 
@@ -82,7 +82,7 @@ class StepReport:
         stats: the engine's counters.
     """
 
-    new_tokens: list[TokenFields] = field(default_factory=list)
+    new_tokens: list[StreamedToken] = field(default_factory=list)
     finished: list[tuple[int, RequestOutput]] = field(default_factory=list)
     failures: list[tuple[str, list[int], BaseException | None]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)

@@ -16,12 +16,9 @@ from nanovllm.client.loading import LoadedModel
 from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, Pooling
 from nanovllm.configs.model import folder_pooling
-from nanovllm.engine.block_usage import BlockUsage, joined_usage
-from nanovllm.engine.engine import Engine, EngineRunningError
-from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
+from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineRunningError, PauseMode
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats_history import StatsSample
-from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
+from nanovllm.engine.stats import BlockUsage, StatsSample, StepHistograms, joined_usage, merged_histograms
 from nanovllm.outputs import Prompt, StepResult, TokenIds
 from nanovllm.sampling_params import SamplingParams, recommended_values
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
@@ -394,7 +391,7 @@ class ModelClient(Unpicklable):
         return self.engine_client.engine.stats(now=True)
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
-        """Return the state of the cache's blocks, in at most `most_cells` cells; see `engine.block_usage`.
+        """Return the state of the cache's blocks, in at most `most_cells` cells; see `BlockUsage`.
 
         Blocks of several replicas are concatenated.
         """

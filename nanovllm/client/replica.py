@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from nanovllm.client.messages import CallEngine, CallResult, Ended, EngineInfo, Order, StepReport
-from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine import EngineState
 
 
 class Inbox:

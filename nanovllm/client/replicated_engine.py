@@ -23,11 +23,9 @@ from nanovllm.client.messages import EngineInfo, Enqueue, SendNewTokens, StepRep
 from nanovllm.client.placement import Placement
 from nanovllm.client.replica import Inbox, Replica
 from nanovllm.config import Config
-from nanovllm.engine.engine import Engine
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
-from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, StreamedToken
 from nanovllm.engine.request import Abort, Request, RequestLimits, check_request_ids
-from nanovllm.engine.stats_history import StatsHistory, StatsSample
+from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
 
@@ -310,7 +308,7 @@ class ReplicatedEngine(Engine):
             tokens.num_prefill_tokens += step.num_prefill_tokens
             tokens.sampled += step.sampled
 
-    def _new(self, tokens: list[TokenFields]) -> Iterator[TokenFields]:
+    def _new(self, tokens: list[StreamedToken]) -> Iterator[StreamedToken]:
         """Yield the tokens that a dead engine has not already reported."""
         for token in tokens:
             key = token[:2]

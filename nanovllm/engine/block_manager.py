@@ -18,14 +18,17 @@ from __future__ import annotations
 import typing
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, filterfalse, islice, zip_longest
+
+import numpy as np
 
 from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy, make_policy
 from nanovllm.engine.host_cache import BlockLoads, HostCache
 from nanovllm.engine.prefix_cache import Block, BlockKey, BlockTable, PrefixCache
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import BlockUsage
 from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, NewBlock
 
 
@@ -555,6 +558,27 @@ class BlockManager:
             registered = [self.blocks[block_id] for block_id in block_ids]
             if registered and host.lacks(registered[-1]):
                 yield from registered
+
+    def usage(self, most_cells: int) -> BlockUsage:
+        """Return the state of the blocks in at most `most_cells` cells.
+
+        Any thread may call it: it only reads, so one answer may mix two moments.
+        """
+        blocks, size = self.blocks, -(-self.num_blocks // most_cells)
+        starts = np.arange(0, self.num_blocks, size)
+
+        def cells(values: Iterable[int], reduceat: Callable[..., np.ndarray] = np.add.reduceat) -> list[int]:
+            return reduceat(np.fromiter(values, np.int64, len(blocks)), starts).tolist()
+
+        return BlockUsage(
+            self.block_size,
+            self.num_blocks,
+            size,
+            used=cells(block.ref_count > 0 for block in blocks),
+            cached=cells(block.key is not None for block in blocks),
+            users=cells((block.ref_count for block in blocks), np.maximum.reduceat),
+            hits=cells(block.num_hits for block in blocks),
+        )
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert every promise of this class, given all sequences that may hold blocks; for tests, O(blocks)."""

@@ -23,7 +23,7 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.engine_outputs import StreamedToken
+from nanovllm.engine.request import StreamedToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SteadyRows, sort_key
 from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
@@ -415,7 +415,7 @@ class Scheduler:
             wants_record = seq.record_bytes and seq.request.is_streamed
             start = (len(seq.token_ids) - seq.num_prompt_tokens - 1) * seq.record_bytes
             record = bytes(seq.logprobs[start : start + seq.record_bytes]) if wants_record else b""
-            changes.new_tokens.append(StreamedToken(seq.request_id, seq.index, token_id, is_end, record))
+            changes.new_tokens.append((seq.request_id, seq.index, token_id, is_end, record))
         return is_end
 
     def _note_first_tokens(self, batch: ScheduledBatch) -> None:

@@ -12,6 +12,7 @@ import time
 import typing
 from array import array
 from bisect import bisect_left, insort
+from dataclasses import replace
 from enum import Enum, auto
 from operator import attrgetter
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from nanovllm.engine.prefix_cache import BlockTable
 from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
-from nanovllm.outputs import RequestMetrics, record_bytes
+from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput, record_bytes
 from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, TokenLogprobs
 from nanovllm.sampling_params import SamplingExtra
 
@@ -45,6 +46,27 @@ class SequenceGroup(list["Sequence"]):
     def is_finished(self) -> bool:
         """Whether all outputs are complete."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self)
+
+    def output(self) -> RequestOutput:
+        """Return the output of the finished request, without text."""
+        first, metrics = self[0], self[0].metrics
+        if len(self) > 1:
+            # It ends with its last output.
+            metrics = replace(metrics, total_time=max(seq.metrics.total_time or 0.0 for seq in self))
+        # The field accepts an array, and the other one None.
+        tokens: typing.Any = first.request.token_ids
+        hidden: typing.Any = first.prompt_outputs
+        return RequestOutput(
+            request_id=first.seq_id,
+            prompt=None,
+            prompt_token_ids=tokens,
+            outputs=[seq.completion() for seq in self],
+            finished=True,
+            prompt_logprobs=first.prompt_logprobs(),
+            num_cached_tokens=first.num_cached_tokens or 0,
+            metrics=metrics,
+            hidden_states=hidden and [part for part in hidden if isinstance(part, np.ndarray)],
+        )
 
 
 class SequenceStatus(Enum):
@@ -72,44 +94,13 @@ class Sequence:
     `num_computed_tokens` count all that it may return; `num_unsure` of them may turn out not to exist.
     """
 
-    # fmt: off
     __slots__ = (
-        "__weakref__",
-        "_num_computed_tokens",
-        "_num_tokens",
-        "_token_ids",
-        "block_tables",
-        "constraint",
-        "end_token_ids",
-        "finish_reason",
-        "fits_from",
-        "has_extra",
-        "index",
-        "is_watched",
-        "logprobs",
-        "max_tokens",
-        "metrics",
-        "num_admissions",
-        "num_cached_tokens",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "num_resets",
-        "num_shared_tokens",
-        "params",
-        "prompt_outputs",
-        "record_bytes",
-        "request",
-        "request_id",
-        "rows",
-        "seed",
-        "seq_id",
-        "siblings",
-        "slot",
-        "sort_key",
-        "status",
-        "stop_reason",
-    )
-    # fmt: on
+        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_tables", "constraint",
+        "end_token_ids", "finish_reason", "fits_from", "has_extra", "index", "is_watched", "logprobs", "max_tokens",
+        "metrics", "num_admissions", "num_cached_tokens", "num_prompt_tokens", "num_registered_blocks", "num_resets",
+        "num_shared_tokens", "params", "prompt_outputs", "record_bytes", "request", "request_id", "rows", "seed",
+        "seq_id", "siblings", "slot", "sort_key", "status", "stop_reason",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -216,10 +207,6 @@ class Sequence:
         if self.rows is not None:
             self.rows.note_token(self)
 
-    def append_known(self, token_ids: bytes) -> None:
-        """Append tokens that `rows` has already counted; 32-bit integers as bytes."""
-        self._token_ids.frombytes(token_ids)
-
     @property
     def num_in_flight(self) -> int:
         """The number of tokens, at most, that are planned and whose values have not come back yet."""
@@ -255,26 +242,18 @@ class Sequence:
 
     def new_request(self) -> NewRequest:
         """Return the contents of its slot, at admission."""
-        return NewRequest(
-            self.slot,
-            [table[:] for table in self.block_tables],
-            self.num_prompt_tokens,
-            self.params.temperature,
-            self.seed,
-            self._sampling_extra() if self.has_extra else None,
-        )
-
-    def _sampling_extra(self) -> SamplingExtra:
-        """Return its sampling parameters beyond temperature."""
-        params = self.params
-        return SamplingExtra(
-            params,
-            self.token_ids[:] if params.uses_penalties else array("i"),
-            self.num_prompt_tokens,
-            tuple(self.end_token_ids) if params.min_tokens else (),
-            self.request.bad_token_ids,
-            self.constraint is not None,
-        )
+        params, extra = self.params, None
+        if self.has_extra:
+            extra = SamplingExtra(
+                params,
+                self.token_ids[:] if params.uses_penalties else array("i"),
+                self.num_prompt_tokens,
+                tuple(self.end_token_ids) if params.min_tokens else (),
+                self.request.bad_token_ids,
+                self.constraint is not None,
+            )
+        tables = [table[:] for table in self.block_tables]
+        return NewRequest(self.slot, tables, self.num_prompt_tokens, params.temperature, self.seed, extra)
 
     def prompt_scores(self, start: int, end: int) -> PromptScores | None:
         """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
@@ -292,10 +271,25 @@ class Sequence:
         pooling = self.request.pooling
         return pooling if pooling == "mean" or end == self.num_prompt_tokens else None
 
-    @property
-    def completion_token_ids(self) -> list[int]:
-        """The generated tokens, including the EOS that ended them."""
-        return self.token_ids[self.num_prompt_tokens :].tolist()
+    def completion(self) -> CompletionOutput:
+        """Return the finished output, without text; its tokens include the EOS that ended them."""
+        token_ids, logprobs, cumulative = self.token_ids[self.num_prompt_tokens :].tolist(), None, None
+        if self.params.logprobs is not None:
+            logprobs = Logprobs[dict[int, Logprob]](self.logprobs, 1 + self.params.logprobs)
+            cumulative = logprobs.sum()
+        return CompletionOutput(self.index, "", token_ids, cumulative, logprobs, self.finish_reason, self.stop_reason)
+
+    def prompt_logprobs(self) -> Logprobs[dict[int, Logprob] | None] | None:
+        """Return the log-probabilities of the prompt's tokens, None for a token without any.
+
+        Returns None if they were not asked for, or if the request was aborted before its prompt was computed.
+        """
+        if self.params.prompt_logprobs is None or self.wants_prompt_outputs:
+            return None
+        width = 1 + self.params.prompt_logprobs
+        parts = [part.records() for part in self.prompt_outputs or () if isinstance(part, TokenLogprobs)]
+        records = np.concatenate(parts) if parts else np.empty((0, 1 + 2 * width), dtype=np.int32)
+        return Logprobs(records, width, num_missing=self.num_prompt_tokens - len(records))
 
     def __repr__(self) -> str:
         return (
@@ -396,7 +390,7 @@ class SteadyRows:
         slot = seq.slot
         count = self._num_recent[slot]
         if count:
-            seq.append_known(self._recent[slot, :count].tobytes())
+            seq._token_ids.frombytes(self._recent[slot, :count].tobytes())
             self._num_recent[slot] = 0
 
     def without_room(self) -> list[Sequence]:

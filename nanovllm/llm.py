@@ -9,21 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from nanovllm.client.engine_client import News
+from nanovllm.client.engine_client import News, RequestState
 from nanovllm.client.jobs import (
     Job,
+    JobRun,
     Outputs,
     Progress,
     Schedule,
     as_prompts,
     check_priorities,
     expand_params,
-    run_job,
-    stream,
 )
 from nanovllm.client.loading import LoadedModel, load_model
 from nanovllm.client.model_client import ModelClient
-from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.stats import plot_stats
 from nanovllm.outputs import (
@@ -210,7 +208,7 @@ class LLM(ModelClient):
         given = list(as_prompts(prompts))
         params, priorities = expand_params(sampling_params, len(given)), check_priorities(priority, len(given))
         processed = self.input_processor.process(given, params, priorities, streams=True)
-        return stream(self.engine_client, [RequestState(request, self.output_processor) for request in processed])
+        return self.engine_client.stream([RequestState(request, self.output_processor) for request in processed])
 
     def stream_chat(
         self,
@@ -241,14 +239,10 @@ class LLM(ModelClient):
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
         self.require_ready()
-        return run_job(
-            self.engine_client,
-            job,
-            outputs,
-            most_pending=self.most_pending,
-            returns_errors=on_error == "return",
-            use_tqdm=use_tqdm,
-        )
+        client, returns_errors = self.engine_client, on_error == "return"
+        progress = Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm)
+        JobRun(client, job.read(), outputs.take, progress, self.most_pending, returns_errors).run()
+        return outputs.in_order()
 
     def score(
         self,
@@ -390,7 +384,7 @@ class LLM(ModelClient):
             self.engine_client.add_pending(states, pending)
 
         progress = Progress(self.engine_client.engine, None, "beam", disable=not use_tqdm)
-        with progress, closing(self.engine_client.run(fill)) as steps:
+        with closing(progress), closing(self.engine_client.run(fill)) as steps:
             for news in steps:
                 progress.update(len(news))
 

@@ -17,11 +17,12 @@ import pytest
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client import engine_thread
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import RequestState
 from nanovllm.client.request_stream import Mailbox, RequestStream
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.text.input_processor import LONG_TEXT
 from nanovllm.text.output_processor import OutputProcessor
+from tests.cache_checks import check_blocks
 from tests.mock_runner import make_request
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
@@ -55,7 +56,7 @@ def check_empty(llm: AsyncLLM) -> None:
     while not llm.llm.is_finished() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert llm.llm.is_finished() and llm.llm.stats()["num_used_blocks"] == 0
-    llm.llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(llm.llm.llm_engine.block_manager)
     assert not llm.llm.engine_client._states
 
 

@@ -7,6 +7,7 @@ import pytest
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.prefix_cache import Block, PrefixCache
 from nanovllm.engine.sequence import Sequence
+from tests.cache_checks import check_blocks
 from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence, window_kinds
 
 
@@ -166,7 +167,7 @@ def test_rollback_puts_what_cannot_be_found_first_in_the_queue_of_free_blocks() 
     manager.free(good)
     manager.free(bad)
     manager.rollback()
-    manager.check_integrity([])
+    check_blocks(manager)
     hold(manager, [5, 5, 6, 6, 7])
     assert cached(manager, [1, 1]) == 1
 

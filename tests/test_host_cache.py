@@ -26,6 +26,7 @@ from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host_memory import available_memory
+from tests.cache_checks import check_blocks, check_host
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence
 from tests.rank_processes import rank_pids
@@ -349,9 +350,9 @@ def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None
     cache.clear()
     num_ready = 2
     assert [save.destination for save in cache.plan_saves(blocks, set(), 0)] == [0, 1]
-    cache.check_integrity({})
+    check_host(cache, {})
     cache.rollback()
-    cache.check_integrity({})
+    check_host(cache, {})
 
 
 def test_the_tail_of_a_prefix_is_dropped_before_its_head() -> None:
@@ -383,7 +384,7 @@ def documents() -> list[list[int]]:
 
 def answers(llm: LLM) -> list[list[int]]:
     outputs = [output["token_ids"] for output in llm.generate(documents(), GREEDY, use_tqdm=False, schedule="arrival")]
-    llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(llm.llm_engine.block_manager)
     return outputs
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from nanovllm.client.engine_client import RequestState
 from nanovllm.client.engine_thread import EngineThread
 from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient, Weights, load_weights, warn_of_nans
-from nanovllm.client.request_state import RequestState
 from nanovllm.client.request_stream import Mailbox, RequestStream
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.engine import PauseMode

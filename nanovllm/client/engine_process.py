@@ -38,7 +38,7 @@ class EngineProcess:
             arguments = other.fileno(), os.getpid()
             title = f"nanovllm engine {index}"
             self._process = PythonProcess(
-                start_python("nanovllm.client.engine_main", "run_engine", arguments, title, [other.fileno()])
+                start_python("nanovllm.client.engine_server", "run_engine", arguments, title, [other.fileno()])
             )
 
     @property

@@ -1,12 +1,18 @@
-"""Drives an engine for front ends in other processes.
+"""The process of an engine: loads the model, and drives the engine for the front ends that connect.
 
 One thread drives it, and processes orders between two steps. Each front end has a thread that reads its orders and one
-that sends its reports, so that no step waits for a front end.
+that sends its reports, so that no step waits for a front end. The process ends when its parent asks for it or exits,
+and ignores Ctrl-C, which its front ends handle.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import os
+import sys
 import threading
+import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -15,16 +21,23 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any, NamedTuple
 
+import torch
+
+from nanovllm.client.loading import load_model
 from nanovllm.client.messages import (
+    CONNECT,
     CallEngine,
     CallResult,
     Ended,
     EngineInfo,
+    EnginePlan,
     Enqueue,
     Order,
     SendNewTokens,
+    StartFailure,
     StepReport,
     Stop,
     portable,
@@ -32,9 +45,13 @@ from nanovllm.client.messages import (
 from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
+from nanovllm.utils.parent import end_with_parent
 
-MOST_CHARACTERS = 16000
+_MOST_CHARACTERS = 16000
 """Limit on a traceback."""
+_SWITCH_SECONDS = 0.0005
+"""Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.process`."""
+_EXIT_SECONDS = 10.0
 _LAST_SECONDS = 2.0
 """Time limit for a front end to receive the last messages."""
 _NUM_COMPILERS = 4
@@ -168,7 +185,7 @@ class EngineServer:
                     self._has_work.wait()
                     self._has_work.clear()
         except Exception:
-            cause = f"an error ended the engine:\n{traceback.format_exc()[-MOST_CHARACTERS:]}"
+            cause = f"an error ended the engine:\n{traceback.format_exc()[-_MOST_CHARACTERS:]}"
         for front_end in self._front_ends:
             if cause is not None:
                 front_end.say(Ended(cause))
@@ -274,7 +291,7 @@ class EngineServer:
         if not self._engine.is_open:
             # Front ends with other replicas run these requests there: they did not fail by themselves.
             failure = results.failures.pop()
-            cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))[-MOST_CHARACTERS:]}"
+            cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))[-_MOST_CHARACTERS:]}"
         reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
         self._add_steps(reports, tokens)
         self._sort(results, reports)
@@ -327,3 +344,53 @@ class EngineServer:
                     rows = {i: seq_ids[i] + r.offset for i, r in found if r is not None and r.front_end is front_end}
                     own.sampled.append((list(rows.values()), token_ids[list(rows)], set()))
                 reports[front_end].steps.append(own)
+
+
+def run_engine(descriptor: int, parent: int) -> None:
+    """Run an engine's process.
+
+    Args:
+        descriptor: of the socket to the parent process.
+        parent: the parent's process id.
+    """
+    faulthandler.enable()
+    end_with_parent(parent)
+    control = Connection(descriptor)
+    try:
+        plan: EnginePlan = control.recv()
+    except EOFError:
+        return
+    torch.set_num_threads(max(1, torch.get_num_threads() // plan.num_replicas))
+    try:
+        model = load_model(plan.config)
+    except Exception as error:
+        control.send(StartFailure(portable(error), traceback.format_exc()[-_MOST_CHARACTERS:]))
+        return
+    engine, dtype = model.engine, str(model.dtype).removeprefix("torch.")
+    assert isinstance(engine, LLMEngine)
+    info = EngineInfo(engine.limits, plan.config.max_num_running, str(model.device), dtype, model.device_name)
+    server = EngineServer(engine, info, model.files.constraints)
+    threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
+    control.send(info)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # Loaded objects stay: scanning them for garbage would delay steps.
+    gc.collect()
+    gc.freeze()
+    cause = server.run()
+    if cause is not None:
+        # Without clean-up, which could wait for a lost device.
+        os._exit(1)
+    engine.exit()
+    # Libraries that look for leaks at exit would report frozen objects.
+    gc.unfreeze()
+
+
+def _obey(control: Connection, server: EngineServer) -> None:
+    """Connect front ends until shutdown."""
+    with suppress(EOFError, OSError):
+        while control.recv() == CONNECT:
+            server.connect(Connection(recv_handle(control)))
+    server.close()
+    # A step may wait for a device forever.
+    time.sleep(_EXIT_SECONDS)
+    os._exit(1)

@@ -7,8 +7,7 @@ import threading
 import weakref
 from collections import deque
 
-from nanovllm.client.engine_client import EngineClient, News
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import EngineClient, News, RequestState
 from nanovllm.client.request_stream import RequestStream
 from nanovllm.outputs import StepError
 from nanovllm.text.grammar_compiler import GrammarError

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.engine import NewTokens, StreamedToken
-from nanovllm.engine.request import Abort, Request, RequestLimits
+from nanovllm.engine.engine import NewTokens
+from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken
 from nanovllm.outputs import RequestOutput
 
 

@@ -11,9 +11,8 @@ from functools import cached_property
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from nanovllm.client.engine_client import EngineClient
+from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
-from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, Pooling
 from nanovllm.configs.model import folder_pooling
 from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineRunningError, PauseMode
@@ -55,7 +54,7 @@ class ModelClient(Unpicklable):
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
         files = loaded.files
-        self.config, self._loaded, self._folder = config, loaded, files.folder
+        self.config, self._folder = config, files.folder
         self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.limits = loaded.engine.limits
@@ -76,7 +75,10 @@ class ModelClient(Unpicklable):
     @property
     def llm_engine(self) -> LLMEngine:
         """The engine, if it is in this process; otherwise raises a ValueError."""
-        return self._loaded.require_local().engine
+        engine = self.engine_client.engine
+        if not isinstance(engine, LLMEngine):
+            raise ValueError("this needs an engine in this process (data_parallel_size=1), and it is in others")
+        return engine
 
     @property
     def answer_format(self) -> AnswerFormat:
@@ -137,7 +139,11 @@ class ModelClient(Unpicklable):
             True
         """
         count = 2 * self.config.max_num_running
-        return count if self._loaded.local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
+        return (
+            count
+            if self.engine_client.engine.is_in_process
+            else max(self.config.data_parallel_size * count, _MOST_QUEUED)
+        )
 
     @property
     def max_model_len(self) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import RequestState
 from nanovllm.outputs import RequestOutput
 
 _WAKES_AT_ONCE = 16

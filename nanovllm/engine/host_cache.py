@@ -33,34 +33,6 @@ class HostBlock:
     identity: int
 
 
-class BlockLoads:
-    """Transfers into device blocks that the step being planned performs, by destination block."""
-
-    def __init__(self) -> None:
-        self._transfers: dict[int, BlockTransfer] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._transfers)
-
-    def add(self, slots: typing.Sequence[int], block_ids: typing.Sequence[int]) -> None:
-        """Load blocks from host slots."""
-        for slot, block_id in zip(slots, block_ids, strict=True):
-            self._transfers[block_id] = BlockTransfer("load", slot, block_id)
-
-    def take(self) -> list[BlockTransfer]:
-        """Return and remove the pending loads."""
-        loads, self._transfers = list(self._transfers.values()), {}
-        return loads
-
-    def has_blocks_of(self, seq: Sequence) -> bool:
-        """Return whether loads into a sequence's blocks are pending."""
-        return bool(self._transfers) and not self._transfers.keys().isdisjoint(seq.block_tables[0])
-
-    def clear(self) -> None:
-        """Drop all pending loads."""
-        self._transfers.clear()
-
-
 class HostCache:
     """Copies of blocks, least recently used first.
 
@@ -120,11 +92,11 @@ class HostCache:
         return [copy.slot for copy in copies.values()]
 
     def loads_enough(self) -> bool:
-        """Return whether the step being planned loads more than the link copies in a small step."""
+        """Whether the step being planned loads more than the link copies in a small step."""
         return self._num_loading * self._copy_seconds > self._memory.step_seconds
 
     def would_load(self, seq: Sequence, parent: int, first: int, end: int) -> bool:
-        """Return whether `fetch` would load anything; `parent` is the identity of the block before `first`."""
+        """Whether `fetch` would load anything; `parent` is the identity of the block before `first`."""
         return len(self._copies_of(seq, parent, first, end)) >= self.min_loaded_blocks
 
     def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> dict[BlockKey, HostBlock]:
@@ -222,10 +194,3 @@ class HostCache:
             if copy is not None:
                 self._free_slots.append(copy.slot)
         self._unconfirmed.clear()
-
-    def check_integrity(self, identities: dict[BlockKey, int]) -> None:
-        """Assert that each slot is free or holds one block, given the identities of cached blocks; for tests."""
-        slots = self._free_slots + [copy.slot for copy in self._copies.values()]
-        assert sorted(slots) == list(range(self._num_used_slots)), "a slot is lost, or holds two blocks"
-        for key, copy in self._copies.items():
-            assert identities.get(key, copy.identity) == copy.identity, "a block has two identities"

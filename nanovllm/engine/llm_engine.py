@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -338,7 +338,7 @@ class LLMEngine(Engine):
             for request_id, index in outputs:
                 group = self._groups.get(request_id)
                 if group is not None and group[index].status is not SequenceStatus.FINISHED:
-                    self.scheduler.stop(group[index])
+                    self.scheduler.finish(group[index], "stop")
                     self._finish(group)
             self._collect_last()
 
@@ -498,10 +498,10 @@ class LLMEngine(Engine):
         if self.is_draining():
             raise RuntimeError(f"{name}: a pause still waits for requests to end")
 
-    def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
-        """Replace the runner by a wrapper around it, between two steps."""
+    def replace_runner(self, runner: Runner) -> None:
+        """Run steps by another runner, from the next one on; does nothing if the engine is closed."""
         if self._runner is not None:
-            self._runner = wrap(self._runner)
+            self._runner = runner
 
     @override
     def wake(self) -> None:

@@ -18,7 +18,7 @@ from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutpu
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client import engine_thread
 from nanovllm.client.engine_client import RequestState
-from nanovllm.client.request_stream import Mailbox, RequestStream
+from nanovllm.client.engine_thread import Mailbox, RequestStream
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.text.input_processor import LONG_TEXT
 from nanovllm.text.output_processor import OutputProcessor
@@ -269,11 +269,10 @@ def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:
             assert output.finished
         with pytest.raises(ValueError, match="conversation"):
             await llm.render_chat([[{"role": "user", "content": "a"}]])  # type: ignore[list-item]
-        for begin in (llm.generate_all, llm.begin_streams):
-            # None of them is queued.
-            with pytest.raises(ValueError, match=r"prompts\[1\]"):
-                await begin(["a", "\ud800"])
-            assert llm.num_pending_requests == 0
+        # None of them is queued.
+        with pytest.raises(ValueError, match=r"prompts\[1\]"):
+            await llm.generate_all(["a", "\ud800"])
+        assert llm.num_pending_requests == 0
         tasks = [asyncio.ensure_future(llm.generate("a", LONG, request_id=i)) for i in range(40)]
         await asyncio.sleep(0.1)
         with pytest.raises(QueueFullError, match="40 requests are pending"):

@@ -22,6 +22,7 @@ from copy import deepcopy
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
@@ -76,54 +77,38 @@ class FrontEnd:
         self.engine_ids: dict[int, int] = {}
         self.preparing: dict[int, Abort | None] = {}
         self.wants_steps = False
-        self._report = StepReport()
-        self._others: list[Any] = [info]
-        self._lock = threading.Lock()
-        self._has_news = threading.Event()
-        self._is_closed = False
-        self._has_news.set()
+        # None ends the thread.
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._messages.put(info)
         self._sender = threading.Thread(target=self._send, name="nanovllm-sender", daemon=True)
         self._sender.start()
 
-    def add(self, report: StepReport) -> None:
-        """Send a report, merged with earlier unsent ones."""
-        with self._lock:
-            waiting = self._report
-            waiting.new_tokens += report.new_tokens
-            waiting.finished += report.finished
-            waiting.failures += report.failures
-            waiting.dropped += report.dropped
-            waiting.steps += report.steps
-            waiting.stats = report.stats
-        self._has_news.set()
-
     def say(self, message: Any) -> None:
-        """Send another message."""
-        with self._lock:
-            self._others.append(message)
-        self._has_news.set()
+        """Send a message; a report is merged with others that wait, and comes before other waiting messages."""
+        self._messages.put(message)
 
     def close(self, wait: float) -> None:
         """End the sending thread, which gets `wait` seconds for the remaining messages."""
-        self._is_closed = True
-        self._has_news.set()
+        self._messages.put(None)
         self._sender.join(wait)
 
     def _send(self) -> None:
-        try:
-            while not self._is_closed or self._has_news.is_set():
-                self._has_news.wait()
-                self._has_news.clear()
-                with self._lock:
-                    report, self._report = self._report, StepReport()
-                    others, self._others = self._others, []
+        messages: list[Any] = []
+        # The thread that reads its orders notices, too, that it has disconnected.
+        with suppress(OSError):
+            while None not in messages:
+                messages = [self._messages.get()]
+                while not self._messages.empty():
+                    messages.append(self._messages.get())
+                report = StepReport()
+                for message in messages:
+                    if isinstance(message, StepReport):
+                        report.merge(message)
                 if not report.is_empty:
                     self.connection.send(report)
-                for message in others:
-                    self.connection.send(message)
-        except OSError:
-            # It has disconnected; the thread that reads its orders notices as well.
-            self._is_closed = True
+                for message in messages:
+                    if not isinstance(message, StepReport | None):
+                        self.connection.send(message)
 
 
 class Route(NamedTuple):
@@ -160,7 +145,12 @@ class EngineServer:
     def connect(self, connection: Connection) -> None:
         """Serve a front end, until it closes its end; from any thread."""
         front_end = FrontEnd(connection, self._info)
-        self._do(partial(self._welcome, front_end))
+
+        def welcome() -> None:
+            self._front_ends.add(front_end)
+            front_end.say(self._state)
+
+        self._do(welcome)
         threading.Thread(target=self._read, args=(front_end,), name="nanovllm-reader", daemon=True).start()
 
     def close(self) -> None:
@@ -191,10 +181,6 @@ class EngineServer:
                 front_end.say(Ended(cause))
             front_end.close(_LAST_SECONDS)
         return cause
-
-    def _welcome(self, front_end: FrontEnd) -> None:
-        self._front_ends.add(front_end)
-        front_end.say(self._state)
 
     def _do(self, work: Callable[[], None]) -> None:
         self._work.append(work)
@@ -243,7 +229,7 @@ class EngineServer:
             engine_id = self._engine.enqueue(order.request)
         except (ValueError, RuntimeError) as error:
             failure = f"request {request_id} failed: {error}", [request_id], portable(error)
-            front_end.add(StepReport(failures=[failure], stats=self._engine.stats()))
+            front_end.say(StepReport(failures=[failure], stats=self._engine.stats()))
             return
         front_end.engine_ids[request_id] = engine_id
         route = Route(front_end, request_id - engine_id, num_outputs)
@@ -264,15 +250,12 @@ class EngineServer:
             result, error = getattr(self._engine, order.method)(*order.args), None
         except Exception as raised:
             result, error = None, portable(raised) or RuntimeError(f"{order.method} failed: {raised}")
-        self._say_state()
-        return CallResult(order.call_id, self._engine.stats(), result, error)
-
-    def _say_state(self) -> None:
-        """Send the engine's state to all front ends if a call has changed it."""
+        # All front ends get the state if the call has changed it.
         if self._engine.state != self._state:
             self._state = deepcopy(self._engine.state)
             for front_end in self._front_ends:
                 front_end.say(self._state)
+        return CallResult(order.call_id, self._engine.stats(), result, error)
 
     def _leave(self, front_end: FrontEnd) -> None:
         """Drop the requests of a disconnected front end."""
@@ -299,7 +282,7 @@ class EngineServer:
             stats = self._engine.stats()
             for front_end, report in reports.items():
                 report.stats = stats
-                front_end.add(report)
+                front_end.say(report)
         return cause
 
     def _sort(self, results: EngineOutputs, reports: dict[FrontEnd, StepReport]) -> None:

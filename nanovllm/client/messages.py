@@ -89,6 +89,15 @@ class StepReport:
     steps: list[NewTokens] = field(default_factory=list)
     stats: dict[str, int] = field(default_factory=dict)
 
+    def merge(self, later: StepReport) -> None:
+        """Add a later report."""
+        self.new_tokens += later.new_tokens
+        self.finished += later.finished
+        self.failures += later.failures
+        self.dropped += later.dropped
+        self.steps += later.steps
+        self.stats = later.stats
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to send."""

@@ -89,23 +89,7 @@ class RequestState:
         Raises:
             RuntimeError: see `result`.
         """
-        return self.take(self._require_output() if self.is_done else None)
-
-    def _require_output(self) -> RequestOutput:
-        if isinstance(self.error, StepError):
-            # Each reader raises its own: a traceback grows wherever an exception is raised.
-            raise StepError(str(self.error), self.error.request_ids, self.error.__cause__)
-        if self.error is not None:
-            raise self.error
-        assert self.output is not None
-        return self.output
-
-    def take(self, final: RequestOutput | None = None) -> RequestOutput | None:
-        """Return the new part of a streamed request's outputs; None without news.
-
-        final: the engine's output, once the request has finished.
-        """
-        outputs = []
+        final, outputs = self._require_output() if self.is_done else None, []
         for i, state in enumerate(self.outputs):
             new = state.take(final is not None)
             if final is not None or new.text or new.token_ids:
@@ -120,6 +104,15 @@ class RequestState:
         final.outputs = outputs
         self._complete(final)
         return final
+
+    def _require_output(self) -> RequestOutput:
+        if isinstance(self.error, StepError):
+            # Each reader raises its own: a traceback grows wherever an exception is raised.
+            raise StepError(str(self.error), self.error.request_ids, self.error.__cause__)
+        if self.error is not None:
+            raise self.error
+        assert self.output is not None
+        return self.output
 
     def finish(self, output: RequestOutput) -> None:
         """Add texts to the engine's output of the finished request."""

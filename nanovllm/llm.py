@@ -20,7 +20,7 @@ from nanovllm.client.jobs import (
     check_priorities,
     expand_params,
 )
-from nanovllm.client.loading import LoadedModel, load_model
+from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.stats import plot_stats
@@ -81,13 +81,6 @@ class LLM(ModelClient):
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
         config = Config(os.fspath(model), **kwargs)
         super().__init__(config, load_model(config))
-
-    @classmethod
-    def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
-        """Return an `LLM` for a loaded model."""
-        llm = cls.__new__(cls)
-        ModelClient.__init__(llm, config, loaded)
-        return llm
 
     def generate(
         self,

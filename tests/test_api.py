@@ -75,7 +75,7 @@ def test_examples_of_docstrings(llm: LLM, tmp_path: Path, monkeypatch: pytest.Mo
         assert not runner.run(test, out=printed.append).failed, "".join(printed)
     shown = {test.name for test in found if test.examples}
     assert shown >= {cls.__name__ for cls in (LLM, AsyncLLM, AsyncLLMEngine, SamplingParams, StructuredOutputsParams)}
-    other = {"block_usage", "exit", "is_finished", "llm_engine", "max_model_len", "over", "step"}
+    other = {"block_usage", "exit", "is_finished", "llm_engine", "max_model_len", "step"}
     other |= {"recommended_values", "step_histograms"}
     assert {f"LLM.{name}" for name in vars(LLM) if name[0] != "_" and name not in other} <= shown
 

@@ -209,13 +209,13 @@ def test_special_tokens_show_on_request(llm: LLM, script: Script) -> None:
 
 
 def test_a_step_of_a_stream_looks_at_requests_with_new_tokens_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, looked_at = RequestState.take, []
+    news, looked_at = RequestState.news, list[int]()
 
-    def counted(self: RequestState, final: RequestOutput | None = None) -> Any:
+    def counted(self: RequestState) -> RequestOutput | None:
         looked_at.append(self.request_id)
-        return take(self, final)
+        return news(self)
 
-    monkeypatch.setattr(RequestState, "take", counted)
+    monkeypatch.setattr(RequestState, "news", counted)
     # A budget of one prompt: the others wait.
     monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", 3)
     outputs = list(llm.stream([[1, 2, 3]] * 40, SamplingParams(0, 2, ignore_eos=True)))

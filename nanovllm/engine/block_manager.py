@@ -19,7 +19,7 @@ import typing
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, filterfalse, islice, zip_longest
 
 import numpy as np
@@ -49,6 +49,14 @@ class _Fit:
     num_matched: int
     num_computed: int
     num_missing: int
+
+
+@dataclass
+class _Unconfirmed:
+    """What becomes valid with a step's result: blocks registered, by id, and copies saved to the host, by key."""
+
+    registered: list[int] = field(default_factory=list)
+    saved: list[BlockKey] = field(default_factory=list)
 
 
 class BlockManager:
@@ -90,10 +98,11 @@ class BlockManager:
         self._num_clean_blocks = num_clean_blocks
         # What the step being planned loads, by destination; the copies of states that it makes; the states it computes.
         self._loads: dict[int, BlockTransfer] = {}
+        self._num_loading = 0
         self._copies: list[BlockTransfer] = []
         self._coming_states: set[BlockKey] = set()
-        # Blocks registered by steps without a result yet, oldest step first.
-        self._unconfirmed: deque[list[int]] = deque()
+        # Of steps without a result yet, oldest step first.
+        self._unconfirmed: deque[_Unconfirmed] = deque()
         self.policies = [make_policy(kind, block_size, max_chunk) for kind in kinds]
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
         self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
@@ -430,8 +439,10 @@ class BlockManager:
         copies, self._copies = self._copies, []
         if self.host is None:
             return copies
-        unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
+        unconfirmed = {block_id for step in self._unconfirmed for block_id in step.registered}
         saves = self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
+        keys = [self.blocks[save.source].key for save in saves]
+        self._unconfirmed[-1].saved += [key for key in keys if key is not None]
         return copies + self.take_loads() + saves
 
     def register(self, seq: Sequence) -> None:
@@ -475,43 +486,39 @@ class BlockManager:
         # A fork may share a block whose parent was evicted after it was registered.
         self._cache.remove(block)
         self._cache.add(block, key, None if self.host is None else self.host.identity(key))
-        self._unconfirmed[-1].append(block.block_id)
+        self._unconfirmed[-1].registered.append(block.block_id)
         self._num_gained += 1
         return block
 
     def begin_step(self) -> None:
-        """Begin a step: the blocks registered from now on are confirmed, or rolled back, with its result."""
-        self._unconfirmed.append([])
+        """Begin a step: blocks registered and saved from now on are confirmed, or rolled back, with its result."""
+        self._unconfirmed.append(_Unconfirmed())
         self._coming_states.clear()
-        if self.host is not None:
-            self.host.begin_step()
+        self._num_loading = 0
 
     def cancel_step(self) -> None:
         """Undo `begin_step`, since the step turned out to be empty."""
-        registered = self._unconfirmed.pop()
-        assert not registered
-        if self.host is not None:
-            self.host.cancel_step()
+        step = self._unconfirmed.pop()
+        assert not step.registered and not step.saved
 
     def confirm_step(self) -> None:
-        """Confirm the blocks of the oldest step without a result: it has succeeded, and their content is valid."""
+        """Confirm the oldest step without a result: it has succeeded, and what it has written is valid."""
         self._unconfirmed.popleft()
-        if self.host is not None:
-            self.host.confirm_step()
 
     def rollback(self) -> None:
         """Remove every block registered by a step without a result from the prefix cache; no sequence uses them any
         more.
         """
-        for block_id in (block_id for step in self._unconfirmed for block_id in step):
-            self._cache.remove(self.blocks[block_id])
-            self._free.move_to_end(block_id, last=False)
+        for step in self._unconfirmed:
+            for block_id in step.registered:
+                self._cache.remove(self.blocks[block_id])
+                self._free.move_to_end(block_id, last=False)
+            if self.host is not None:
+                self.host.drop(step.saved)
         self._unconfirmed.clear()
         self._loads.clear()
         self._copies.clear()
         self._coming_states.clear()
-        if self.host is not None:
-            self.host.rollback()
 
     def reset(self) -> bool:
         """Forget the prefix cache; return whether no sequence holds blocks from it.
@@ -520,12 +527,14 @@ class BlockManager:
         """
         if self.host is not None:
             self.host.clear()
+            for step in self._unconfirmed:
+                step.saved.clear()
         self._cache.reset()
         return not self._cache.blocks
 
     def must_wait_to_load(self, seq: Sequence) -> bool:
         """Whether a waiting sequence would load blocks in a step that already loads enough."""
-        if self.host is None or not self.host.loads_enough():
+        if self.host is None or not self.host.is_enough(self._num_loading):
             return False
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
         parent = matched[-1].identity if matched else self._cache.root(seq.num_resets, 0)
@@ -540,6 +549,7 @@ class BlockManager:
         slots = host.fetch(seq, first, end) if first < end else ()
         if not slots:
             return
+        self._num_loading += len(slots)
         for slot, block_id in zip(slots, seq.block_tables[0][first : first + len(slots)], strict=True):
             self._loads[block_id] = BlockTransfer("load", slot, block_id)
         # `register` counts full computed blocks. Only afterwards is the last token taken back, which is always

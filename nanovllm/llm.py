@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from nanovllm.client.engine_client import News, RequestState
-from nanovllm.client.jobs import (
-    Job,
-    JobRun,
-    Outputs,
-    Progress,
-    Schedule,
-    as_prompts,
-    check_priorities,
-    expand_params,
-)
+from nanovllm.client.jobs import Job, JobRun, Outputs, Progress, Schedule, as_prompts, check_priorities, expand_params
 from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient
 from nanovllm.config import Config, EngineSettings, Pooling

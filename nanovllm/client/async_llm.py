@@ -382,11 +382,7 @@ class AsyncLLM(Unpicklable):
         return await self.enqueue(len(prompts), process, work_of(prompts, params), request_id)
 
     async def enqueue(
-        self,
-        num_requests: int,
-        process: Callable[[], list[Request]],
-        work: Work,
-        request_id: int | str | None = None,
+        self, num_requests: int, process: Callable[[], list[Request]], work: Work, request_id: int | str | None = None
     ) -> list[RequestStream]:
         """Queue requests, all or none.
 

@@ -103,12 +103,7 @@ class Sequence:
     )  # fmt: skip
 
     def __init__(
-        self,
-        seq_id: int,
-        request: Request,
-        seed: int,
-        index: int = 0,
-        constraint: TokenConstraint | None = None,
+        self, seq_id: int, request: Request, seed: int, index: int = 0, constraint: TokenConstraint | None = None
     ) -> None:
         params = request.params
         self.seq_id = seq_id

@@ -211,30 +211,24 @@ class Scheduler:
         computes these sequences.
         """
         before = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.is_behind]
-        loading: list[Sequence] = []
-        caught_up = self._schedule_chunks(before, loading, batch)
+        caught_up, loading = self._schedule_chunks(before, batch)
         if loading and not batch.chunks and not len(batch.rows):
             batch.waits_for_loads = True
             batch.transfers += self.block_manager.take_loads()
-            first, loading = loading, []
-            caught_up = self._schedule_chunks(first, loading, batch)
+            caught_up, loading = self._schedule_chunks(loading, batch)
         self._behind = loading + self._behind
         return caught_up
 
-    def _schedule_chunks(
-        self, behind: list[Sequence], loading: list[Sequence], batch: ScheduledBatch
-    ) -> list[Sequence]:
-        """Plan chunks of running sequences, then of waiting ones, while there is budget; see `_schedule_behind`.
+    def _schedule_chunks(self, behind: list[Sequence], batch: ScheduledBatch) -> tuple[list[Sequence], list[Sequence]]:
+        """Plan chunks of running sequences `behind`, then of waiting ones, while there is budget.
 
         The next step, in which others get their next tokens, waits for the loads of this one. Once they exceed what the
         link copies in a small step, a sequence that would load more is admitted in the next one.
 
-        Args:
-            behind: the running ones; the rest of them is in `_behind` afterwards.
-            loading: filled with the sequences that wait for blocks.
-            batch: gets the chunks.
+        Returns:
+            The sequences that catch up, and the ones that wait for blocks; the rest of `behind` is in `_behind`.
         """
-        caught_up = []
+        caught_up, loading = list[Sequence](), list[Sequence]()
         while self._budget and (seq := behind.pop(0) if behind else self._admit(batch)) is not None:
             if self.block_manager.is_loading(seq):
                 loading.append(seq)
@@ -245,7 +239,7 @@ class Scheduler:
                 break
             caught_up.append(seq)
         self._behind = behind
-        return caught_up
+        return caught_up, loading
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
         """Move the head of the queue to the running sequences, if budget, slots, blocks and pending loads allow."""

@@ -296,7 +296,6 @@ class AsyncLLM(Unpicklable):
         return self.llm.is_paused
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        """Call a function, in a separate thread, that changes the engine between two steps."""
         self._thread.require_running()
         return await asyncio.get_running_loop().run_in_executor(None, change)
 
@@ -375,7 +374,6 @@ class AsyncLLM(Unpicklable):
         request_id: int | str | None,
         is_streamed: bool,
     ) -> list[RequestStream]:
-        """Encode prompts and queue their requests; see `enqueue`."""
         params = SamplingParams() if params is None else params
         all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
         process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)

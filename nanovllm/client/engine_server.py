@@ -187,7 +187,6 @@ class EngineServer:
         self._has_work.set()
 
     def _read(self, front_end: FrontEnd) -> None:
-        """Process the orders of a front end until it disconnects."""
         try:
             while True:
                 for order in front_end.connection.recv():
@@ -207,7 +206,6 @@ class EngineServer:
         self._do(partial(self._take, front_end, order))
 
     def _take(self, front_end: FrontEnd, order: Order) -> None:
-        """Execute an order of a front end."""
         if isinstance(order, Enqueue):
             self._enqueue(front_end, order)
         elif isinstance(order, Abort):
@@ -258,13 +256,11 @@ class EngineServer:
         return CallResult(order.call_id, self._engine.stats(), result, error)
 
     def _leave(self, front_end: FrontEnd) -> None:
-        """Drop the requests of a disconnected front end."""
         self._front_ends.discard(front_end)
         front_end.close(0.0)
         self._engine.abort(front_end.engine_ids.values())
 
     def _has_steps(self) -> bool:
-        """Whether the engine continues before any other work."""
         engine = self._engine
         return not (self._work or self._is_closing or engine.is_finished()) and engine.is_open
 

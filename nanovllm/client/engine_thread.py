@@ -229,7 +229,6 @@ class EngineThread:
             self._thread.join(_CLOSE_SECONDS)
 
     def _notify(self) -> None:
-        """Wake the thread to process its messages."""
         self._has_messages.set()
         self._client.engine.wake()
 
@@ -297,7 +296,6 @@ class EngineThread:
             raise closed from failures[-1]
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail all remaining requests."""
         with self._lock:
             self.error = error
             self._is_closing = True

@@ -385,7 +385,6 @@ class ReplicatedEngine(Engine):
             self._replicas[holder].add(Abort([request_id], keep_outputs))
 
     def _end(self, request_id: int) -> Request:
-        """Forget a finished request."""
         request = self._placement.end(request_id)
         for index in range(request.params.n):
             self._first_ids.pop(request_id + index, None)

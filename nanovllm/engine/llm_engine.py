@@ -288,7 +288,6 @@ class LLMEngine(Engine):
             self._results.finished.append((group.request_id, group.output()))
 
     def _abort(self, group: SequenceGroup) -> None:
-        """Drop a request's remaining sequences."""
         self._forget(group)
         self.scheduler.abort(seq.seq_id for seq in group)
 

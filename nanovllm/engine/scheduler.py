@@ -385,7 +385,6 @@ class Scheduler:
         return len(token_ids)
 
     def _has_all_tokens(self, seq: Sequence) -> bool:
-        """Whether a sequence has the last token that its limits allow."""
         if seq.status is SequenceStatus.ENDING:
             return not seq.num_in_flight
         return len(seq.token_ids) >= self._most_tokens(seq)
@@ -473,7 +472,6 @@ class Scheduler:
         }
 
     def _free(self, seq: Sequence, is_preempted: bool = False) -> None:
-        """Release a running sequence's blocks and its slot."""
         del self.running[bisect_left(self.running, seq.sort_key, key=sort_key)]
         self.steady.discard(seq)
         self.block_manager.free(seq, is_preempted)

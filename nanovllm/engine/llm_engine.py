@@ -357,10 +357,6 @@ class LLMEngine(Engine):
         # Another thread may add one meanwhile.
         return {group.request_id for group in list(self._groups.values())}
 
-    def is_drained(self) -> bool:
-        """Whether a waiting pause has nothing left to wait for."""
-        return self.scheduler.is_drained() and not self._in_flight
-
     @override
     def stats(self, *, now: bool = False) -> dict[str, int]:
         return self.scheduler.counters()
@@ -461,8 +457,9 @@ class LLMEngine(Engine):
 
     def is_draining(self) -> bool:
         """Whether a pause still waits for requests."""
-        state = self.state
-        return state.pause_mode == "wait" and state.cannot_run is None and not self.is_drained()
+        if self.state.pause_mode != "wait" or self.state.cannot_run is not None:
+            return False
+        return bool(self._in_flight) or not self.scheduler.is_drained()
 
     def resume(self) -> None:
         """Continue after a pause."""

@@ -116,23 +116,14 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last message of an engine that an error has closed.
-
-    Attributes:
-        cause: the error, with a traceback.
-    """
+    """The last message of an engine that an error has closed: the error, with a traceback."""
 
     cause: str
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The first message to an engine's process.
-
-    Attributes:
-        config: of one engine.
-        num_replicas: engines that share the CPU.
-    """
+    """The first message to an engine's process: its settings, and the number of engines that share the CPU."""
 
     config: Config
     num_replicas: int

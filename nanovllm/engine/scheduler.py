@@ -294,8 +294,7 @@ class Scheduler:
             # No more blocks are given in this step. Another output of the request may yet share them.
             if not seq.siblings:
                 self.block_manager.release_outside_window(seq)
-            self.steady.add(seq, most_tokens, first_step)
-            self.steady.note_room(seq, self.block_manager.capacity(seq))
+            self.steady.add(seq, most_tokens, self.block_manager.capacity(seq), first_step)
 
     def _most_tokens(self, seq: Sequence) -> int:
         """Return the number of tokens, prompt and output, at which a sequence ends."""

@@ -200,7 +200,7 @@ class Sequence:
         """Append the value of the next token."""
         self.token_ids.append(token_id)
         if self.rows is not None:
-            self.rows.note_token(self)
+            self.rows._num_known[self.slot] += 1
 
     @property
     def num_in_flight(self) -> int:
@@ -306,6 +306,7 @@ class SteadyRows:
         num_drafts: drafts that a row may compute beside its newest token.
 
     Attributes:
+        seqs: the sequences, one per row.
         num_tokens: [num_slots]; see `Sequence`. The newest of them is computed next.
         num_unsure: [num_slots]; see `Sequence`; zero without drafts.
     """
@@ -313,7 +314,7 @@ class SteadyRows:
     def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0) -> None:
         self.block_size, self.num_drafts = block_size, num_drafts
         self.num_tokens, self.num_unsure = np.zeros((2, num_slots), dtype=np.int64)
-        self._seqs: list[Sequence] = []
+        self.seqs: list[Sequence] = []
         self._rows: Rows | None = NO_ROWS
         self._seq_ids: list[int] = []
         self._num_quiet_steps = 0
@@ -330,23 +331,19 @@ class SteadyRows:
         self._first_step = np.full(num_slots, _NEVER, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._seqs)
+        return len(self.seqs)
 
-    @property
-    def seqs(self) -> list[Sequence]:
-        """The sequences, one per row."""
-        return self._seqs
-
-    def add(self, seq: Sequence, most_tokens: int, first_step: int) -> None:
+    def add(self, seq: Sequence, most_tokens: int, capacity: int, first_step: int) -> None:
         """Add a row for a sequence that has caught up.
 
         Args:
-            seq: has a slot; `note_room` must follow.
+            seq: has a slot.
             most_tokens: number of tokens at which it ends.
+            capacity: see `note_room`.
             first_step: number of the first step with this row.
         """
         slot, ends = seq.slot, list(seq.end_token_ids)
-        insort(self._seqs, seq, key=sort_key)
+        insort(self.seqs, seq, key=sort_key)
         self._rows = None
         self.num_tokens[slot], self.num_unsure[slot] = seq.num_tokens, 0
         self._num_known[slot], self._num_recent[slot] = len(seq.token_ids), 0
@@ -358,6 +355,7 @@ class SteadyRows:
         self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
         self._first_step[slot] = first_step
         seq.rows = self
+        self.note_room(seq, capacity)
 
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence if it has a row, and write its counts and tokens back. It keeps its slot."""
@@ -365,7 +363,7 @@ class SteadyRows:
             return
         num_tokens = seq.num_tokens
         self.flush(seq)
-        del self._seqs[bisect_left(self._seqs, seq.sort_key, key=sort_key)]
+        del self.seqs[bisect_left(self.seqs, seq.sort_key, key=sort_key)]
         self._rows = None
         self._first_step[seq.slot] = _NEVER
         seq.rows = None
@@ -375,10 +373,6 @@ class SteadyRows:
         """Update the number of tokens that fit into a sequence's blocks."""
         self._capacity[seq.slot] = capacity
         self._num_quiet_steps = 0
-
-    def note_token(self, seq: Sequence) -> None:
-        """Count a token that was appended to a sequence."""
-        self._num_known[seq.slot] += 1
 
     def flush(self, seq: Sequence) -> None:
         """Move a sequence's recent tokens from these arrays to its `token_ids`."""
@@ -397,7 +391,7 @@ class SteadyRows:
         num_stored = num_tokens + self._most_new[slots] - 1 if self.num_drafts else num_tokens
         is_shared = num_tokens - self.num_unsure[slots] <= self._num_shared[slots]
         rows = np.flatnonzero((num_stored > self._capacity[slots]) | is_shared)
-        return [self._seqs[row] for row in rows]
+        return [self.seqs[row] for row in rows]
 
     def most_new(self, seq: Sequence) -> int:
         """Return the most tokens that a sequence may compute in the next step; 0 if enough are in flight."""
@@ -425,13 +419,13 @@ class SteadyRows:
             left = np.minimum(self._capacity[slots] + 1, most_tokens - 1) - num_tokens
             self._num_quiet_steps = max(0, int(left.min()))
         ending = np.flatnonzero(num_tokens - self.num_unsure[slots] >= most_tokens)
-        return rows, seq_ids, [self._seqs[row] for row in ending]
+        return rows, seq_ids, [self.seqs[row] for row in ending]
 
     def _all_rows(self) -> Rows:
         """Return one token of every row; the same object until a row is added or removed."""
         if self._rows is None:
-            self._rows = Rows.of_one_token(np.array([seq.slot for seq in self._seqs], dtype=np.int32))
-            self._seq_ids = [seq.seq_id for seq in self._seqs]
+            self._rows = Rows.of_one_token(np.array([seq.slot for seq in self.seqs], dtype=np.int32))
+            self._seq_ids = [seq.seq_id for seq in self.seqs]
         return self._rows
 
     def _with_drafts(self, slots: np.ndarray, budget: int) -> tuple[Rows, list[int]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 
 from nanovllm.client.engine_client import News, RequestState
-from nanovllm.client.jobs import Job, JobRun, Outputs, Progress, Schedule, as_prompts, check_priorities, expand_params
+from nanovllm.client.jobs import Done, Job, JobRun, Progress, Schedule, as_prompts, check_priorities, expand_params
 from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient
 from nanovllm.config import Config, EngineSettings, Pooling
@@ -40,6 +40,7 @@ from nanovllm.text.chat_template import (
     template_options,
 )
 from nanovllm.text.input_processor import pooling_params
+from nanovllm.utils.checks import check_bool
 from nanovllm.utils.units import format_count
 
 if TYPE_CHECKING:
@@ -118,9 +119,8 @@ class LLM(ModelClient):
             >>> [len(output.outputs[0].token_ids) <= 8 for output in outputs]
             [True, True]
         """
-        outputs = Outputs(on_output, keep)
         job = Job(self.input_processor, self.output_processor, prompts, sampling_params, priority, schedule=schedule)
-        return self._run(job, outputs, use_tqdm, on_error)
+        return self._run(job, use_tqdm, on_error=on_error, on_output=on_output, keep=keep)
 
     def chat(
         self,
@@ -167,7 +167,7 @@ class LLM(ModelClient):
             schedule=schedule,
             template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
         )
-        return self._run(job, Outputs(on_output, keep, None if answer is None else finish), use_tqdm, on_error)
+        return self._run(job, use_tqdm, on_error=on_error, on_output=on_output, keep=keep, finish=finish)
 
     def stream(
         self,
@@ -218,15 +218,38 @@ class LLM(ModelClient):
         return [render_chat(self.tokenizer, conversation, **options) for conversation in found]
 
     def _run(
-        self, job: Job, outputs: Outputs, use_tqdm: bool, on_error: Literal["raise", "return"] = "raise"
+        self,
+        job: Job,
+        use_tqdm: bool,
+        *,
+        on_error: Literal["raise", "return"] = "raise",
+        on_output: Callable[[RequestOutput], None] | None = None,
+        keep: bool = True,
+        finish: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
+        """Run a job; `finish` completes each output first, given its index. See `generate`."""
+        check_bool("keep", keep)
+        if not keep and on_output is None:
+            raise ValueError("keep=False needs on_output: the outputs would be lost")
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
         self.require_ready()
+        outputs: dict[int, RequestOutput] = {}
+
+        def deliver(done: Done) -> None:
+            for item, output in done:
+                if finish is not None:
+                    finish(item.index, output)
+                if keep:
+                    outputs[item.index] = output
+            if on_output is not None:
+                for _, output in done:
+                    on_output(output)
+
         client, returns_errors = self.engine_client, on_error == "return"
         progress = Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm)
-        JobRun(client, job.read(), outputs.take, progress, self.most_pending, returns_errors).run()
-        return outputs.in_order()
+        JobRun(client, job.read(), deliver, progress, self.most_pending, returns_errors).run()
+        return [outputs[index] for index in range(len(outputs))]
 
     def score(
         self,
@@ -286,7 +309,7 @@ class LLM(ModelClient):
         pooling = self.default_pooling if pooling is None else pooling
         params = pooling_params(pooling)
         job = Job(self.input_processor, self.output_processor, prompts, params, schedule=schedule, pooling=pooling)
-        return embeddings(self._run(job, Outputs(), use_tqdm), self.model_config.hidden_size)
+        return embeddings(self._run(job, use_tqdm), self.model_config.hidden_size)
 
     def rank(
         self,

@@ -25,7 +25,7 @@ from nanovllm.outputs import RequestOutput, StepError, failed_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 CHUNK_SIZE = 1000
@@ -379,43 +379,6 @@ class JobRun:
             if not self.returns_errors:
                 raise
             return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
-
-
-class Outputs:
-    """Handles outputs for `LLM.generate` and its like.
-
-    Args:
-        on_output: gets each as it finishes.
-        keep: whether they are returned.
-        finish: completes each of them first, given its index.
-    """
-
-    def __init__(
-        self,
-        on_output: Callable[[RequestOutput], None] | None = None,
-        keep: bool = True,
-        finish: Callable[[int, RequestOutput], None] | None = None,
-    ) -> None:
-        check_bool("keep", keep)
-        if not keep and on_output is None:
-            raise ValueError("keep=False needs on_output: the outputs would be lost")
-        self._on_output, self._keep, self._finish = on_output, keep, finish
-        self._by_index: dict[int, RequestOutput] = {}
-
-    def take(self, done: Done) -> None:
-        """Add finished requests."""
-        for item, output in done:
-            if self._finish is not None:
-                self._finish(item.index, output)
-            if self._keep:
-                self._by_index[item.index] = output
-        if self._on_output is not None:
-            for _, output in done:
-                self._on_output(output)
-
-    def in_order(self) -> list[RequestOutput]:
-        """Return the outputs in the order of the prompts."""
-        return [self._by_index[index] for index in range(len(self._by_index))]
 
 
 def as_prompts(prompts: Any) -> Any:

@@ -9,23 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from nanovllm.client.engine_client import News
-from nanovllm.client.jobs import (
-    Job,
-    Outputs,
-    Progress,
-    Schedule,
-    as_prompts,
-    check_priorities,
-    expand_params,
-    run_job,
-    stream,
-)
-from nanovllm.client.loading import LoadedModel, load_model
+from nanovllm.client.engine_client import News, RequestState
+from nanovllm.client.jobs import Done, Job, JobRun, Progress, Schedule, as_prompts, check_priorities, expand_params
+from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient
-from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.stats_history import plot_stats
+from nanovllm.engine.stats import plot_stats
 from nanovllm.outputs import (
     BeamSearchOutput,
     Prompts,
@@ -51,6 +40,7 @@ from nanovllm.text.chat_template import (
     template_options,
 )
 from nanovllm.text.input_processor import pooling_params
+from nanovllm.utils.checks import check_bool
 from nanovllm.utils.units import format_count
 
 if TYPE_CHECKING:
@@ -83,13 +73,6 @@ class LLM(ModelClient):
     def __init__(self, model: str | os.PathLike[str], **kwargs: Unpack[EngineSettings]) -> None:
         config = Config(os.fspath(model), **kwargs)
         super().__init__(config, load_model(config))
-
-    @classmethod
-    def over(cls: type[Self], config: Config, loaded: LoadedModel) -> Self:
-        """Return an `LLM` for a loaded model."""
-        llm = cls.__new__(cls)
-        ModelClient.__init__(llm, config, loaded)
-        return llm
 
     def generate(
         self,
@@ -136,9 +119,8 @@ class LLM(ModelClient):
             >>> [len(output.outputs[0].token_ids) <= 8 for output in outputs]
             [True, True]
         """
-        outputs = Outputs(on_output, keep)
         job = Job(self.input_processor, self.output_processor, prompts, sampling_params, priority, schedule=schedule)
-        return self._run(job, outputs, use_tqdm, on_error)
+        return self._run(job, use_tqdm, on_error=on_error, on_output=on_output, keep=keep)
 
     def chat(
         self,
@@ -185,7 +167,7 @@ class LLM(ModelClient):
             schedule=schedule,
             template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
         )
-        return self._run(job, Outputs(on_output, keep, None if answer is None else finish), use_tqdm, on_error)
+        return self._run(job, use_tqdm, on_error=on_error, on_output=on_output, keep=keep, finish=finish)
 
     def stream(
         self,
@@ -210,7 +192,7 @@ class LLM(ModelClient):
         given = list(as_prompts(prompts))
         params, priorities = expand_params(sampling_params, len(given)), check_priorities(priority, len(given))
         processed = self.input_processor.process(given, params, priorities, streams=True)
-        return stream(self.engine_client, [RequestState(request, self.output_processor) for request in processed])
+        return self.engine_client.stream([RequestState(request, self.output_processor) for request in processed])
 
     def stream_chat(
         self,
@@ -236,19 +218,38 @@ class LLM(ModelClient):
         return [render_chat(self.tokenizer, conversation, **options) for conversation in found]
 
     def _run(
-        self, job: Job, outputs: Outputs, use_tqdm: bool, on_error: Literal["raise", "return"] = "raise"
+        self,
+        job: Job,
+        use_tqdm: bool,
+        *,
+        on_error: Literal["raise", "return"] = "raise",
+        on_output: Callable[[RequestOutput], None] | None = None,
+        keep: bool = True,
+        finish: Callable[[int, RequestOutput], None] | None = None,
     ) -> list[RequestOutput]:
+        """Run a job; `finish` completes each output first, given its index. See `generate`."""
+        check_bool("keep", keep)
+        if not keep and on_output is None:
+            raise ValueError("keep=False needs on_output: the outputs would be lost")
         if on_error not in ("raise", "return"):
             raise ValueError(f"on_error must be 'raise' or 'return', not {on_error!r}")
         self.require_ready()
-        return run_job(
-            self.engine_client,
-            job,
-            outputs,
-            most_pending=self.most_pending,
-            returns_errors=on_error == "return",
-            use_tqdm=use_tqdm,
-        )
+        outputs: dict[int, RequestOutput] = {}
+
+        def deliver(done: Done) -> None:
+            for item, output in done:
+                if finish is not None:
+                    finish(item.index, output)
+                if keep:
+                    outputs[item.index] = output
+            if on_output is not None:
+                for _, output in done:
+                    on_output(output)
+
+        client, returns_errors = self.engine_client, on_error == "return"
+        progress = Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm)
+        JobRun(client, job.read(), deliver, progress, self.most_pending, returns_errors).run()
+        return [outputs[index] for index in range(len(outputs))]
 
     def score(
         self,
@@ -308,7 +309,7 @@ class LLM(ModelClient):
         pooling = self.default_pooling if pooling is None else pooling
         params = pooling_params(pooling)
         job = Job(self.input_processor, self.output_processor, prompts, params, schedule=schedule, pooling=pooling)
-        return embeddings(self._run(job, Outputs(), use_tqdm), self.model_config.hidden_size)
+        return embeddings(self._run(job, use_tqdm), self.model_config.hidden_size)
 
     def rank(
         self,
@@ -390,12 +391,12 @@ class LLM(ModelClient):
             self.engine_client.add_pending(states, pending)
 
         progress = Progress(self.engine_client.engine, None, "beam", disable=not use_tqdm)
-        with progress, closing(self.engine_client.run(fill)) as steps:
+        with closing(progress), closing(self.engine_client.run(fill)) as steps:
             for news in steps:
                 progress.update(len(news))
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
-        """Plot batch size, cache use and tokens per second since the engine started; see `stats_plot.plot_stats`.
+        """Plot batch size, cache use and tokens per second since the engine started; see `stats.plot_stats`.
 
         Example:
             >>> llm.plot_stats("run.png")

@@ -35,6 +35,7 @@ from nanovllm.runner.messages import (
     TokenLogprobs,
     WindowCache,
 )
+from tests.cache_checks import check_blocks
 
 VOCAB_SIZE = 50
 EMPTY = -1
@@ -470,7 +471,7 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 def check_engine(engine: LLMEngine) -> None:
     """Assert what must hold between any two steps."""
-    engine.block_manager.check_integrity(engine.scheduler.sequences)
+    check_blocks(engine.block_manager, engine.scheduler.sequences)
     running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
     order = [seq.sort_key for seq in running]
     assert order == sorted(order)

@@ -17,11 +17,12 @@ import pytest
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, QueueFullError, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client import engine_thread
-from nanovllm.client.request_state import RequestState
-from nanovllm.client.request_stream import Mailbox, RequestStream
+from nanovllm.client.engine_client import RequestState
+from nanovllm.client.engine_thread import Mailbox, RequestStream
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.text.input_processor import LONG_TEXT
 from nanovllm.text.output_processor import OutputProcessor
+from tests.cache_checks import check_blocks
 from tests.mock_runner import make_request
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
@@ -55,7 +56,7 @@ def check_empty(llm: AsyncLLM) -> None:
     while not llm.llm.is_finished() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert llm.llm.is_finished() and llm.llm.stats()["num_used_blocks"] == 0
-    llm.llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(llm.llm.llm_engine.block_manager)
     assert not llm.llm.engine_client._states
 
 
@@ -268,11 +269,10 @@ def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:
             assert output.finished
         with pytest.raises(ValueError, match="conversation"):
             await llm.render_chat([[{"role": "user", "content": "a"}]])  # type: ignore[list-item]
-        for begin in (llm.generate_all, llm.begin_streams):
-            # None of them is queued.
-            with pytest.raises(ValueError, match=r"prompts\[1\]"):
-                await begin(["a", "\ud800"])
-            assert llm.num_pending_requests == 0
+        # None of them is queued.
+        with pytest.raises(ValueError, match=r"prompts\[1\]"):
+            await llm.generate_all(["a", "\ud800"])
+        assert llm.num_pending_requests == 0
         tasks = [asyncio.ensure_future(llm.generate("a", LONG, request_id=i)) for i in range(40)]
         await asyncio.sleep(0.1)
         with pytest.raises(QueueFullError, match="40 requests are pending"):

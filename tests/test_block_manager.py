@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.block_usage import block_usage
 from nanovllm.engine.prefix_cache import Block, PrefixCache
 from nanovllm.engine.sequence import Sequence
+from tests.cache_checks import check_blocks
 from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence, window_kinds
 
 
@@ -62,13 +62,13 @@ def test_what_cannot_be_found_again_is_reused_before_what_can() -> None:
 def test_usage_sums_up_neighbouring_blocks() -> None:
     manager = BlockManager(5, 2)
     held = [hold(manager, prompt) for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 4], [7])]
-    usage = block_usage(manager, 3)
+    usage = manager.usage(3)
     assert (usage.num_blocks, usage.blocks_per_cell, usage.used) == (5, 2, [2, 2, 0])
     assert (usage.cached, usage.users, usage.hits) == ([2, 0, 0], [2, 1, 0], [2, 0, 0])
     for seq in held:
         manager.free(seq)
     hold(manager, [1, 2, 9])
-    usage = block_usage(manager, 5)
+    usage = manager.usage(5)
     assert (usage.used, usage.cached) == ([1, 0, 0, 1, 0], [1, 1, 0, 0, 0])
     assert usage.hits == [2, 1, 0, 0, 0]
 
@@ -167,7 +167,7 @@ def test_rollback_puts_what_cannot_be_found_first_in_the_queue_of_free_blocks() 
     manager.free(good)
     manager.free(bad)
     manager.rollback()
-    manager.check_integrity([])
+    check_blocks(manager)
     hold(manager, [5, 5, 6, 6, 7])
     assert cached(manager, [1, 1]) == 1
 

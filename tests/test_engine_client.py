@@ -8,8 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from nanovllm.client.engine_client import EngineClient
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.text.output_processor import OutputProcessor
@@ -32,7 +31,8 @@ def test_an_output_ends_at_the_token_that_completes_its_stop_string(depth: int) 
     want = complete([1, 2], 6, frozenset(), 128)
     stop = f"{want[4]},{want[5]},"
     state = RequestState(make_request([1, 2], replace(greedy(30), stop=[stop])), client.processor)
-    for news in client.run_all([state]):
+    left = [state]
+    for news in client.run(lambda pending: client.add_pending([left.pop()], pending) if left else None):
         assert list(news.values()) == [state]
     (output,) = state.result().outputs
     assert (output.token_ids, output.finish_reason, output.stop_reason) == (want, "stop", stop)

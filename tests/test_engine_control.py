@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, SamplingParams
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 from tests.test_live_weights import SETTINGS, stored, two_models
 
@@ -141,4 +142,4 @@ def test_any_calls_in_any_order(engine: Engine, calls: list[tuple[str, Any]]) ->
         else:
             do(engine, model, name, argument)
         assert (llm.is_paused, llm.is_sleeping) == (model.paused, bool(model.asleep))
-        llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
+        check_blocks(llm.llm_engine.block_manager, llm.llm_engine.scheduler.sequences)

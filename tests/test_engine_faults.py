@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams, StepError
-from nanovllm.client.engine_client import EngineClient
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import Grammar, Request
 from nanovllm.engine.scheduler import Scheduler

@@ -31,6 +31,7 @@ from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.utils.device import resolve_device
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 from tests.tools import sweep_models
 
@@ -163,7 +164,7 @@ def test_float32_and_bf16_tokens_agree_with_transformers(
     ) as llm:
         outputs = llm.generate(batch, greedy(40), use_tqdm=False)
         warm = llm.generate(batch, greedy(40), use_tqdm=False)
-        llm.llm_engine.block_manager.check_integrity([])
+        check_blocks(llm.llm_engine.block_manager)
     rough = deepcopy(model).bfloat16()
     for prompt, output in zip(batch, outputs, strict=True):
         token_ids = torch.tensor([prompt], device="cuda")
@@ -299,7 +300,7 @@ def test_overlapped_steps_with_preemption_and_eos(make_checkpoint: MakeCheckpoin
     with make_llm(folder, dtype="float32", num_kvcache_blocks=40, kvcache_block_size=16, max_num_seqs=19) as llm:
         got = [output["token_ids"] for output in llm.generate(batch, params, use_tqdm=False)]
         assert llm.stats()["num_preemptions"] > 0
-        llm.llm_engine.block_manager.check_integrity([])
+        check_blocks(llm.llm_engine.block_manager)
     assert got == want
     assert any(len(tokens) < 100 for tokens in want)
 

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import sdpa
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 
 MAX_TOKENS = 24
@@ -77,7 +78,7 @@ def check(llm: LLM, reference: Reference, batch: list[list[int]]) -> list[int]:
     outputs = llm.generate(batch, PARAMS, use_tqdm=False, schedule="arrival")
     for prompt, output in zip(batch, outputs, strict=True):
         assert output["token_ids"] == reference.complete(tuple(prompt)), f"prompt of {len(prompt)} tokens"
-    llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
+    check_blocks(llm.llm_engine.block_manager, llm.llm_engine.scheduler.sequences)
     assert llm.stats()["num_used_blocks"] == 0
     return [output["num_cached_tokens"] for output in outputs]
 

@@ -26,6 +26,7 @@ from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host_memory import available_memory
+from tests.cache_checks import check_blocks, check_host
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence
 from tests.rank_processes import rank_pids
@@ -317,9 +318,7 @@ def test_prefixes_are_loaded_from_the_length_at_which_that_is_faster(
     seq = make_sequence(0, tokens)
     seq.block_tables = [BlockTable([], 0, 0)]
     for _ in range(5):
-        cache.begin_step()
         cache.plan_saves(cached_blocks(tokens)[:4], set(), 20)
-        cache.confirm_step()
     for end in range(1, 6):
         found = min(end, 4)
         assert cache.would_load(seq, 0, 0, end) == (found >= least)
@@ -330,7 +329,6 @@ def test_a_step_saves_what_the_link_copies_while_it_runs() -> None:
     # A block takes a second on the link, a token half a second, a small step half a second.
     cache, tokens = HostCache(HostMemory(20, lambda: 20, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(400))
     blocks = cached_blocks(tokens)
-    cache.begin_step()
     # Blocks that are not computed yet are not saved.
     assert [save.source for save in cache.plan_saves(blocks, {0}, 4)] == [4]
     # A tenth of the step is left for its results.
@@ -344,20 +342,19 @@ def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None
         HostCache(HostMemory(8, lambda: num_ready, lambda: False, 1, 1e9, 1.0, 1.0), 4),
         cached_blocks(list(range(20))),
     )
-    cache.begin_step()
     assert len(cache.plan_saves(blocks, set(), 0)) == 5
     cache.clear()
     num_ready = 2
     assert [save.destination for save in cache.plan_saves(blocks, set(), 0)] == [0, 1]
-    cache.check_integrity({})
-    cache.rollback()
-    cache.check_integrity({})
+    check_host(cache, {})
+    cache.drop(block.key for block in blocks[:2] if block.key is not None)
+    assert len(cache.plan_saves(blocks, set(), 0)) == 2
+    check_host(cache, {})
 
 
 def test_the_tail_of_a_prefix_is_dropped_before_its_head() -> None:
     cache = HostCache(HostMemory(5, lambda: 5, lambda: True, 1, 1e9, 1.0, 1.0), 4)
     tokens = list(range(20))
-    cache.begin_step()
     saves = cache.plan_saves(cached_blocks(tokens), set(), 0)
     assert [save.source for save in saves] == [0, 4, 8, 12, 16] and sorted(save.destination for save in saves) == [
         *range(5)
@@ -383,7 +380,7 @@ def documents() -> list[list[int]]:
 
 def answers(llm: LLM) -> list[list[int]]:
     outputs = [output["token_ids"] for output in llm.generate(documents(), GREEDY, use_tqdm=False, schedule="arrival")]
-    llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(llm.llm_engine.block_manager)
     return outputs
 
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -16,7 +17,8 @@ import pytest
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client import jobs
-from nanovllm.client.read_ahead import ReadAhead
+from nanovllm.client.jobs import ReadAhead
+from tests.cache_checks import check_blocks
 from tests.null_runner import NullRunner
 
 SETTINGS: dict[str, Any] = {
@@ -66,7 +68,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     with LLM(BUNDLED_MODEL, **SETTINGS) as llm:
         yield llm
         assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
-        llm.llm_engine.block_manager.check_integrity([])
+        check_blocks(llm.llm_engine.block_manager)
     for thread in threading.enumerate():
         if thread.name == "read-ahead":
             thread.join(10)
@@ -279,7 +281,7 @@ def test_an_error_is_not_its_own_cause() -> None:
 
 def test_the_first_chunk_is_small_so_that_the_device_begins_early() -> None:
     sizes = []
-    with ReadAhead(iter(range(2500)), len, 1000) as chunks:
+    with closing(ReadAhead(iter(range(2500)), len, 1000)) as chunks:
         while (size := chunks.take(wait=True)) is not None:
             sizes.append(size)
     assert sizes == [128, 1000, 1000, 372]

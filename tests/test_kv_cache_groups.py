@@ -13,6 +13,7 @@ from nanovllm.attention.kv_cache_groups import make_groups
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.model_runner import ModelRunner
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import greedy, make_engine, window_kinds
 from tests.test_greedy import PARAMS, Reference, check, make_llm, prompts, set_depth
@@ -108,7 +109,7 @@ def test_outputs_salts_resets_and_sleep(mixed: tuple[Path, Reference]) -> None:
         llm.sleep()
         llm.wake_up()
         assert num_cached() == 0
-        llm.llm_engine.block_manager.check_integrity([])
+        check_blocks(llm.llm_engine.block_manager)
 
 
 def test_one_memory_holds_more_sequences(mixed: tuple[Path, Reference]) -> None:
@@ -198,7 +199,7 @@ def test_the_tail_of_a_prefix_goes_before_its_head_in_all_groups() -> None:
     assert num_cached(prompt) == 0
     # It takes the free blocks, two each, and then the last one of each group.
     assert num_cached([50 - 1] * 12) == 0
-    manager.check_integrity([])
+    check_blocks(manager)
     assert num_cached(prompt) == 12
 
 

@@ -21,6 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.report import LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
@@ -234,7 +235,7 @@ def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair:
     late = live.add_request(prompts[0], params)
     done: dict[int, Any] = {}
     while not live.is_finished():
-        live.llm_engine.block_manager.check_integrity(live.llm_engine.scheduler.sequences)
+        check_blocks(live.llm_engine.block_manager, live.llm_engine.scheduler.sequences)
         done.update(live.step().finished)
     found = [done[i].outputs[0].token_ids for i in ids]
     assert all(tokens[: len(old)] == old for tokens, old in zip(found, before, strict=True))
@@ -336,7 +337,7 @@ def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Pa
         llm.llm_engine.stop([(several, 0)])
         done: dict[int, Any] = {}
         while not llm.is_finished():
-            llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
+            check_blocks(llm.llm_engine.block_manager, llm.llm_engine.scheduler.sequences)
             done.update(llm.step().finished)
         # The first block has keys of both weights.
         prompts = [PREFIX[:10] + done[begun].outputs[0].token_ids, [*PREFIX, 3]]

@@ -25,6 +25,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from nanovllm.text.input_processor import work_of
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -451,7 +452,7 @@ def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: i
         assert in_launch == ["survived"]
         assert signal.getsignal(signal.SIGINT) is handler
         assert [seq.seq_id for seq in llm.llm_engine.scheduler.sequences] == [other]
-        llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
+        check_blocks(llm.llm_engine.block_manager, llm.llm_engine.scheduler.sequences)
         assert llm.stats()["num_used_blocks"] == 1
         runner.forward = launch
         finished: dict[int, RequestOutput] = {}
@@ -594,7 +595,7 @@ def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) ->
                 fresh.generate(prompts, GREEDY, use_tqdm=False)
             assert isinstance(caught.value.__cause__, MemoryError)
             assert fresh.is_finished() and fresh.stats()["num_used_blocks"] == 0
-            fresh.llm_engine.block_manager.check_integrity([])
+            check_blocks(fresh.llm_engine.block_manager)
             got = fresh.generate(prompts, GREEDY, use_tqdm=False)
         assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
 

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from nanovllm import BeamSearchParams, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import RequestState
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.tasks.beam_search import Beam, BeamSearch, beam_search_output
 from nanovllm.text.detokenizer import Detokenizer, TextOffsets

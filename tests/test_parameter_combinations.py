@@ -17,6 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 
 # Half the blocks that the longest requests need together, and chunks of their prompts.
@@ -210,4 +211,4 @@ def test_any_parameters_together(llm: LLM, requests: list[tuple[SamplingParams, 
     for output, (params, _) in zip(outputs, requests, strict=True):
         obeys(output, params, llm)
     assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
-    llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(llm.llm_engine.block_manager)

@@ -18,6 +18,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import RequestOutput, StepError
+from tests.cache_checks import check_blocks
 from tests.reference import reference_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
@@ -38,7 +39,7 @@ def llm(module_llm: LLM) -> Iterator[LLM]:
     """An engine from which each test must take all that it has queued."""
     yield module_llm
     assert module_llm.is_finished() and module_llm.stats()["num_used_blocks"] == 0
-    module_llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(module_llm.llm_engine.block_manager)
 
 
 def encode(*pieces: str) -> list[int]:

@@ -21,7 +21,7 @@ from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
 from nanovllm.engine.request import Request, RequestLimits
-from nanovllm.engine.step_histograms import StepHistograms
+from nanovllm.engine.stats import StepHistograms
 from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, pack_records
 from nanovllm.serve import event_stream, service
 from nanovllm.serve.answers import json_answer

@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import RequestState
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
+from tests.cache_checks import check_blocks
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
@@ -36,7 +37,7 @@ def llm(module_llm: LLM) -> Iterator[LLM]:
     """An engine from which each test must take all that it has queued."""
     yield module_llm
     assert module_llm.is_finished() and module_llm.stats()["num_used_blocks"] == 0
-    module_llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(module_llm.llm_engine.block_manager)
     assert not module_llm.engine_client._states
 
 
@@ -208,13 +209,13 @@ def test_special_tokens_show_on_request(llm: LLM, script: Script) -> None:
 
 
 def test_a_step_of_a_stream_looks_at_requests_with_new_tokens_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    take, looked_at = RequestState.take, []
+    news, looked_at = RequestState.news, list[int]()
 
-    def counted(self: RequestState, final: RequestOutput | None = None) -> Any:
+    def counted(self: RequestState) -> RequestOutput | None:
         looked_at.append(self.request_id)
-        return take(self, final)
+        return news(self)
 
-    monkeypatch.setattr(RequestState, "take", counted)
+    monkeypatch.setattr(RequestState, "news", counted)
     # A budget of one prompt: the others wait.
     monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", 3)
     outputs = list(llm.stream([[1, 2, 3]] * 40, SamplingParams(0, 2, ignore_eos=True)))

@@ -20,6 +20,7 @@ from nanovllm.parallel import symmetric_communicator as symmetric
 from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.device import resolve_device
+from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 from tests.rank_processes import rank_pids
 from tests.test_live_weights import save_adapter
@@ -60,7 +61,7 @@ def everything(llm: LLM) -> list[list[tuple[list[int], int]]]:
     assert llm.stats()["num_preemptions"] > 0
     runs += [generate(llm, shared, greedy), generate(llm, shared, drawn)]
     assert sum(cached for _, cached in runs[2]) > 0 and sum(cached for _, cached in runs[3]) > 64
-    llm.llm_engine.block_manager.check_integrity([])
+    check_blocks(llm.llm_engine.block_manager)
     return runs
 
 

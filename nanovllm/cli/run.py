@@ -24,8 +24,16 @@ from nanovllm.cli.batch_lines import (
 )
 from nanovllm.cli.batch_output import AnsweredRequests, ResultFile, answer_header, run_digest
 from nanovllm.cli.chat import check_flags
-from nanovllm.client.jobs import CHUNK_SIZE, Done, JobRun, PreparedPrompt, Progress, RefusedPrompt, prepared_prompt
-from nanovllm.client.read_ahead import ReadAhead
+from nanovllm.client.jobs import (
+    CHUNK_SIZE,
+    Done,
+    JobRun,
+    PreparedPrompt,
+    Progress,
+    ReadAhead,
+    RefusedPrompt,
+    prepared_prompt,
+)
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -97,17 +105,10 @@ class BatchRun:
             RuntimeError: the engine is closed because the device is lost.
         """
         client = self._llm.engine_client
-        with (
-            ReadAhead(self._lines, self._prepare, self._chunk_size) as lines,
-            # None disables the progress bar without a terminal.
-            Progress(client.engine, self._num_lines, "line", disable=None) as progress,
-        ):
-
-            def deliver(done: Done) -> None:
-                self._answer(done)
-                progress.update(len(done))
-
-            JobRun(client, lines, deliver, most_pending=self._llm.most_pending, returns_errors=True).run()
+        # None disables the progress bar without a terminal.
+        progress = Progress(client.engine, self._num_lines, "line", disable=None)
+        lines = ReadAhead(self._lines, self._prepare, self._chunk_size)
+        JobRun(client, lines, self._answer, progress, self._llm.most_pending, returns_errors=True).run()
 
     def _prepare(self, lines: list[tuple[int, int, bytes]]) -> list[PreparedPrompt]:
         """Return the requests of lines."""

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from nanovllm.client.engine_thread import EngineThread
+from nanovllm.client.engine_client import RequestState
+from nanovllm.client.engine_thread import EngineThread, Mailbox, RequestStream
 from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient, Weights, load_weights, warn_of_nans
-from nanovllm.client.request_state import RequestState
-from nanovllm.client.request_stream import Mailbox, RequestStream
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.engine_state import PauseMode
+from nanovllm.engine.engine import PauseMode
 from nanovllm.engine.request import Request
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
@@ -204,12 +203,6 @@ class AsyncLLM(Unpicklable):
         (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
         return stream
 
-    async def begin_streams(
-        self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
-    ) -> list[RequestStream]:
-        """Queue prompts that share their parameters, all or none; see `begin_stream`."""
-        return await self._submit(prompts, sampling_params, priority, None, is_streamed=True)
-
     async def chat(
         self,
         messages: Sequence[Message],
@@ -243,48 +236,20 @@ class AsyncLLM(Unpicklable):
             async for output in outputs:
                 yield output
 
-    async def render_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_special_tokens: bool = False,
-        max_prompt_tokens: int | None = None,
-        **template: Unpack[ChatTemplateOptions],
-    ) -> list[int]:
+    async def render_chat(self, messages: Sequence[Message], **template: Unpack[ChatTemplateOptions]) -> list[int]:
         """Return a conversation's prompt as token ids; see `LLM.chat`.
-
-        Args:
-            messages: the conversation.
-            add_special_tokens: whether the tokenizer adds its own, such as BOS, to the template's.
-            max_prompt_tokens: keep at most this number of the last tokens; None: all.
-            template: see `LLM.chat`.
 
         Raises:
             ValueError: the messages do not fit the template.
         """
-        prompt = await self._render(messages, template, add_special_tokens, max_prompt_tokens)
-        return list(prompt["prompt_token_ids"])
+        return list((await self._render(messages, template))["prompt_token_ids"])
 
-    async def _render(
-        self,
-        messages: Sequence[Message],
-        template: ChatTemplateOptions,
-        add_special_tokens: bool = False,
-        max_tokens: int | None = None,
-    ) -> TokensPrompt:
+    async def _render(self, messages: Sequence[Message], template: ChatTemplateOptions) -> TokensPrompt:
         found, is_list = conversations(messages)
         if is_list:
             raise ValueError("messages must be one conversation, a list of dicts")
-        render, options = self.llm.input_processor.render_chat, template_options(template)
-        rendered = partial(render, found[0], options, add_special_tokens, max_tokens)
+        rendered = partial(self.llm.input_processor.render_chat, found[0], template_options(template))
         return await self.run_beside(rendered, work_of_size(len(str((found[0], template)))))
-
-    async def encode(
-        self, prompts: list[Any], *, add_special_tokens: bool = True, max_prompt_tokens: int | None = None
-    ) -> list[TokensPrompt]:
-        """Return prompts as token ids; see `InputProcessor.encode`."""
-        encode = partial(self.llm.input_processor.encode, prompts, add_special_tokens, max_prompt_tokens)
-        return await self.run_beside(encode, work_of(prompts, None))
 
     async def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the running model; see `LLM.load_weights`."""
@@ -331,7 +296,6 @@ class AsyncLLM(Unpicklable):
         return self.llm.is_paused
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        """Call a function, in a separate thread, that changes the engine between two steps."""
         self._thread.require_running()
         return await asyncio.get_running_loop().run_in_executor(None, change)
 
@@ -352,7 +316,7 @@ class AsyncLLM(Unpicklable):
         elif (stream := reference()) is not None:
             self._thread.abort(stream)
 
-    async def run_beside(self, function: Callable[[], Result], work: Work = "short") -> Result:
+    async def run_beside(self, function: Callable[[], Result], work: Work) -> Result:
         """Call a function in a thread for its kind of input work.
 
         Raises:
@@ -410,18 +374,13 @@ class AsyncLLM(Unpicklable):
         request_id: int | str | None,
         is_streamed: bool,
     ) -> list[RequestStream]:
-        """Encode prompts and queue their requests; see `enqueue`."""
         params = SamplingParams() if params is None else params
         all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
         process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)
         return await self.enqueue(len(prompts), process, work_of(prompts, params), request_id)
 
     async def enqueue(
-        self,
-        num_requests: int,
-        process: Callable[[], list[Request]],
-        work: Work,
-        request_id: int | str | None = None,
+        self, num_requests: int, process: Callable[[], list[Request]], work: Work, request_id: int | str | None = None
     ) -> list[RequestStream]:
         """Queue requests, all or none.
 
@@ -439,11 +398,9 @@ class AsyncLLM(Unpicklable):
         # The thread knows why the engine is closed.
         self._thread.require_running()
         self.llm.require_awake()
-        if len(self._pending) + num_requests > self.max_pending_requests:
-            most = self.max_pending_requests
-            raise QueueFullError(
-                f"{len(self._pending)} requests are pending; max_pending_requests={most} allows no more"
-            )
+        count, most = len(self._pending), self.max_pending_requests
+        if count + num_requests > most:
+            raise QueueFullError(f"{count} requests are pending; max_pending_requests={most} allows no more")
         if request_id in self._pending:
             raise ValueError(f"request_id={request_id!r} belongs to a pending request")
         request_ids = [next(self._request_ids) if request_id is None else request_id for _ in range(num_requests)]

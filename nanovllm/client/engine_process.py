@@ -10,6 +10,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
+from typing_extensions import override
+
 from nanovllm.client.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
 from nanovllm.config import Config
 from nanovllm.utils.gpu_count import num_gpus
@@ -23,7 +25,7 @@ _GRACE_SECONDS = 2.0
 """Time until the exit of a process becomes visible after its connections have closed."""
 
 
-class EngineProcess:
+class EngineProcess(PythonProcess):
     """An engine in a process of its own. The constructor starts it; it then waits for a plan.
 
     Args:
@@ -37,21 +39,16 @@ class EngineProcess:
         with other:
             arguments = other.fileno(), os.getpid()
             title = f"nanovllm engine {index}"
-            self._process = PythonProcess(
-                start_python("nanovllm.client.engine_main", "run_engine", arguments, title, [other.fileno()])
+            super().__init__(
+                start_python("nanovllm.client.engine_server", "run_engine", arguments, title, [other.fileno()])
             )
 
-    @property
-    def pid(self) -> int:
-        """The process's id."""
-        return self._process.pid
-
     def plan(self, plan: EnginePlan) -> None:
-        """Make it load the model; if it has exited by now, `info` reports that."""
+        """Make it load the model; if it has exited by now, `wait_until_loaded` reports that."""
         with suppress(OSError):
             self._control.send(plan)
 
-    def info(self) -> EngineInfo:
+    def wait_until_loaded(self) -> None:
         """Wait until the model is loaded.
 
         Raises:
@@ -70,7 +67,6 @@ class EngineProcess:
                 raise answer.error
             raise RuntimeError(f"{self.name} could not be started:\n{answer.traceback}")
         assert isinstance(answer, EngineInfo)
-        return answer
 
     def connect(self) -> Connection:
         """Return a new front end's connection to the engine; it is closed at once if the engine has exited."""
@@ -82,11 +78,11 @@ class EngineProcess:
 
     def has_ended(self) -> bool:
         """Whether the process has exited."""
-        return self._process.exit_code is not None
+        return self.exit_code is not None
 
     def exit_text(self) -> str:
         """Return how it exited, once its connections are closed."""
-        code = self._process.wait(_GRACE_SECONDS)
+        code = self.wait(_GRACE_SECONDS)
         return f"{self.name} " + ("does not answer any more" if code is None else describe_exit(code))
 
     def shut_down(self) -> None:
@@ -94,9 +90,9 @@ class EngineProcess:
         with suppress(OSError):
             self._control.send(SHUTDOWN)
 
+    @override
     def stop(self, wait: float = 0.0) -> None:
-        """Wait up to `wait` seconds until it has exited, then kill it; a second call does nothing."""
-        self._process.stop(wait)
+        super().stop(wait)
         self._control.close()
 
 
@@ -105,9 +101,6 @@ class EngineProcesses:
 
     Args:
         config: shared by all of them.
-
-    Attributes:
-        infos: of the engines, in order, after `load`.
 
     Raises:
         ValueError: there are too few GPUs, or too little memory for the `swap_space` of all.
@@ -119,7 +112,6 @@ class EngineProcesses:
         self._devices = replica_devices(config)
         check_swap_space(config.swap_space, size)
         self.all: list[EngineProcess] = []
-        self.infos: list[EngineInfo] = []
         with ExitStack() as stack:
             stack.callback(self.stop)
             # An interrupt between start and append would leave a process that nothing ends.
@@ -141,20 +133,20 @@ class EngineProcesses:
         """Load the model from a folder in all of them, in parallel, or one by one on a shared GPU.
 
         Raises:
-            ValueError, RuntimeError: see `EngineProcess.info`.
+            ValueError, RuntimeError: see `EngineProcess.wait_until_loaded`.
         """
         # A GPU's free memory is meaningless while another engine loads on it.
         used: set[str] = set()
+        loading: list[EngineProcess] = []
         for process, device in zip(self.all, self._devices, strict=True):
-            if device in used:
-                self._wait_for_infos(process.index)
+            while device in used and loading:
+                loading.pop(0).wait_until_loaded()
             used |= {device} - {"cpu"}
             config = replace(self._config, model=folder, data_parallel_size=1, device=device)
             process.plan(EnginePlan(config, len(self.all)))
-        self._wait_for_infos(len(self.all))
-
-    def _wait_for_infos(self, count: int) -> None:
-        self.infos += [process.info() for process in self.all[len(self.infos) : count]]
+            loading.append(process)
+        for process in loading:
+            process.wait_until_loaded()
 
     def exit(self) -> None:
         """Free all devices and end the processes."""

@@ -1,12 +1,18 @@
-"""Drives an engine for front ends in other processes.
+"""The process of an engine: loads the model, and drives the engine for the front ends that connect.
 
 One thread drives it, and processes orders between two steps. Each front end has a thread that reads its orders and one
-that sends its reports, so that no step waits for a front end.
+that sends its reports, so that no step waits for a front end. The process ends when its parent asks for it or exits,
+and ignores Ctrl-C, which its front ends handle.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
+import os
+import sys
 import threading
+import time
 import traceback
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -15,27 +21,38 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+import torch
+
+from nanovllm.client.loading import load_model
 from nanovllm.client.messages import (
+    CONNECT,
     CallEngine,
     CallResult,
     Ended,
     EngineInfo,
+    EnginePlan,
     Enqueue,
     Order,
     SendNewTokens,
+    StartFailure,
     StepReport,
     Stop,
     portable,
 )
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
-from nanovllm.engine.engine_state import EngineState
+from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
+from nanovllm.utils.parent import end_with_parent
 
-MOST_CHARACTERS = 16000
+_MOST_CHARACTERS = 16000
 """Limit on a traceback."""
+_SWITCH_SECONDS = 0.0005
+"""Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.process`."""
+_EXIT_SECONDS = 10.0
 _LAST_SECONDS = 2.0
 """Time limit for a front end to receive the last messages."""
 _NUM_COMPILERS = 4
@@ -60,54 +77,38 @@ class FrontEnd:
         self.engine_ids: dict[int, int] = {}
         self.preparing: dict[int, Abort | None] = {}
         self.wants_steps = False
-        self._report = StepReport()
-        self._others: list[Any] = [info]
-        self._lock = threading.Lock()
-        self._has_news = threading.Event()
-        self._is_closed = False
-        self._has_news.set()
+        # None ends the thread.
+        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._messages.put(info)
         self._sender = threading.Thread(target=self._send, name="nanovllm-sender", daemon=True)
         self._sender.start()
 
-    def add(self, report: StepReport) -> None:
-        """Send a report, merged with earlier unsent ones."""
-        with self._lock:
-            waiting = self._report
-            waiting.new_tokens += report.new_tokens
-            waiting.finished += report.finished
-            waiting.failures += report.failures
-            waiting.dropped += report.dropped
-            waiting.steps += report.steps
-            waiting.stats = report.stats
-        self._has_news.set()
-
     def say(self, message: Any) -> None:
-        """Send another message."""
-        with self._lock:
-            self._others.append(message)
-        self._has_news.set()
+        """Send a message; a report is merged with others that wait, and comes before other waiting messages."""
+        self._messages.put(message)
 
     def close(self, wait: float) -> None:
         """End the sending thread, which gets `wait` seconds for the remaining messages."""
-        self._is_closed = True
-        self._has_news.set()
+        self._messages.put(None)
         self._sender.join(wait)
 
     def _send(self) -> None:
-        try:
-            while not self._is_closed or self._has_news.is_set():
-                self._has_news.wait()
-                self._has_news.clear()
-                with self._lock:
-                    report, self._report = self._report, StepReport()
-                    others, self._others = self._others, []
+        messages: list[Any] = []
+        # The thread that reads its orders notices, too, that it has disconnected.
+        with suppress(OSError):
+            while None not in messages:
+                messages = [self._messages.get()]
+                while not self._messages.empty():
+                    messages.append(self._messages.get())
+                report = StepReport()
+                for message in messages:
+                    if isinstance(message, StepReport):
+                        report.merge(message)
                 if not report.is_empty:
                     self.connection.send(report)
-                for message in others:
-                    self.connection.send(message)
-        except OSError:
-            # It has disconnected; the thread that reads its orders notices as well.
-            self._is_closed = True
+                for message in messages:
+                    if not isinstance(message, StepReport | None):
+                        self.connection.send(message)
 
 
 class Route(NamedTuple):
@@ -144,7 +145,12 @@ class EngineServer:
     def connect(self, connection: Connection) -> None:
         """Serve a front end, until it closes its end; from any thread."""
         front_end = FrontEnd(connection, self._info)
-        self._do(partial(self._welcome, front_end))
+
+        def welcome() -> None:
+            self._front_ends.add(front_end)
+            front_end.say(self._state)
+
+        self._do(welcome)
         threading.Thread(target=self._read, args=(front_end,), name="nanovllm-reader", daemon=True).start()
 
     def close(self) -> None:
@@ -169,23 +175,18 @@ class EngineServer:
                     self._has_work.wait()
                     self._has_work.clear()
         except Exception:
-            cause = f"an error ended the engine:\n{traceback.format_exc()[-MOST_CHARACTERS:]}"
+            cause = f"an error ended the engine:\n{traceback.format_exc()[-_MOST_CHARACTERS:]}"
         for front_end in self._front_ends:
             if cause is not None:
                 front_end.say(Ended(cause))
             front_end.close(_LAST_SECONDS)
         return cause
 
-    def _welcome(self, front_end: FrontEnd) -> None:
-        self._front_ends.add(front_end)
-        front_end.say(self._state)
-
     def _do(self, work: Callable[[], None]) -> None:
         self._work.append(work)
         self._has_work.set()
 
     def _read(self, front_end: FrontEnd) -> None:
-        """Process the orders of a front end until it disconnects."""
         try:
             while True:
                 for order in front_end.connection.recv():
@@ -205,7 +206,6 @@ class EngineServer:
         self._do(partial(self._take, front_end, order))
 
     def _take(self, front_end: FrontEnd, order: Order) -> None:
-        """Execute an order of a front end."""
         if isinstance(order, Enqueue):
             self._enqueue(front_end, order)
         elif isinstance(order, Abort):
@@ -227,7 +227,7 @@ class EngineServer:
             engine_id = self._engine.enqueue(order.request)
         except (ValueError, RuntimeError) as error:
             failure = f"request {request_id} failed: {error}", [request_id], portable(error)
-            front_end.add(StepReport(failures=[failure], stats=self._engine.stats()))
+            front_end.say(StepReport(failures=[failure], stats=self._engine.stats()))
             return
         front_end.engine_ids[request_id] = engine_id
         route = Route(front_end, request_id - engine_id, num_outputs)
@@ -248,24 +248,19 @@ class EngineServer:
             result, error = getattr(self._engine, order.method)(*order.args), None
         except Exception as raised:
             result, error = None, portable(raised) or RuntimeError(f"{order.method} failed: {raised}")
-        self._say_state()
-        return CallResult(order.call_id, self._engine.stats(), result, error)
-
-    def _say_state(self) -> None:
-        """Send the engine's state to all front ends if a call has changed it."""
+        # All front ends get the state if the call has changed it.
         if self._engine.state != self._state:
             self._state = deepcopy(self._engine.state)
             for front_end in self._front_ends:
                 front_end.say(self._state)
+        return CallResult(order.call_id, self._engine.stats(), result, error)
 
     def _leave(self, front_end: FrontEnd) -> None:
-        """Drop the requests of a disconnected front end."""
         self._front_ends.discard(front_end)
         front_end.close(0.0)
         self._engine.abort(front_end.engine_ids.values())
 
     def _has_steps(self) -> bool:
-        """Whether the engine continues before any other work."""
         engine = self._engine
         return not (self._work or self._is_closing or engine.is_finished()) and engine.is_open
 
@@ -275,7 +270,7 @@ class EngineServer:
         if not self._engine.is_open:
             # Front ends with other replicas run these requests there: they did not fail by themselves.
             failure = results.failures.pop()
-            cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))[-MOST_CHARACTERS:]}"
+            cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))[-_MOST_CHARACTERS:]}"
         reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
         self._add_steps(reports, tokens)
         self._sort(results, reports)
@@ -283,7 +278,7 @@ class EngineServer:
             stats = self._engine.stats()
             for front_end, report in reports.items():
                 report.stats = stats
-                front_end.add(report)
+                front_end.say(report)
         return cause
 
     def _sort(self, results: EngineOutputs, reports: dict[FrontEnd, StepReport]) -> None:
@@ -328,3 +323,53 @@ class EngineServer:
                     rows = {i: seq_ids[i] + r.offset for i, r in found if r is not None and r.front_end is front_end}
                     own.sampled.append((list(rows.values()), token_ids[list(rows)], set()))
                 reports[front_end].steps.append(own)
+
+
+def run_engine(descriptor: int, parent: int) -> None:
+    """Run an engine's process.
+
+    Args:
+        descriptor: of the socket to the parent process.
+        parent: the parent's process id.
+    """
+    faulthandler.enable()
+    end_with_parent(parent)
+    control = Connection(descriptor)
+    try:
+        plan: EnginePlan = control.recv()
+    except EOFError:
+        return
+    torch.set_num_threads(max(1, torch.get_num_threads() // plan.num_replicas))
+    try:
+        model = load_model(plan.config)
+    except Exception as error:
+        control.send(StartFailure(portable(error), traceback.format_exc()[-_MOST_CHARACTERS:]))
+        return
+    engine, dtype = model.engine, str(model.dtype).removeprefix("torch.")
+    assert isinstance(engine, LLMEngine)
+    info = EngineInfo(engine.limits, plan.config.max_num_running, str(model.device), dtype, model.device_name)
+    server = EngineServer(engine, info, model.files.constraints)
+    threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
+    control.send(info)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # Loaded objects stay: scanning them for garbage would delay steps.
+    gc.collect()
+    gc.freeze()
+    cause = server.run()
+    if cause is not None:
+        # Without clean-up, which could wait for a lost device.
+        os._exit(1)
+    engine.exit()
+    # Libraries that look for leaks at exit would report frozen objects.
+    gc.unfreeze()
+
+
+def _obey(control: Connection, server: EngineServer) -> None:
+    """Connect front ends until shutdown."""
+    with suppress(EOFError, OSError):
+        while control.recv() == CONNECT:
+            server.connect(Connection(recv_handle(control)))
+    server.close()
+    # A step may wait for a device forever.
+    time.sleep(_EXIT_SECONDS)
+    os._exit(1)

@@ -9,32 +9,146 @@ from __future__ import annotations
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from threading import Lock, Semaphore, Thread
+from typing import Any, Generic, Literal, TypeVar
 
 from tqdm.auto import tqdm
 
-from nanovllm.client.engine_client import EngineClient, News
-from nanovllm.client.read_ahead import ReadAhead
-from nanovllm.client.request_state import RequestState
+from nanovllm.client.engine_client import EngineClient, News, RequestState
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput, StepError, failed_output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.utils.checks import check_bool, check_int
+from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
 CHUNK_SIZE = 1000
 """Prompts prepared in one call: tokenizers then use every core, and their lists become arrays soon."""
 
+T = TypeVar("T")
+U = TypeVar("U")
 Schedule = Literal["prefix", "arrival"]
 """Running order of prompts with equal priority: "prefix" runs prompts with a common prefix in succession, so that
 they find each other's blocks before eviction; "arrival" keeps the given order.
 """
+_NUM_CHUNKS = 2
+_FIRST_SIZE = 128
+"""Most items of the first chunk, for which the device waits."""
+_PATIENCE_SECONDS = 0.05
+"""Longest wait for a full chunk, since a source may be slow or may itself wait for earlier results."""
+
+
+class ReadAhead(Generic[T, U]):
+    """Chunks of a source, prepared in a thread, at most two ahead; to be closed.
+
+    Args:
+        source: yields items; a list of at most one chunk needs no thread.
+        prepare: turns a chunk's items into the value that `take` returns.
+        size: most items of a chunk; the first has fewer.
+    """
+
+    def __init__(self, source: Iterable[T], prepare: Callable[[list[T]], U], size: int) -> None:
+        self._prepare = prepare
+        self._closed = self._ended = False
+        # The whole source, if no thread is started.
+        self._small = source if isinstance(source, list) and len(source) <= size else None
+        if self._small is None:
+            self._start(source, size)
+
+    def _start(self, source: Iterable[T], size: int) -> None:
+        self._source = source
+        self._size = min(size, _FIRST_SIZE)
+        self._later_size = size
+        # Items read but not prepared yet, and the time of the oldest.
+        self._items: list[T] = []
+        self._since = 0.0
+        self._lock = Lock()
+        # Chunks; at the end None, or the error of the source.
+        self._chunks: SimpleQueue[U | BaseException | None] = SimpleQueue()
+        self._room = Semaphore(_NUM_CHUNKS)
+        self._preparing = Lock()
+        Thread(target=self._read, name="read-ahead", daemon=True).start()
+
+    def take(self, wait: bool) -> U | None:
+        """Return the next chunk; None at the end, or if it is not ready.
+
+        Args:
+            wait: wait for it; then None means the end.
+
+        Raises:
+            BaseException: the error of the source.
+        """
+        if self._small is not None:
+            items, self._small = self._small, []
+            return self._prepare(items) if items else None
+        while not self._ended:
+            try:
+                chunk = self._chunks.get(block=wait, timeout=_PATIENCE_SECONDS)
+            except Empty:
+                if items := self._take_items():
+                    return self._prepare(items)
+                if wait:
+                    continue
+                return None
+            self._room.release()
+            if isinstance(chunk, BaseException):
+                self._ended = True
+                raise chunk
+            self._ended = chunk is None
+            return chunk
+        return None
+
+    def close(self) -> None:
+        """End the thread, at the latest with the next item of its source; nothing is prepared from now on."""
+        self._closed = self._ended = True
+        if self._small is not None:
+            return
+        self._room.release()
+        # The interpreter may exit next, and must not kill a thread in a tokenizer's native code.
+        with self._preparing:
+            pass
+
+    def _take_items(self) -> list[T]:
+        """Return the items of an incomplete chunk, if they have waited for some time."""
+        with self._lock:
+            if not self._items or time.monotonic() - self._since < _PATIENCE_SECONDS:
+                return []
+            items, self._items = self._items, []
+            return items
+
+    def _read(self) -> None:
+        try:
+            for item in self._source:
+                if self._closed:
+                    return
+                with self._lock:
+                    if not self._items:
+                        self._since = time.monotonic()
+                    self._items.append(item)
+                    is_full = len(self._items) >= self._size
+                if is_full:
+                    self._pass_on()
+                    self._size = self._later_size
+            self._pass_on()
+        except BaseException as error:
+            self._chunks.put(error)
+        self._chunks.put(None)
+
+    def _pass_on(self) -> None:
+        with self._lock:
+            items, self._items = self._items, []
+        with self._preparing:
+            if self._closed or not items:
+                return
+            chunk = self._prepare(items)
+        self._room.acquire()
+        self._chunks.put(chunk)
 
 
 @dataclass(frozen=True)
@@ -160,144 +274,6 @@ def prepared_prompt(
     return RequestState(request, processor, index, source)
 
 
-Done = list[tuple[PreparedPrompt, RequestOutput]]
-
-
-class JobRun:
-    """Runs prompts that are read ahead.
-
-    Args:
-        client: drives the engine.
-        prompts: prepared ahead.
-        deliver: gets the requests finished by each step, and prompts that cannot be served.
-        most_pending: most requests that the engine has at a time.
-        returns_errors: whether prompts that cannot be served, and requests that fail while the engine continues, get an
-            output with their error.
-    """
-
-    def __init__(
-        self,
-        client: EngineClient,
-        prompts: ReadAhead[Any, list[PreparedPrompt]],
-        deliver: Callable[[Done], None],
-        *,
-        most_pending: int,
-        returns_errors: bool,
-    ) -> None:
-        self._client = client
-        self._prompts = prompts
-        self._deliver = deliver
-        self._most_pending = most_pending
-        self._returns_errors = returns_errors
-        # Requests that the engine does not need yet.
-        self._ready: deque[RequestState] = deque()
-
-    def run(self) -> None:
-        """Run all prompts; on any exception drop queued requests."""
-        with closing(self._client.run(self._fill)) as steps:
-            for news in steps:
-                finished = [state for state in news.values() if state.is_done]
-                if finished:
-                    # An interrupted text would look like one that cannot be decoded.
-                    with deferred_signals():
-                        done: Done = [(state, self._result(state)) for state in finished]
-                    self._deliver(done)
-
-    def _fill(self, pending: News) -> None:
-        """Queue requests until there are enough; without pending requests, wait for a chunk."""
-        while (missing := self._most_pending - len(pending)) > 0:
-            if not self._ready:
-                chunk = self._prompts.take(wait=not pending)
-                if chunk is None:
-                    return
-                self._take_chunk(chunk)
-            states = [self._ready.popleft() for _ in range(min(missing, len(self._ready)))]
-            self._client.add_pending(states, pending)
-
-    def _take_chunk(self, chunk: list[PreparedPrompt]) -> None:
-        refused = [item for item in chunk if isinstance(item, RefusedPrompt)]
-        if refused and not self._returns_errors:
-            first = min(refused, key=lambda item: item.index)
-            concerns_all = all(item.error is first.error for item in refused) and len(refused) == len(chunk)
-            # An error that concerns all prompts needs no index.
-            is_general = concerns_all and (len(chunk) > 1 or first.index == 0)
-            raise first.error if is_general else of_prompt(first.index, first.error)
-        self._ready.extend(item for item in chunk if isinstance(item, RequestState))
-        if refused:
-            self._deliver([(item, item.result()) for item in refused])
-
-    def _result(self, state: RequestState) -> RequestOutput:
-        try:
-            return state.result()
-        except StepError as error:
-            if not self._returns_errors:
-                raise
-            return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
-
-
-def stream(client: EngineClient, states: list[RequestState]) -> Generator[RequestOutput, None, None]:
-    """Queue streamed requests and yield new output after each step; aborts the rest when closed."""
-    with closing(client.run_all(states)) as steps:
-        for news in steps:
-            for request_id in sorted(news):
-                if (output := news[request_id].news()) is not None:
-                    yield output
-
-
-class Outputs:
-    """Handles outputs for `LLM.generate` and its like.
-
-    Args:
-        on_output: gets each as it finishes.
-        keep: whether they are returned.
-        finish: completes each of them first, given its index.
-    """
-
-    def __init__(
-        self,
-        on_output: Callable[[RequestOutput], None] | None = None,
-        keep: bool = True,
-        finish: Callable[[int, RequestOutput], None] | None = None,
-    ) -> None:
-        check_bool("keep", keep)
-        if not keep and on_output is None:
-            raise ValueError("keep=False needs on_output: the outputs would be lost")
-        self._on_output, self._keep, self._finish = on_output, keep, finish
-        self._by_index: dict[int, RequestOutput] = {}
-
-    def take(self, done: Done) -> None:
-        """Add finished requests."""
-        for item, output in done:
-            if self._finish is not None:
-                self._finish(item.index, output)
-            if self._keep:
-                self._by_index[item.index] = output
-        if self._on_output is not None:
-            for _, output in done:
-                self._on_output(output)
-
-    def in_order(self) -> list[RequestOutput]:
-        """Return the outputs in the order of the prompts."""
-        return [self._by_index[index] for index in range(len(self._by_index))]
-
-
-def run_job(
-    client: EngineClient, job: Job, outputs: Outputs, *, most_pending: int, returns_errors: bool, use_tqdm: bool
-) -> list[RequestOutput]:
-    """Run a job's prompts, and return the outputs that `outputs` keeps; see `JobRun`."""
-    with (
-        job.read() as prompts,
-        Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm) as progress,
-    ):
-
-        def deliver(done: Done) -> None:
-            outputs.take(done)
-            progress.update(len(done))
-
-        JobRun(client, prompts, deliver, most_pending=most_pending, returns_errors=returns_errors).run()
-    return outputs.in_order()
-
-
 class Progress:
     """A progress bar over requests, with rates and the engine's state.
 
@@ -313,10 +289,8 @@ class Progress:
         self._bar: Any = tqdm(total=total, desc="Generating", unit=unit, dynamic_ncols=True, disable=disable)
         self._started, self._before = time.perf_counter(), engine.stats()
 
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the bar."""
         self._bar.close()
 
     def update(self, num_done: int) -> None:
@@ -332,6 +306,79 @@ class Progress:
                 refresh=False,
             )
         self._bar.update(num_done)
+
+
+Done = list[tuple[PreparedPrompt, RequestOutput]]
+
+
+@dataclass
+class JobRun:
+    """Runs prompts that are read ahead.
+
+    Args:
+        client: drives the engine.
+        prompts: prepared ahead.
+        deliver: gets the requests finished by each step, and prompts that cannot be served.
+        progress: shows how many are done.
+        most_pending: most requests that the engine has at a time.
+        returns_errors: whether prompts that cannot be served, and requests that fail while the engine continues, get an
+            output with their error.
+    """
+
+    client: EngineClient
+    prompts: ReadAhead[Any, list[PreparedPrompt]]
+    deliver: Callable[[Done], None]
+    progress: Progress
+    most_pending: int
+    returns_errors: bool
+    # Requests that the engine does not need yet.
+    _ready: deque[RequestState] = field(default_factory=deque)
+
+    def run(self) -> None:
+        """Run all prompts; on any exception drop queued requests."""
+        with closing(self.prompts), closing(self.progress), closing(self.client.run(self._fill)) as steps:
+            for news in steps:
+                finished = [state for state in news.values() if state.is_done]
+                if finished:
+                    # An interrupted text would look like one that cannot be decoded.
+                    with deferred_signals():
+                        done: Done = [(state, self._result(state)) for state in finished]
+                    self._deliver(done)
+
+    def _deliver(self, done: Done) -> None:
+        self.deliver(done)
+        self.progress.update(len(done))
+
+    def _fill(self, pending: News) -> None:
+        """Queue requests until there are enough; without pending requests, wait for a chunk."""
+        while (missing := self.most_pending - len(pending)) > 0:
+            if not self._ready:
+                chunk = self.prompts.take(wait=not pending)
+                if chunk is None:
+                    return
+                self._take_chunk(chunk)
+            states = [self._ready.popleft() for _ in range(min(missing, len(self._ready)))]
+            self.client.add_pending(states, pending)
+
+    def _take_chunk(self, chunk: list[PreparedPrompt]) -> None:
+        refused = [item for item in chunk if isinstance(item, RefusedPrompt)]
+        if refused and not self.returns_errors:
+            first = min(refused, key=lambda item: item.index)
+            concerns_all = all(item.error is first.error for item in refused) and len(refused) == len(chunk)
+            # An error that concerns all prompts needs no index.
+            is_general = concerns_all and (len(chunk) > 1 or first.index == 0)
+            raise first.error if is_general else of_prompt(first.index, first.error)
+        self._ready.extend(item for item in chunk if isinstance(item, RequestState))
+        if refused:
+            self._deliver([(item, item.result()) for item in refused])
+
+    def _result(self, state: RequestState) -> RequestOutput:
+        try:
+            return state.result()
+        except StepError as error:
+            if not self.returns_errors:
+                raise
+            return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
 
 
 def as_prompts(prompts: Any) -> Any:

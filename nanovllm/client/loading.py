@@ -24,8 +24,6 @@ from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:
     from nanovllm.client.replicated_engine import ReplicatedEngine
-    from nanovllm.runner.model_runner import ModelRunner
-    from nanovllm.runner.parallel_runner import ParallelRunner
 
 
 @dataclass(frozen=True)
@@ -101,26 +99,51 @@ def _read_tokenizer(config: Config, folder: str) -> Any:
 
 
 @dataclass(frozen=True)
-class LocalEngine:
-    """An engine in this process with its parts.
+class LoadedModel:
+    """An engine with its model's files and metadata.
 
     Attributes:
-        engine: the engine.
-        runner: runs its batches.
-        files: of its model.
-        device: where the model runs; with several ranks, the first one's.
+        engine: the engine, in this process, or replicas of it in others.
+        seeds: numbers their requests.
+        files: of the model.
+        device: where the model runs; with several ranks and replicas, the first one's.
         dtype: of weights and KV cache.
+        device_name: display name of the device or devices, such as "2 x NVIDIA H200".
     """
 
-    engine: LLMEngine
-    runner: ModelRunner | ParallelRunner
+    engine: Engine
+    seeds: RequestSeeds
     files: ModelFiles
     device: torch.device
     dtype: torch.dtype
+    device_name: str
 
 
-def make_local_engine(config: Config) -> LocalEngine:
-    """Load a model into this process and the ranks that it starts; see `LLM` for errors."""
+def load_model(config: Config) -> LoadedModel:
+    """Load a model; a single engine into this process. Replicas exit with the engine that represents them.
+
+    Raises:
+        ValueError: too few GPUs, or see `LLM`.
+        RuntimeError: a rank or a replica has failed.
+    """
+    if config.data_parallel_size == 1:
+        return _load_here(config)
+    from nanovllm.client.engine_process import EngineProcesses  # noqa: PLC0415
+    from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
+
+    processes = EngineProcesses(config)
+    with processes.stopped_on_error():
+        # While the ranks import.
+        files = read_model_files(config)
+        processes.load(files.folder)
+        connections = [process.connect() for process in processes.all]
+        exit_texts = [process.exit_text for process in processes.all]
+        engine = ReplicatedEngine(config, connections, exit_texts, processes.exit)
+    return over_replicas(engine, files, RequestSeeds(config.seed))
+
+
+def _load_here(config: Config) -> LoadedModel:
+    """Load a model into this process and the ranks that it starts."""
     # Front ends of engines in other processes need no runner.
     from nanovllm.runner.model_runner import ModelRunner  # noqa: PLC0415
     from nanovllm.runner.parallel_runner import ParallelRunner, start_ranks  # noqa: PLC0415
@@ -141,65 +164,8 @@ def make_local_engine(config: Config) -> LocalEngine:
         make_constraint=files.constraints,
         weights=runner,
     )
-    return LocalEngine(engine, runner, files, device, dtype)
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """An engine (local or remote) together with its model's files and metadata.
-
-    Attributes:
-        engine: the engine, or replicas of it.
-        seeds: numbers their requests.
-        files: of the model.
-        device: where the model runs; with several ranks and replicas, the first one's.
-        dtype: of weights and KV cache.
-        device_name: display name of the device or devices, such as "2 x NVIDIA H200".
-        local: the engine with its runner, if it is in this process.
-    """
-
-    engine: Engine
-    seeds: RequestSeeds
-    files: ModelFiles
-    device: torch.device
-    dtype: torch.dtype
-    device_name: str
-    local: LocalEngine | None = None
-
-    def require_local(self) -> LocalEngine:
-        """Return the engine, if it is in this process.
-
-        Raises:
-            ValueError: it is in another process.
-        """
-        if self.local is None:
-            raise ValueError("this needs an engine in this process (data_parallel_size=1), and it is in others")
-        return self.local
-
-
-def load_model(config: Config) -> LoadedModel:
-    """Load a model; a single engine into this process. Replicas exit with the engine that represents them.
-
-    Raises:
-        ValueError: too few GPUs, or see `LLM`.
-        RuntimeError: a rank or a replica has failed.
-    """
-    if config.data_parallel_size == 1:
-        local = make_local_engine(config)
-        name = device_name(config.device, config.tensor_parallel_size)
-        return LoadedModel(local.engine, local.engine.seeds, local.files, local.device, local.dtype, name, local)
-    from nanovllm.client.engine_process import EngineProcesses  # noqa: PLC0415
-    from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
-
-    processes = EngineProcesses(config)
-    with processes.stopped_on_error():
-        # While the ranks import.
-        files = read_model_files(config)
-        processes.load(files.folder)
-        connections = [process.connect() for process in processes.all]
-        exit_texts = [process.exit_text for process in processes.all]
-        engine = ReplicatedEngine(config, connections, exit_texts, processes.exit)
-    return over_replicas(engine, files, RequestSeeds(config.seed))
+    name = device_name(config.device, config.tensor_parallel_size)
+    return LoadedModel(engine, engine.seeds, files, device, dtype, name)
 
 
 def over_replicas(engine: ReplicatedEngine, files: ModelFiles, seeds: RequestSeeds) -> LoadedModel:

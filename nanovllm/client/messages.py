@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.engine_outputs import NewTokens, TokenFields
-from nanovllm.engine.request import Abort, Request, RequestLimits
+from nanovllm.engine.engine import NewTokens
+from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken
 from nanovllm.outputs import RequestOutput
 
 
@@ -82,12 +82,21 @@ class StepReport:
         stats: the engine's counters.
     """
 
-    new_tokens: list[TokenFields] = field(default_factory=list)
+    new_tokens: list[StreamedToken] = field(default_factory=list)
     finished: list[tuple[int, RequestOutput]] = field(default_factory=list)
     failures: list[tuple[str, list[int], BaseException | None]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     steps: list[NewTokens] = field(default_factory=list)
     stats: dict[str, int] = field(default_factory=dict)
+
+    def merge(self, later: StepReport) -> None:
+        """Add a later report."""
+        self.new_tokens += later.new_tokens
+        self.finished += later.finished
+        self.failures += later.failures
+        self.dropped += later.dropped
+        self.steps += later.steps
+        self.stats = later.stats
 
     @property
     def is_empty(self) -> bool:
@@ -107,23 +116,14 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last message of an engine that an error has closed.
-
-    Attributes:
-        cause: the error, with a traceback.
-    """
+    """The last message of an engine that an error has closed: the error, with a traceback."""
 
     cause: str
 
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """The first message to an engine's process.
-
-    Attributes:
-        config: of one engine.
-        num_replicas: engines that share the CPU.
-    """
+    """The first message to an engine's process: its settings, and the number of engines that share the CPU."""
 
     config: Config
     num_replicas: int

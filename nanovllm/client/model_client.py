@@ -11,17 +11,13 @@ from functools import cached_property
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
-from nanovllm.client.engine_client import EngineClient
+from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
-from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, Pooling
 from nanovllm.configs.model import folder_pooling
-from nanovllm.engine.block_usage import BlockUsage, joined_usage
-from nanovllm.engine.engine import Engine, EngineRunningError
-from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
+from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineRunningError, PauseMode
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats_history import StatsSample
-from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
+from nanovllm.engine.stats import BlockUsage, StatsSample, StepHistograms, joined_usage, merged_histograms
 from nanovllm.outputs import Prompt, StepResult, TokenIds
 from nanovllm.sampling_params import SamplingParams, recommended_values
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
@@ -58,7 +54,7 @@ class ModelClient(Unpicklable):
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
         files = loaded.files
-        self.config, self._loaded, self._folder = config, loaded, files.folder
+        self.config, self._folder = config, files.folder
         self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.limits = loaded.engine.limits
@@ -66,8 +62,8 @@ class ModelClient(Unpicklable):
             self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
         )
         self.output_processor = OutputProcessor(self.tokenizer)
-        self._answer_format: AnswerFormat | None = None
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
+        self._engine = loaded.engine
 
     @cached_property
     def num_parameters(self) -> int:
@@ -79,27 +75,17 @@ class ModelClient(Unpicklable):
     @property
     def llm_engine(self) -> LLMEngine:
         """The engine, if it is in this process; otherwise raises a ValueError."""
-        return self._loaded.require_local().engine
+        if not isinstance(self._engine, LLMEngine):
+            raise ValueError("this needs an engine in this process (data_parallel_size=1), and it is in others")
+        return self._engine
 
-    @property
+    @cached_property
     def answer_format(self) -> AnswerFormat:
-        """The model's format of tool calls and thoughts, as its chat template shows.
-
-        Example:
-            >>> llm.answer_format.has_channels
-            False
-        """
-        if self._answer_format is None:
-            self._answer_format = AnswerFormat(self.tokenizer)
-        return self._answer_format
+        """The model's format of tool calls and thoughts, as its chat template shows."""
+        return AnswerFormat(self.tokenizer)
 
     def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
-        """Return how answers are parsed; None if there are no tools, and answers are text.
-
-        Example:
-            >>> llm.answer_options({"tools": None}) is None
-            True
-        """
+        """Return how answers are parsed; None if there are no tools, and answers are text."""
         tools = template.get("tools")
         form = self.answer_format
         # Chat templates may accept more kinds of tools than OpenAI's API does.
@@ -111,10 +97,6 @@ class ModelClient(Unpicklable):
 
         Raises:
             ValueError: the folder has a pooling, or another module, that is not supported.
-
-        Example:
-            >>> llm.default_pooling
-            'last'
         """
         return folder_pooling(self._folder)
 
@@ -134,13 +116,9 @@ class ModelClient(Unpicklable):
 
         Several engines get them from the front end's own queue, which is longer, so that each engine's part of it is
         long.
-
-        Example:
-            >>> llm.most_pending == 2 * llm.config.max_num_running
-            True
         """
         count = 2 * self.config.max_num_running
-        return count if self._loaded.local is not None else max(self.config.data_parallel_size * count, _MOST_QUEUED)
+        return count if self._engine.is_in_process else max(self.config.data_parallel_size * count, _MOST_QUEUED)
 
     @property
     def max_model_len(self) -> int:
@@ -224,10 +202,10 @@ class ModelClient(Unpicklable):
                 the pairs' iterator raised, which is the error's cause; the message has the number written before.
 
         Example:
-            >>> llm.load_weights([("model.norm.weight", torch.ones(192))])
+            >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
             1
         """
-        loaded = load_weights(self.engine_client.engine, weights, strict)
+        loaded = load_weights(self._engine, weights, strict)
         warn_of_nans(loaded.nan_names)
         return loaded.count
 
@@ -245,10 +223,9 @@ class ModelClient(Unpicklable):
             >>> llm.unload_adapter()
             False
         """
-        engine = self.engine_client.engine
-        engine.state.require_no_requests("unload_adapter", engine.request_ids)
+        self._engine.state.require_no_requests("unload_adapter", self._engine.request_ids)
         # Some replicas may have restored theirs in an earlier call, which failed in another.
-        return any(engine.call("unload_adapter"))
+        return any(self._engine.call("unload_adapter"))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache.
@@ -261,7 +238,7 @@ class ModelClient(Unpicklable):
             >>> llm.reset_prefix_cache()
             True
         """
-        return all(self.engine_client.engine.call("reset_prefix_cache"))
+        return all(self._engine.call("reset_prefix_cache"))
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop running steps until `resume`; new requests are accepted, and wait.
@@ -280,20 +257,18 @@ class ModelClient(Unpicklable):
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
-        engine = self.engine_client.engine
-        engine.call("pause", mode)
+        self._engine.call("pause", mode)
         if mode == "abort":
             # Includes requests that no replica has yet.
-            engine.abort(engine.request_ids, keep_outputs=True)
+            self._engine.abort(self._engine.request_ids, keep_outputs=True)
         else:
             self._drain()
 
     def _drain(self) -> None:
         """Let requests finish; their results are kept for their callers."""
-        engine = self.engine_client.engine
 
         def is_draining() -> bool:
-            return any(engine.call("is_draining"))
+            return any(self._engine.call("is_draining"))
 
         while is_draining():
             try:
@@ -303,12 +278,8 @@ class ModelClient(Unpicklable):
                 time.sleep(_POLL_SECONDS)
 
     def resume(self) -> None:
-        """Continue after a `pause`.
-
-        Example:
-            >>> llm.resume()
-        """
-        self.engine_client.engine.call("resume")
+        """Continue after a `pause`."""
+        self._engine.call("resume")
 
     def sleep(self, level: int = 1) -> None:
         """Release the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
@@ -328,9 +299,8 @@ class ModelClient(Unpicklable):
         """
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, not {level!r}")
-        engine = self.engine_client.engine
-        engine.state.require_no_requests("sleep", engine.request_ids)
-        engine.call("sleep", level)
+        self._engine.state.require_no_requests("sleep", self._engine.request_ids)
+        self._engine.call("sleep", level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate memory again, and restore weights kept by `sleep(1)`. Parts that are awake stay unchanged.
@@ -350,32 +320,22 @@ class ModelClient(Unpicklable):
         chosen = list(SLEEP_TAGS) if tags is None else tags
         if isinstance(chosen, str) or not set(chosen) <= set(SLEEP_TAGS):
             raise ValueError(f"tags must be a list of some of {', '.join(SLEEP_TAGS)}, not {tags!r}")
-        self.engine_client.engine.call("wake_up", list(chosen))
+        self._engine.call("wake_up", list(chosen))
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether weights or KV cache are asleep.
-
-        Example:
-            >>> llm.is_sleeping
-            False
-        """
-        return bool(self.engine_client.engine.state.asleep)
+        """Whether weights or KV cache are asleep."""
+        return bool(self._engine.state.asleep)
 
     @property
     def is_paused(self) -> bool:
-        """Whether the engine is paused.
-
-        Example:
-            >>> llm.is_paused
-            False
-        """
-        return self.engine_client.engine.state.pause_mode is not None
+        """Whether the engine is paused."""
+        return self._engine.state.pause_mode is not None
 
     def require_awake(self) -> None:
         """Raise a RuntimeError if the engine is closed, or lacks what a step needs."""
-        self.engine_client.engine.require_open()
-        if (lack := self.engine_client.engine.state.cannot_run) is not None:
+        self._engine.require_open()
+        if (lack := self._engine.state.cannot_run) is not None:
             raise RuntimeError(lack)
 
     def require_ready(self) -> None:
@@ -391,15 +351,15 @@ class ModelClient(Unpicklable):
             >>> llm.stats()["num_used_blocks"]
             0
         """
-        return self.engine_client.engine.stats(now=True)
+        return self._engine.stats(now=True)
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
-        """Return the state of the cache's blocks, in at most `most_cells` cells; see `engine.block_usage`.
+        """Return the state of the cache's blocks, in at most `most_cells` cells; see `BlockUsage`.
 
         Blocks of several replicas are concatenated.
         """
         share = max(1, most_cells // self.config.data_parallel_size)
-        return joined_usage(self.engine_client.engine.call("block_usage", share))
+        return joined_usage(self._engine.call("block_usage", share))
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
@@ -407,15 +367,15 @@ class ModelClient(Unpicklable):
         Example:
             >>> most_running = max(sample.num_running for sample in llm.stats_history())
         """
-        return self.engine_client.engine.stats_history()
+        return self._engine.stats_history()
 
     def step_histograms(self) -> StepHistograms:
         """Return histograms of step sizes, and of the times between tokens of an output."""
-        return merged_histograms(self.engine_client.engine.call("histograms"))
+        return merged_histograms(self._engine.call("histograms"))
 
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
-        self.engine_client.engine.exit()
+        self._engine.exit()
 
 
 def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeights:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
@@ -19,15 +19,12 @@ from typing import Any
 
 from typing_extensions import override
 
-from nanovllm.client.messages import EngineInfo, Enqueue, SendNewTokens, StepReport, Stop
+from nanovllm.client.messages import CallEngine, Ended, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
 from nanovllm.client.placement import Placement
-from nanovllm.client.replica import Inbox, Replica
 from nanovllm.config import Config
-from nanovllm.engine.engine import Engine
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens, TokenFields
-from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.request import Abort, Request, RequestLimits, check_request_ids
-from nanovllm.engine.stats_history import StatsHistory, StatsSample
+from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens
+from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken, check_request_ids
+from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
 
@@ -36,7 +33,112 @@ _WAIT_SECONDS = 0.2
 _MOMENTARY = ("num_running", "num_waiting", "num_used_blocks", "num_free_blocks")
 """Counters of the present state, which a dead replica does not add to."""
 _MOMENTARY_ON_HOST = ("num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second")
-"""Further such counters of `swap_space`."""
+"""The same for `swap_space`."""
+
+
+class Replica:
+    """An engine in another process.
+
+    A thread reads its messages. Orders go out together, with `flush`.
+
+    Args:
+        index: index of the replica.
+        connection: to the engine.
+        receive: gets each report, and None when the engine has exited; called in the thread.
+        exit_text: returns how the process exited, once the connection is closed.
+
+    Attributes:
+        info: the engine's description of itself.
+        stats: the engine's counters, as of its last message.
+        state: the engine's pause and sleep state.
+        has_ended: whether no more messages come.
+
+    Raises:
+        RuntimeError: the engine has exited.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        connection: Connection,
+        receive: Callable[[Replica, StepReport | None], None],
+        exit_text: Callable[[], str],
+    ) -> None:
+        self.index = index
+        try:
+            self.info: EngineInfo = connection.recv()
+        except (EOFError, OSError):
+            raise RuntimeError(exit_text()) from None
+        self.stats: dict[str, int] = {}
+        self.state = EngineState()
+        self._connection = connection
+        self._receive = receive
+        self._exit_text = exit_text
+        self._cause: str | None = None
+        self._orders: list[Order] = []
+        self._lock = threading.Lock()
+        self._calls: dict[int, Future[Any]] = {}
+        self._call_ids = count()
+        self.has_ended = False
+        threading.Thread(target=self._read, name="nanovllm-replica", daemon=True).start()
+
+    def exit_text(self) -> str:
+        """Return how the engine exited."""
+        return self._exit_text() if self._cause is None else self._cause
+
+    def add(self, order: Order) -> None:
+        """Send an order with the next `flush`."""
+        self._orders.append(order)
+
+    def flush(self) -> None:
+        """Send pending orders; from any thread. If the engine has exited, `has_ended` becomes true soon."""
+        with self._lock:
+            if self._orders:
+                orders, self._orders = self._orders, []
+                with suppress(OSError):
+                    self._connection.send(orders)
+
+    def call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
+        """Call a method of the engine."""
+        future: Future[Any] = Future()
+        call_id = next(self._call_ids)
+        self._calls[call_id] = future
+        self.add(CallEngine(call_id, method, args))
+        self.flush()
+        if self.has_ended:
+            self._end_calls()
+        return future
+
+    def _read(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, Ended):
+                    self._cause = message.cause
+                    continue
+                if isinstance(message, EngineState):
+                    self.state = message
+                    continue
+                self.stats = message.stats
+                if isinstance(message, StepReport):
+                    self._receive(self, message)
+                else:
+                    future = self._calls.pop(message.call_id)
+                    if message.error is not None:
+                        future.set_exception(message.error)
+                    else:
+                        future.set_result(message.result)
+        self.has_ended = True
+        with self._lock:
+            self._connection.close()
+        self._end_calls()
+        self._receive(self, None)
+
+    def _end_calls(self) -> None:
+        while self._calls:
+            with suppress(KeyError):
+                _, future = self._calls.popitem()
+                future.set_exception(RuntimeError(self.exit_text()))
 
 
 class ReplicatedEngine(Engine):
@@ -49,7 +151,6 @@ class ReplicatedEngine(Engine):
         close: ends the processes, if this engine owns them.
 
     Attributes:
-        limits: limits that requests must keep to.
         info: the first engine's description of itself.
         num_replicas: number of replicas at the start.
 
@@ -67,9 +168,17 @@ class ReplicatedEngine(Engine):
         close: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._inbox = Inbox()
+        # Messages of the replicas that are not processed yet.
+        self._inbox = inbox = deque[tuple[Replica, StepReport | None]]()
+        self._has_news = has_news = threading.Event()
+
+        # Called in the replicas' threads, which must not keep this engine alive.
+        def receive(replica: Replica, report: StepReport | None) -> None:
+            inbox.append((replica, report))
+            has_news.set()
+
         self._replicas = [
-            Replica(index, connection, self._inbox, exit_text)
+            Replica(index, connection, receive, exit_text)
             for index, (connection, exit_text) in enumerate(zip(connections, exit_texts, strict=True))
         ]
         self.num_replicas = len(self._replicas)
@@ -86,7 +195,6 @@ class ReplicatedEngine(Engine):
         self._request_ids = count()
         # Id of the request, by the ids of its further outputs.
         self._first_ids: dict[int, int] = {}
-        self._results = EngineOutputs()
         self._wants_steps = False
         # Reported tokens of each output, and tokens that come again after a replica's death.
         self._num_reported: Counter[tuple[int, int]] = Counter()
@@ -104,29 +212,24 @@ class ReplicatedEngine(Engine):
         if self._is_closing or not self._placement.shares:
             return False
         # Messages of the last engine before its exit must still be processed.
-        return bool(self._inbox.messages) or any(not replica.has_ended for replica in self._replicas)
+        return bool(self._inbox) or any(not replica.has_ended for replica in self._replicas)
 
     @property
+    @override
     def state(self) -> EngineState:
-        """The state of an engine, of a paused or sleeping one if any; see `Engine`."""
         # A replica that died at rest is noticed by the next step, which it must not hold up.
         alive = [self._replicas[index] for index in list(self._placement.shares)]
         states = [replica.state for replica in alive if not replica.has_ended] or [EngineState()]
         return next((state for state in states if state.holds_steps), states[0])
 
     @property
+    @override
     def request_ids(self) -> set[int]:
-        """Ids of unfinished requests of this front end."""
         with self._lock:
             return set(self._placement.requests)
 
-    @property
     @override
-    def has_results(self) -> bool:
-        return not self._results.is_empty
-
     def enqueue(self, request: Request) -> int:
-        """Queue a request, which a replica gets with the next step; see `Engine`."""
         self.require_open()
         with self._lock:
             (request_id,) = self._new_ids([request])
@@ -155,10 +258,10 @@ class ReplicatedEngine(Engine):
 
     @override
     def wake(self) -> None:
-        self._inbox.has_news.set()
+        self._has_news.set()
 
+    @override
     def run_step(self, wants_tokens: bool = False) -> NewTokens:
-        """Send pending orders, wait for news, and process it; see `Engine`."""
         with self._alone():
             return self._step(wants_tokens)
 
@@ -169,13 +272,13 @@ class ReplicatedEngine(Engine):
             for replica in self._replicas:
                 replica.add(SendNewTokens(wants_tokens))
         self._send_orders()
-        if self._placement.requests and not (self._inbox.messages or self.has_results):
-            self._inbox.has_news.wait(_WAIT_SECONDS)
-        self._inbox.has_news.clear()
+        if self._placement.requests and not (self._inbox or self.has_results):
+            self._has_news.wait(_WAIT_SECONDS)
+        self._has_news.clear()
         tokens = NewTokens()
         with deferred_signals(), self._lock:
-            while self._inbox.messages:
-                replica, report = self._inbox.messages.popleft()
+            while self._inbox:
+                replica, report = self._inbox.popleft()
                 if report is not None:
                     self._take_in(replica, report, tokens)
                 else:
@@ -200,8 +303,8 @@ class ReplicatedEngine(Engine):
                     self._stopped.add((request_id, index))
                     self._replicas[holder].add(Stop([(request_id, index)]))
 
+    @override
     def is_finished(self) -> bool:
-        """Whether no request is left, and every result has been taken."""
         # The driving call must notice a death, even without work.
         alive = self._placement.shares
         has_died = any(replica.has_ended and replica.index in alive for replica in self._replicas)
@@ -213,16 +316,16 @@ class ReplicatedEngine(Engine):
             cause = self._closed_by
             raise RuntimeError("the engine is closed" if cause is None else f"the engine is closed: {cause}")
 
+    @override
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of every engine, and return the results of the live ones; see `Engine`."""
         self.require_open()
         calls = [replica.call(method, args) for replica in self._replicas if not replica.has_ended]
         # If one raises, the others have still finished their calls.
         wait(calls)
         return [call.result() for call in calls]
 
+    @override
     def stats(self, *, now: bool = False) -> dict[str, int]:
-        """Return the sums of the engines' counters; see `Engine`."""
         if now and self.is_open:
             # A replica that has just died keeps its last counters.
             with suppress(RuntimeError):
@@ -241,6 +344,7 @@ class ReplicatedEngine(Engine):
         if "_lock" in vars(self):
             self.exit()
 
+    @override
     def _close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
@@ -281,7 +385,6 @@ class ReplicatedEngine(Engine):
             self._replicas[holder].add(Abort([request_id], keep_outputs))
 
     def _end(self, request_id: int) -> Request:
-        """Forget a finished request."""
         request = self._placement.end(request_id)
         for index in range(request.params.n):
             self._first_ids.pop(request_id + index, None)
@@ -310,7 +413,7 @@ class ReplicatedEngine(Engine):
             tokens.num_prefill_tokens += step.num_prefill_tokens
             tokens.sampled += step.sampled
 
-    def _new(self, tokens: list[TokenFields]) -> Iterator[TokenFields]:
+    def _new(self, tokens: list[StreamedToken]) -> Iterator[StreamedToken]:
         """Yield the tokens that a dead engine has not already reported."""
         for token in tokens:
             key = token[:2]
@@ -328,8 +431,7 @@ class ReplicatedEngine(Engine):
             return
         again = self._placement.lose(replica.index)
         momentary = {*_MOMENTARY, *_MOMENTARY_ON_HOST}
-        past = {name: value for name, value in replica.stats.items() if name not in momentary}
-        self._past_stats.update(past)
+        self._past_stats.update({name: n for name, n in replica.stats.items() if name not in momentary})
         cause = replica.exit_text()
         if self._placement.shares:
             repeated = set(again)

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import typing
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import chain, filterfalse, islice, zip_longest
 
+import numpy as np
+
 from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy, make_policy
-from nanovllm.engine.host_cache import BlockLoads, HostCache
+from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import Block, BlockKey, BlockTable, PrefixCache
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import BlockUsage
 from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, NewBlock
 
 
@@ -48,6 +51,14 @@ class _Fit:
     num_missing: int
 
 
+@dataclass
+class _Unconfirmed:
+    """What becomes valid with a step's result: blocks registered, by id, and copies saved to the host, by key."""
+
+    registered: list[int] = field(default_factory=list)
+    saved: list[BlockKey] = field(default_factory=list)
+
+
 class BlockManager:
     """Pages, reference counts, the prefix cache and its eviction.
 
@@ -62,7 +73,6 @@ class BlockManager:
     Attributes:
         policies: policy of each group.
         has_states: whether sequences have states, from which computed tokens cannot be taken back.
-        loads: what the step being planned must load.
     """
 
     def __init__(
@@ -86,13 +96,14 @@ class BlockManager:
         self._num_gained = 0
         self.host = host
         self._num_clean_blocks = num_clean_blocks
-        self.loads = BlockLoads()
-        # Copies of states that the step being planned makes, and the states that it will have computed.
+        # What the step being planned loads, by destination; the copies of states that it makes; the states it computes.
+        self._loads: dict[int, BlockTransfer] = {}
+        self._num_loading = 0
         self._copies: list[BlockTransfer] = []
         self._coming_states: set[BlockKey] = set()
-        # Blocks registered by steps without a result yet, oldest step first.
-        self._unconfirmed: deque[list[int]] = deque()
-        self.policies = [make_policy(kind, num_blocks, block_size, max_chunk) for kind in kinds]
+        # Of steps without a result yet, oldest step first.
+        self._unconfirmed: deque[_Unconfirmed] = deque()
+        self.policies = [make_policy(kind, block_size, max_chunk) for kind in kinds]
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
         self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
         self.has_states = bool(self._states)
@@ -141,7 +152,7 @@ class BlockManager:
         seq.num_computed_tokens = fit.num_computed
         seq.num_shared_tokens = 0
         if self.host is not None:
-            self._fetch(self.host, seq)
+            self._load(self.host, seq)
         return True
 
     def num_missing_blocks(self, seq: Sequence) -> int:
@@ -405,14 +416,34 @@ class BlockManager:
         block.ref_count = 1
         return block_id
 
-    def take_copies(self) -> list[BlockTransfer]:
-        """Return, at the end of planning a step, the copies of states that it makes before it computes any."""
+    def take_loads(self) -> list[BlockTransfer]:
+        """Return, each once, what the step being planned loads from host memory."""
+        loads, self._loads = list(self._loads.values()), {}
+        return loads
+
+    def is_loading(self, seq: Sequence) -> bool:
+        """Whether loads into a sequence's blocks are not taken yet."""
+        return bool(self._loads) and not self._loads.keys().isdisjoint(seq.block_tables[0])
+
+    def take_transfers(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
+        """Return, at the end of planning a step, its copies of states, made before it computes any, loads and saves.
+
+        Args:
+            running: all running sequences.
+            num_prompt_tokens: prompt tokens that the step computes.
+        """
         if self._coming_states:
             # Waiting sequences may use them from the next step on.
             self._coming_states.clear()
             self._num_gained += 1
         copies, self._copies = self._copies, []
-        return copies
+        if self.host is None:
+            return copies
+        unconfirmed = {block_id for step in self._unconfirmed for block_id in step.registered}
+        saves = self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
+        keys = [self.blocks[save.source].key for save in saves]
+        self._unconfirmed[-1].saved += [key for key in keys if key is not None]
+        return copies + self.take_loads() + saves
 
     def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be.
@@ -455,43 +486,39 @@ class BlockManager:
         # A fork may share a block whose parent was evicted after it was registered.
         self._cache.remove(block)
         self._cache.add(block, key, None if self.host is None else self.host.identity(key))
-        self._unconfirmed[-1].append(block.block_id)
+        self._unconfirmed[-1].registered.append(block.block_id)
         self._num_gained += 1
         return block
 
     def begin_step(self) -> None:
-        """Begin a step: the blocks registered from now on are confirmed, or rolled back, with its result."""
-        self._unconfirmed.append([])
+        """Begin a step: blocks registered and saved from now on are confirmed, or rolled back, with its result."""
+        self._unconfirmed.append(_Unconfirmed())
         self._coming_states.clear()
-        if self.host is not None:
-            self.host.begin_step()
+        self._num_loading = 0
 
     def cancel_step(self) -> None:
         """Undo `begin_step`, since the step turned out to be empty."""
-        registered = self._unconfirmed.pop()
-        assert not registered
-        if self.host is not None:
-            self.host.cancel_step()
+        step = self._unconfirmed.pop()
+        assert not step.registered and not step.saved
 
     def confirm_step(self) -> None:
-        """Confirm the blocks of the oldest step without a result: it has succeeded, and their content is valid."""
+        """Confirm the oldest step without a result: it has succeeded, and what it has written is valid."""
         self._unconfirmed.popleft()
-        if self.host is not None:
-            self.host.confirm_step()
 
     def rollback(self) -> None:
         """Remove every block registered by a step without a result from the prefix cache; no sequence uses them any
         more.
         """
-        for block_id in (block_id for step in self._unconfirmed for block_id in step):
-            self._cache.remove(self.blocks[block_id])
-            self._free.move_to_end(block_id, last=False)
+        for step in self._unconfirmed:
+            for block_id in step.registered:
+                self._cache.remove(self.blocks[block_id])
+                self._free.move_to_end(block_id, last=False)
+            if self.host is not None:
+                self.host.drop(step.saved)
         self._unconfirmed.clear()
-        self.loads.clear()
+        self._loads.clear()
         self._copies.clear()
         self._coming_states.clear()
-        if self.host is not None:
-            self.host.rollback()
 
     def reset(self) -> bool:
         """Forget the prefix cache; return whether no sequence holds blocks from it.
@@ -500,43 +527,36 @@ class BlockManager:
         """
         if self.host is not None:
             self.host.clear()
+            for step in self._unconfirmed:
+                step.saved.clear()
         self._cache.reset()
         return not self._cache.blocks
 
-    def _fetch(self, host: HostCache, seq: Sequence) -> None:
-        """Load the blocks that follow a sequence's registered ones from host memory, if that is faster."""
-        first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
-        slots = host.fetch(seq, first, end) if first < end else ()
-        if slots:
-            self._load(seq, slots)
-
     def must_wait_to_load(self, seq: Sequence) -> bool:
-        """Return whether a waiting sequence would load blocks in a step that already loads enough."""
-        if self.host is None or not self.host.loads_enough():
+        """Whether a waiting sequence would load blocks in a step that already loads enough."""
+        if self.host is None or not self.host.is_enough(self._num_loading):
             return False
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
         parent = matched[-1].identity if matched else self._cache.root(seq.num_resets, 0)
         return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)
 
-    def _load(self, seq: Sequence, slots: typing.Sequence[int]) -> None:
-        """Load blocks that follow a sequence's registered ones; they are confirmed or rolled back with the planned
-        step.
+    def _load(self, host: HostCache, seq: Sequence) -> None:
+        """Load the blocks that follow a sequence's registered ones from host memory, if that is faster.
 
-        `register` counts full computed blocks. Only afterwards is the last token taken back, which is always computed,
-        since the next one is sampled from its output.
+        They are confirmed or rolled back with the planned step.
         """
-        num_loaded = seq.num_registered_blocks + len(slots)
-        self.loads.add(slots, seq.block_tables[0][seq.num_registered_blocks : num_loaded])
-        seq.num_computed_tokens = num_loaded * self.block_size
+        first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
+        slots = host.fetch(seq, first, end) if first < end else ()
+        if not slots:
+            return
+        self._num_loading += len(slots)
+        for slot, block_id in zip(slots, seq.block_tables[0][first : first + len(slots)], strict=True):
+            self._loads[block_id] = BlockTransfer("load", slot, block_id)
+        # `register` counts full computed blocks. Only afterwards is the last token taken back, which is always
+        # computed, since the next one is sampled from its output.
+        seq.num_computed_tokens = (first + len(slots)) * self.block_size
         self.register(seq)
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
-
-    def plan_saves(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
-        """Return what the step being planned saves to host memory; see `HostCache.plan_saves`."""
-        if self.host is None:
-            return []
-        unconfirmed = {block_id for step in self._unconfirmed for block_id in step}
-        return self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
         """Yield the blocks that steps will overwrite first: free ones, then blocks of the next sequences to be
@@ -556,42 +576,26 @@ class BlockManager:
             if registered and host.lacks(registered[-1]):
                 yield from registered
 
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert every promise of this class, given all sequences that may hold blocks; for tests, O(blocks)."""
-        sequences = list(sequences)
-        owners: defaultdict[int, list[Sequence]] = defaultdict(list)
-        for seq in sequences:
-            for block_id in chain.from_iterable(table.held for table in seq.block_tables):
-                owners[block_id].append(seq)
-        for block in self.blocks:
-            users = owners[block.block_id]
-            assert block.ref_count == len(users), f"block {block.block_id}: wrong reference count"
-            assert (block.ref_count == 0) == (block.block_id in self._free), f"block {block.block_id} lost or leaked"
-            if block.ref_count > 1 and block.key is None:
-                is_shared = all(user in users[0].siblings for user in users)
-                assert is_shared, f"block {block.block_id} shared unregistered"
-        identities = self._cache.check_integrity(self.blocks)
-        if self.host is not None:
-            self.host.check_integrity(identities)
-        for seq in sequences:
-            for group, table in enumerate(seq.block_tables):
-                self._check_table(seq, group, table)
+    def usage(self, most_cells: int) -> BlockUsage:
+        """Return the state of the blocks in at most `most_cells` cells.
 
-    def _check_table(self, seq: Sequence, group: int, table: BlockTable) -> None:
-        policy, held = self.policies[group], table.held
-        assert len(held) == len(set(held)) <= policy.most_held, f"{seq} holds a block twice, or too many"
-        if not policy.grows:
-            assert len(held) == policy.most_held, f"{seq} has a part of a state"
-            assert all(self.blocks[block_id].ref_count == 1 for block_id in held), f"{seq} shares its state"
-            return
-        first = policy.num_released(seq.num_computed_tokens - seq.num_unsure)
-        most_released = min(first, seq.num_registered_blocks) if self.enable_prefix_caching else first
-        assert table.num_released <= most_released, f"{seq} has released a block too early"
-        # A chunk that begins inside a registered block does not store.
-        num_kept = seq.num_registered_blocks if seq.is_behind else 0
-        for block_id in table[max(num_kept, seq.num_computed_tokens // self.block_size) :]:
-            is_own = self.blocks[block_id].key is None and self.blocks[block_id].ref_count == 1
-            assert is_own or seq.siblings, f"{seq} will write to cached block {block_id}"
+        Any thread may call it: it only reads, so one answer may mix two moments.
+        """
+        blocks, size = self.blocks, -(-self.num_blocks // most_cells)
+        starts = np.arange(0, self.num_blocks, size)
+
+        def cells(values: Iterable[int], reduceat: Callable[..., np.ndarray] = np.add.reduceat) -> list[int]:
+            return reduceat(np.fromiter(values, np.int64, len(blocks)), starts).tolist()
+
+        return BlockUsage(
+            self.block_size,
+            self.num_blocks,
+            size,
+            used=cells(block.ref_count > 0 for block in blocks),
+            cached=cells(block.key is not None for block in blocks),
+            users=cells((block.ref_count for block in blocks), np.maximum.reduceat),
+            hits=cells(block.num_hits for block in blocks),
+        )
 
 
 def _state_key(parent: int, group: int, index: int) -> BlockKey:

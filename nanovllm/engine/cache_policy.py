@@ -21,12 +21,10 @@ class CachePolicy(ABC):
     Attributes:
         grows: whether a sequence has a block for every `block_size` of its tokens.
         has_gaps: whether a prefix can be usable with blocks missing.
-        most_held: most blocks that a sequence holds.
     """
 
     grows = True
     has_gaps = True
-    most_held: int
 
     @abstractmethod
     def min_blocks(self, num_filled: int) -> int:
@@ -69,9 +67,6 @@ class FullPolicy(CachePolicy):
 
     has_gaps = False
 
-    def __init__(self, num_blocks: int) -> None:
-        self.most_held = num_blocks
-
     @override
     def min_blocks(self, num_filled: int) -> int:
         return num_filled
@@ -92,17 +87,16 @@ class WindowPolicy(CachePolicy):
 
     Args:
         window: most tokens that a query sees, its own included.
-        num_blocks, block_size: number of blocks in the cache, and tokens per block.
+        block_size: tokens per block.
         max_chunk: most tokens of a sequence in one step.
     """
 
-    def __init__(self, window: int, num_blocks: int, block_size: int, max_chunk: int) -> None:
+    def __init__(self, window: int, block_size: int, max_chunk: int) -> None:
         # At least 2, so that the block before the next token is always held.
         self._window, self._block_size = max(2, window), block_size
         # Blocks needed to advance by one token, and by a whole chunk.
         self._fewest = self._num_spanned(self._window)
         self._most = self._num_spanned(self._window - 1 + max_chunk)
-        self.most_held = min(num_blocks, self._most)
 
     @override
     def min_blocks(self, num_filled: int) -> int:
@@ -144,7 +138,7 @@ class StatePolicy(CachePolicy):
     grows = False
 
     def __init__(self, kind: StateCache, block_size: int) -> None:
-        self.num_blocks = self.most_held = kind.num_blocks
+        self.num_blocks = kind.num_blocks
         self._checkpoint, self._block_size = kind.checkpoint, block_size
 
     @override
@@ -184,12 +178,12 @@ class StatePolicy(CachePolicy):
         return end
 
 
-def make_policy(kind: CacheKind, num_blocks: int, block_size: int, max_chunk: int) -> CachePolicy:
+def make_policy(kind: CacheKind, block_size: int, max_chunk: int) -> CachePolicy:
     """Return the policy of a kind of cache; see the classes for the arguments."""
     if isinstance(kind, FullCache):
-        return FullPolicy(num_blocks)
+        return FullPolicy()
     if isinstance(kind, WindowCache):
-        return WindowPolicy(kind.window, num_blocks, block_size, max_chunk)
+        return WindowPolicy(kind.window, block_size, max_chunk)
     return StatePolicy(kind, block_size)
 
 

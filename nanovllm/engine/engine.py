@@ -8,21 +8,133 @@ from __future__ import annotations
 import atexit
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 from weakref import WeakSet
 
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
-from nanovllm.engine.engine_state import EngineState
-from nanovllm.engine.request import Request, RequestLimits
-from nanovllm.engine.stats_history import StatsSample
-from nanovllm.utils.unpicklable import Unpicklable
+import numpy as np
 
+from nanovllm.engine.request import Request, RequestLimits, StreamedToken
+from nanovllm.engine.stats import StatsSample
+from nanovllm.outputs import RequestOutput, StepError, StepResult
+from nanovllm.utils.unpicklable import Unpicklable
+from nanovllm.weights.report import MissingWeights
+
+PauseMode = Literal["keep", "wait", "abort"]
+SleepTag = Literal["weights", "kv_cache"]
+SLEEP_TAGS: tuple[str, ...] = get_args(SleepTag)
 _EXIT_SECONDS = 10.0
 _engines: WeakSet[Engine] = WeakSet()
+
+
+@dataclass
+class EngineState:
+    """The causes that hold an engine's steps up. Changes between two steps; see `LLMEngine.between_steps`.
+
+    Attributes:
+        pause_mode: how the engine was paused; None if it is not.
+        asleep: the `SLEEP_TAGS` that have no memory.
+        missing: weights that a sleep dropped, or that a failed change left incomplete.
+    """
+
+    pause_mode: PauseMode | None = None
+    asleep: set[str] = field(default_factory=set)
+    missing: MissingWeights = field(default_factory=MissingWeights)
+
+    @property
+    def holds_steps(self) -> bool:
+        """Whether anything holds steps up."""
+        return self.pause_mode is not None or self.cannot_run is not None
+
+    @property
+    def cannot_run(self) -> str | None:
+        """The reason why a step cannot run; None if it can."""
+        if self.asleep:
+            tags = sorted(self.asleep)
+            return f"the engine is asleep, without its {' and '.join(tags)}: call wake_up({tags})"
+        if not self.missing.count:
+            return None
+        weights = f"{self.missing.count} weights such as {self.missing.example!r}"
+        if self.missing.is_half_merged:
+            return f"{weights} have parts of an adapter: call unload_adapter or load_weights"
+        cause = "were dropped by sleep(level=2), or left undone by a load that failed"
+        return f"{weights} {cause}: call load_weights with them"
+
+    def require_no_requests(self, name: str, pending: Sized) -> None:
+        """Raise a RuntimeError if there are requests, which the call `name` would change half-way."""
+        if self.pause_mode is None and len(pending):
+            raise RuntimeError(f"{name}: {len(pending)} requests are pending: let them end, or pause() first")
+
+
+@dataclass
+class NewTokens:
+    """The tokens of one step, or of two after a failed launch.
+
+    Attributes:
+        num_prefill_tokens: prompt tokens that were computed.
+        sampled: sequence ids, one per token, and the ids whose token was dropped.
+    """
+
+    num_prefill_tokens: int = 0
+    sampled: list[tuple[list[int], np.ndarray, set[int]]] = field(default_factory=list)
+
+
+@dataclass
+class EngineOutputs:
+    """The results of steps, kept until a caller has them, so that no exception or signal loses any.
+
+    Plain data that pickles, except for causes of failures.
+
+    Attributes:
+        new_tokens: tokens of requests that report theirs, in order.
+        finished: finished requests by id; their outputs have no text.
+        failures: steps that failed, and requests that failed alone.
+        dropped: ids of requests that were aborted and have no output.
+    """
+
+    new_tokens: list[StreamedToken] = field(default_factory=list)
+    finished: list[tuple[int, RequestOutput]] = field(default_factory=list)
+    failures: list[StepError] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    # Tokens of `step` calls that raised instead of returning them.
+    _unreported: list[NewTokens] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """True if there are finished requests or failures to report."""
+        return bool(self.finished or self.failures)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether a front end has nothing to process."""
+        return not (self.new_tokens or self.finished or self.failures or self.dropped)
+
+    def fail(self, error: StepError) -> None:
+        """Keep a step's failure, unless an earlier failure already covers all its requests."""
+        if error.request_ids or not self.failures:
+            self.failures.append(error)
+
+    def take_step(self, tokens: NewTokens | None) -> StepResult:
+        """Return everything that has finished, or raise the oldest failure; each once.
+
+        tokens: of the step just run; tokens of steps whose call raised are added.
+        """
+        if tokens is not None:
+            self._unreported.append(tokens)
+        self.new_tokens.clear()
+        self.dropped.clear()
+        if self.failures:
+            raise self.failures.pop(0)
+        finished, self.finished = self.finished, []
+        steps, self._unreported = self._unreported, []
+        new: dict[int, list[int]] = {}
+        for seq_ids, token_ids, dropped in (sampled for step in steps for sampled in step.sampled):
+            for seq_id, token_id in zip(seq_ids, token_ids.tolist(), strict=True):
+                if seq_id not in dropped:
+                    new.setdefault(seq_id, []).append(token_id)
+        return StepResult(finished, new, sum(s.num_prefill_tokens for s in steps), sum(map(len, new.values())))
 
 
 class EngineRunningError(RuntimeError):
@@ -62,6 +174,7 @@ class Engine(Unpicklable, ABC):
         # signal handler that interrupts either gets both locks, and finds the engine busy.
         self._turn, self._mutex = RLock(), RLock()
         self._is_busy = False
+        self._results = EngineOutputs()
         _engines.add(self)
 
     @contextmanager
@@ -143,6 +256,11 @@ class Engine(Unpicklable, ABC):
                 self._mutex.release()
 
     @property
+    def has_results(self) -> bool:
+        """Whether `take_results` would return anything."""
+        return not self._results.is_empty
+
+    @property
     @abstractmethod
     def state(self) -> EngineState:
         """The cause that holds steps up, as of the last call that changed it."""
@@ -151,11 +269,6 @@ class Engine(Unpicklable, ABC):
     @abstractmethod
     def request_ids(self) -> set[int]:
         """Ids of unfinished requests."""
-
-    @property
-    @abstractmethod
-    def has_results(self) -> bool:
-        """Whether `take_results` would return anything."""
 
     @property
     @abstractmethod
@@ -176,11 +289,11 @@ class Engine(Unpicklable, ABC):
 
     @abstractmethod
     def enqueue_all(self, requests: Sequence[Request]) -> list[int]:
-        """Queue requests that arrive together, in the order in which they should run; return their ids."""
+        """Queue requests that arrive together, all or none, in the order in which they should run; return their ids."""
 
     @abstractmethod
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
-        """Drop requests, whatever their progress; from any thread.
+        """Drop requests, whatever their progress; from any thread. Blocks are free at the latest with the next step.
 
         Args:
             request_ids: the id of any output stands for the whole request; ids of finished requests are ignored.
@@ -206,7 +319,7 @@ class Engine(Unpicklable, ABC):
 
     @abstractmethod
     def take_results(self) -> EngineOutputs:
-        """Return the results of steps, each once."""
+        """Return the results of steps, each once, for a caller that owns every request."""
 
     @abstractmethod
     def call(self, method: str, *args: Any) -> list[Any]:

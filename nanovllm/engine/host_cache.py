@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -31,34 +31,6 @@ class HostBlock:
 
     slot: int
     identity: int
-
-
-class BlockLoads:
-    """Transfers into device blocks that the step being planned performs, by destination block."""
-
-    def __init__(self) -> None:
-        self._transfers: dict[int, BlockTransfer] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._transfers)
-
-    def add(self, slots: typing.Sequence[int], block_ids: typing.Sequence[int]) -> None:
-        """Load blocks from host slots."""
-        for slot, block_id in zip(slots, block_ids, strict=True):
-            self._transfers[block_id] = BlockTransfer("load", slot, block_id)
-
-    def take(self) -> list[BlockTransfer]:
-        """Return and remove the pending loads."""
-        loads, self._transfers = list(self._transfers.values()), {}
-        return loads
-
-    def has_blocks_of(self, seq: Sequence) -> bool:
-        """Return whether loads into a sequence's blocks are pending."""
-        return bool(self._transfers) and not self._transfers.keys().isdisjoint(seq.block_tables[0])
-
-    def clear(self) -> None:
-        """Drop all pending loads."""
-        self._transfers.clear()
 
 
 class HostCache:
@@ -83,13 +55,9 @@ class HostCache:
         self._copies: OrderedDict[BlockKey, HostBlock] = OrderedDict()
         self._num_used_slots = 0
         self._free_slots: list[int] = []
-        # Keys saved by steps without a result yet, oldest step first.
-        self._unconfirmed: deque[list[BlockKey]] = deque()
         self._copy_seconds = memory.block_bytes / memory.bytes_per_second
         gain_seconds = block_size / memory.tokens_per_second - self._copy_seconds
         self.min_loaded_blocks = max(1, math.ceil(memory.step_seconds / gain_seconds)) if gain_seconds > 0 else math.inf
-        # Blocks that the step being planned loads.
-        self._num_loading = 0
         self.num_saved = self.num_loaded = self.num_lost = 0
 
     def lacks(self, block: Block) -> bool:
@@ -115,16 +83,15 @@ class HostCache:
         # The tail of a prefix is dropped before its head, without which it cannot be found.
         for key in reversed(copies):
             self.touch(key)
-        self._num_loading += len(copies)
         self.num_loaded += len(copies)
         return [copy.slot for copy in copies.values()]
 
-    def loads_enough(self) -> bool:
-        """Return whether the step being planned loads more than the link copies in a small step."""
-        return self._num_loading * self._copy_seconds > self._memory.step_seconds
+    def is_enough(self, num_blocks: int) -> bool:
+        """Whether a step that loads this number of blocks loads more than the link copies in a small step."""
+        return num_blocks * self._copy_seconds > self._memory.step_seconds
 
     def would_load(self, seq: Sequence, parent: int, first: int, end: int) -> bool:
-        """Return whether `fetch` would load anything; `parent` is the identity of the block before `first`."""
+        """Whether `fetch` would load anything; `parent` is the identity of the block before `first`."""
         return len(self._copies_of(seq, parent, first, end)) >= self.min_loaded_blocks
 
     def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> dict[BlockKey, HostBlock]:
@@ -168,7 +135,6 @@ class HostCache:
             if slot is None:
                 break
             self._copies[block.key] = HostBlock(slot, block.identity)
-            self._unconfirmed[-1].append(block.key)
             saves.append(BlockTransfer("save", block.block_id, slot))
             if len(saves) == most:
                 break
@@ -197,35 +163,9 @@ class HostCache:
         self._copies.clear()
         self._free_slots.clear()
         self._num_used_slots = 0
-        for saved in self._unconfirmed:
-            saved.clear()
 
-    def begin_step(self) -> None:
-        """Begin a step: saves from now on are confirmed, or rolled back, with its result."""
-        self._unconfirmed.append([])
-        self._num_loading = 0
-
-    def cancel_step(self) -> None:
-        """Undo `begin_step`, since the step turned out to be empty."""
-        saved = self._unconfirmed.pop()
-        assert not saved
-
-    def confirm_step(self) -> None:
-        """Confirm the saves of the oldest step without a result."""
-        self._unconfirmed.popleft()
-
-    def rollback(self) -> None:
-        """Drop the saves of steps without a result."""
-        for key in (key for step in self._unconfirmed for key in step):
-            # It may be dropped already, and its slot reused.
-            copy = self._copies.pop(key, None)
-            if copy is not None:
+    def drop(self, keys: Iterable[BlockKey]) -> None:
+        """Drop the copies of blocks whose saves have failed, unless they are dropped already."""
+        for key in keys:
+            if (copy := self._copies.pop(key, None)) is not None:
                 self._free_slots.append(copy.slot)
-        self._unconfirmed.clear()
-
-    def check_integrity(self, identities: dict[BlockKey, int]) -> None:
-        """Assert that each slot is free or holds one block, given the identities of cached blocks; for tests."""
-        slots = self._free_slots + [copy.slot for copy in self._copies.values()]
-        assert sorted(slots) == list(range(self._num_used_slots)), "a slot is lost, or holds two blocks"
-        for key, copy in self._copies.items():
-            assert identities.get(key, copy.identity) == copy.identity, "a block has two identities"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
@@ -25,10 +25,7 @@ from typing_extensions import override
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.block_usage import BlockUsage, block_usage
-from nanovllm.engine.engine import Engine
-from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
-from nanovllm.engine.engine_state import SLEEP_TAGS, EngineState, PauseMode
+from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineOutputs, EngineState, NewTokens, PauseMode
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import (
     Abort,
@@ -41,11 +38,9 @@ from nanovllm.engine.request import (
     fill_rows,
     no_constraint,
 )
-from nanovllm.engine.request_output import request_output
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, make_sequences
-from nanovllm.engine.stats_history import StatsHistory, StatsSample
-from nanovllm.engine.step_histograms import StepHistograms
+from nanovllm.engine.stats import BlockUsage, StatsHistory, StatsSample, StepHistograms
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
 from nanovllm.sampling_params import SamplingParams
@@ -66,9 +61,6 @@ class LLMEngine(Engine):
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
         weights: changes the model's weights and memory; None if they cannot change.
-
-    Attributes:
-        step_histograms: sizes of steps, and times between tokens.
     """
 
     is_in_process = True
@@ -126,9 +118,8 @@ class LLMEngine(Engine):
         self._make_constraint = make_constraint
         # Tokens of the steps that the last `run_step` collected.
         self._step_tokens = NewTokens()
-        self._results = EngineOutputs()
         self._history = StatsHistory()
-        self.step_histograms = StepHistograms()
+        self._histograms = StepHistograms()
 
     def add_request(
         self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None, priority: int = 0
@@ -138,7 +129,10 @@ class LLMEngine(Engine):
         Raises:
             ValueError: the prompt, a parameter or the request's size is out of bounds.
         """
-        params = self.limits.check_without_text(SamplingParams() if sampling_params is None else sampling_params)
+        params = self.limits.check_params(SamplingParams() if sampling_params is None else sampling_params)
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if getattr(params, name):
+                raise ValueError(f"{name} needs text: give the request to an LLM, not to its engine")
         token_ids = self.limits.check_prompt(prompt, params)
         priority, seed = check_int("priority", priority), self.seeds.of(self.seeds.reserve(params.n))
         return self.enqueue(Request(token_ids, params, priority=priority, seed=seed))
@@ -157,8 +151,8 @@ class LLMEngine(Engine):
         self._inbox.extend(group)
         return seq_ids[0]
 
+    @override
     def enqueue_all(self, requests: Iterable[Request]) -> list[int]:
-        """Queue requests that come together, all or none."""
         request_ids: list[int] = []
         try:
             for request in requests:
@@ -181,11 +175,9 @@ class LLMEngine(Engine):
             tokens = self.run_step() if self._runner is not None or not self._results else None
             return self._results.take_step(tokens)
 
+    @override
     def run_step(self, wants_tokens: bool = False) -> NewTokens:
-        """Run a step for the call that drives the engine, and return its tokens; its results are kept.
-
-        Signals are deferred until the step ends, so that the scheduler's state stays consistent.
-        """
+        # A signal within a step would leave the scheduler's state inconsistent.
         with deferred_signals():
             # Calls that wait for the gap between two steps come first.
             with self._turn:
@@ -203,7 +195,9 @@ class LLMEngine(Engine):
         tokens = self._step_tokens = NewTokens()
         self._history.sample_if_due(self.stats)
         if self._holds_steps and not self.is_draining():
-            self._rest()
+            self._collect(0)
+            # A paused engine must not spin.
+            time.sleep(_REST_SECONDS)
             return tokens
         try:
             batch = self.scheduler.schedule()
@@ -221,11 +215,6 @@ class LLMEngine(Engine):
         tokens.num_prefill_tokens = batch.num_chunk_tokens if batch is not None else 0
         return tokens
 
-    def _rest(self) -> None:
-        """Collect the steps under way, and sleep, so that a paused engine does not spin."""
-        self._collect(0)
-        time.sleep(_REST_SECONDS)
-
     def _empty_inbox(self) -> None:
         while self._inbox:
             message = self._inbox.popleft()
@@ -239,7 +228,7 @@ class LLMEngine(Engine):
                 if group is not None:
                     self._abort(group)
                     if message.keep_outputs:
-                        self._results.finished.append((group.request_id, request_output(group)))
+                        self._results.finished.append((group.request_id, group.output()))
                     else:
                         self._results.dropped.append(group.request_id)
 
@@ -273,7 +262,7 @@ class LLMEngine(Engine):
                 return False
             changes = self.scheduler.postprocess(batch, output)
             num_tokens = batch.num_chunk_tokens + len(output.token_ids)
-            self.step_histograms.observe(num_tokens, len(batch.rows), time.monotonic())
+            self._histograms.observe(num_tokens, len(batch.rows), time.monotonic())
             self._step_tokens.sampled.append((changes.seq_ids, changes.token_ids, changes.dropped))
             self._results.new_tokens += changes.new_tokens
             for seq, cause in changes.failed:
@@ -296,10 +285,9 @@ class LLMEngine(Engine):
         """Keep the output of a request once all its sequences are finished."""
         if group.is_finished:
             self._forget(group)
-            self._results.finished.append((group.request_id, request_output(group)))
+            self._results.finished.append((group.request_id, group.output()))
 
     def _abort(self, group: SequenceGroup) -> None:
-        """Drop a request's remaining sequences."""
         self._forget(group)
         self.scheduler.abort(seq.seq_id for seq in group)
 
@@ -329,11 +317,8 @@ class LLMEngine(Engine):
         if not isinstance(error, Exception):
             raise error
 
+    @override
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
-        """Drop requests, whatever their progress; see `Engine`.
-
-        Blocks are freed at once, or with the next step if another thread is in one.
-        """
         self._inbox.append(Abort(check_request_ids(request_ids), keep_outputs))
         with deferred_signals():
             # If two calls race, the first does both.
@@ -352,17 +337,12 @@ class LLMEngine(Engine):
             for request_id, index in outputs:
                 group = self._groups.get(request_id)
                 if group is not None and group[index].status is not SequenceStatus.FINISHED:
-                    self.scheduler.stop(group[index])
+                    self.scheduler.finish(group[index], "stop")
                     self._finish(group)
             self._collect_last()
 
-    @property
     @override
-    def has_results(self) -> bool:
-        return not self._results.is_empty
-
     def take_results(self) -> EngineOutputs:
-        """Return the results of steps, each once, for a caller that owns every request."""
         with self._in_turn():
             results, self._results = self._results, EngineOutputs()
         return results
@@ -377,21 +357,17 @@ class LLMEngine(Engine):
         # Another thread may add one meanwhile.
         return {group.request_id for group in list(self._groups.values())}
 
-    def is_drained(self) -> bool:
-        """Whether a waiting pause has nothing left to wait for."""
-        return self.scheduler.is_drained() and not self._in_flight
-
+    @override
     def stats(self, *, now: bool = False) -> dict[str, int]:
-        """Return counters since the engine began and the blocks in use now, regardless of `now`."""
         return self.scheduler.counters()
 
     def histograms(self) -> StepHistograms:
         """Return the histograms of steps so far."""
-        return self.step_histograms
+        return self._histograms
 
     def block_usage(self, most_cells: int) -> BlockUsage:
-        """Return the state of the cache's blocks; see `block_usage`."""
-        return block_usage(self.scheduler.block_manager, most_cells)
+        """Return the state of the cache's blocks, in at most `most_cells` cells."""
+        return self.block_manager.usage(most_cells)
 
     @override
     def stats_history(self) -> list[StatsSample]:
@@ -403,7 +379,7 @@ class LLMEngine(Engine):
         return self._runner is not None and not self._is_closing
 
     def require_open(self) -> Runner:
-        """Return the runner; raises a RuntimeError if the engine is closed."""
+        """Return the runner, or raise a RuntimeError if the engine is closed."""
         if self._runner is None or self._is_closing:
             raise RuntimeError("the engine is closed")
         return self._runner
@@ -449,7 +425,9 @@ class LLMEngine(Engine):
     @contextmanager
     def _changing_weights(self, name: str) -> Iterator[None]:
         """Record which weights are missing after the `with` block, even if it fails; name: of the call."""
-        self._require_weights(name)
+        self._require_rest(name)
+        if "weights" in self.state.asleep:
+            raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
         was_missing = self.state.missing
         try:
             yield
@@ -479,8 +457,9 @@ class LLMEngine(Engine):
 
     def is_draining(self) -> bool:
         """Whether a pause still waits for requests."""
-        state = self.state
-        return state.pause_mode == "wait" and state.cannot_run is None and not self.is_drained()
+        if self.state.pause_mode != "wait" or self.state.cannot_run is not None:
+            return False
+        return bool(self._in_flight) or not self.scheduler.is_drained()
 
     def resume(self) -> None:
         """Continue after a pause."""
@@ -515,19 +494,17 @@ class LLMEngine(Engine):
         if self.is_draining():
             raise RuntimeError(f"{name}: a pause still waits for requests to end")
 
-    def _require_weights(self, name: str) -> None:
-        self._require_rest(name)
-        if "weights" in self.state.asleep:
-            raise RuntimeError("the weights are asleep: call wake_up(['weights'])")
-
-    def wrap_runner(self, wrap: Callable[[Runner], Runner]) -> None:
-        """Replace the runner by a wrapper around it, between two steps."""
+    def replace_runner(self, runner: Runner) -> None:
+        """Run steps by another runner, from the next one on; does nothing if the engine is closed."""
         if self._runner is not None:
-            self._runner = wrap(self._runner)
+            self._runner = runner
 
+    @override
     def wake(self) -> None:
-        """Do nothing: no step waits for requests."""
+        # No step waits for requests.
+        pass
 
+    @override
     def _close(self) -> None:
         with deferred_signals():
             runner, self._runner = self._runner, None

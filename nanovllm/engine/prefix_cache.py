@@ -97,14 +97,6 @@ class EvictedPrefixes:
             if not self._num_children[last]:
                 del self._num_children[last]
 
-    def check_integrity(self, cached: dict[BlockKey, int]) -> None:
-        """Assert that exactly the needed entries exist, given the identities of cached blocks; for tests."""
-        keys = [*cached, *self._identities]
-        assert self._num_children == Counter(parent for parent, _, _ in keys), "children are miscounted"
-        assert self._keys == {identity: key for key, identity in self._identities.items()}
-        assert not self._identities.keys() & cached.keys(), "a block is cached and evicted"
-        assert all(self._num_children[identity] for identity in self._keys), "nothing follows an evicted block"
-
 
 class PrefixCache:
     """Finds blocks by their keys, in use or not.
@@ -176,14 +168,3 @@ class PrefixCache:
                 block.key = None
             elif self._evicted is not None:
                 self._evicted.on_registered(key)
-
-    def check_integrity(self, blocks: Iterable[Block]) -> dict[BlockKey, int]:
-        """Assert that exactly the blocks with keys can be found; return their identities. For tests."""
-        identities = {block.key: block.identity for block in blocks if block.key is not None}
-        assert {key: block.identity for key, block in self.blocks.items()} == identities
-        for key, block in self.blocks.items():
-            assert block.key == key, f"block {block.block_id}: wrong cache entry"
-            assert block.identity > key[0], f"block {block.block_id} is older than its parent"
-        if self._evicted is not None:
-            self._evicted.check_integrity(identities)
-        return identities

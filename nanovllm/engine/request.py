@@ -93,6 +93,12 @@ class Request:
         return Request, (self.token_ids, self.params, self.prompt, *own)
 
 
+StreamedToken = tuple[int, int, int, bool, bytes]
+"""A token of a request that `reports_tokens`: the request's id, the index of the output in it, the token, whether it is
+EOS or a stop token, and its record of log-probabilities, see `nanovllm.outputs`, empty unless asked for.
+"""
+
+
 @dataclass(slots=True)
 class Abort:
     """Tells an engine to drop requests, or to finish them with the tokens that they have."""
@@ -215,26 +221,11 @@ class RequestLimits:
                     )
         for name in ("logprobs", "prompt_logprobs"):
             given = getattr(checked, name)
-            setattr(checked, name, count := self.num_logprobs(given))
+            # -1 stands for the whole vocabulary.
+            setattr(checked, name, count := self.vocab_size if given == -1 else given)
             if (count or 0) > self.max_logprobs:
                 whole = f", all {count} tokens," if given == -1 else ""
                 raise ValueError(f"{name}={given}{whole} is over max_logprobs={self.max_logprobs}")
-        return checked
-
-    def num_logprobs(self, given: int | None) -> int | None:
-        """Return how many log-probabilities a request asks for per position; -1 stands for the whole vocabulary."""
-        return self.vocab_size if given == -1 else given
-
-    def check_without_text(self, params: Any) -> SamplingParams:
-        """Like `check_params`, for an engine without a tokenizer.
-
-        Raises:
-            ValueError: see `check_params`; or a parameter needs text.
-        """
-        checked = self.check_params(params)
-        for name in ("stop", "bad_words", "structured_outputs"):
-            if getattr(checked, name):
-                raise ValueError(f"{name} needs text: give the request to an LLM, not to its engine")
         return checked
 
     def check_prompt(self, prompt: Any, params: SamplingParams) -> array[int]:

@@ -23,7 +23,7 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.engine_outputs import StreamedToken
+from nanovllm.engine.request import StreamedToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SteadyRows, sort_key
 from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
@@ -144,11 +144,7 @@ class Scheduler:
             self._end_by_count(seq)
         for seq in caught_up:
             self._begin_steady(seq, batch.number + 1)
-        if self.block_manager.has_states:
-            batch.transfers += self.block_manager.take_copies()
-        if self.block_manager.loads:
-            batch.transfers += self.block_manager.loads.take()
-        batch.transfers += self.block_manager.plan_saves(self.running, batch.num_chunk_tokens)
+        batch.transfers += self.block_manager.take_transfers(self.running, batch.num_chunk_tokens)
         return batch
 
     def _preempt_for_priority(self) -> None:
@@ -158,29 +154,21 @@ class Scheduler:
         for the first waiting one only, since the others may share its prefix; a long prompt gets the blocks of several
         sequences in successive steps.
         """
+        first, running = self.waiting.first(), self.running
+        # The usual case must cost nothing.
+        if first is None or not running or first.priority >= running[-1].priority:
+            return
+        begun = [s for s in self._behind if s.status is SequenceStatus.RUNNING and s.priority <= first.priority]
         budget = self.max_num_batched_tokens - len(self.steady)
-        for index, seq in enumerate(self._outranking()):
-            budget -= 0 if index else self._num_begun_tokens(seq.priority)
+        budget -= sum([seq.num_tokens - seq.num_computed_tokens for seq in begun])
+        for index, seq in enumerate(list(islice(self.waiting.in_order(), len(running)))):
             # A preempted sequence waits for its token in flight. At 0, the preempted row's own token is left.
-            if budget < 0 or seq.num_in_flight or not self.running or seq.priority >= self.running[-1].priority:
+            if budget < 0 or seq.num_in_flight or not running or seq.priority >= running[-1].priority:
                 return
             lacks_blocks = not index and self.block_manager.num_missing_blocks(seq) > 0
             if lacks_blocks or len(self._free_slots) <= index:
-                self._preempt(self.running[-1])
+                self._preempt(running[-1])
             budget -= seq.num_tokens
-
-    def _num_begun_tokens(self, priority: int) -> int:
-        """Return how many tokens the running sequences of at least this priority are behind."""
-        begun = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.priority <= priority]
-        return sum([seq.num_tokens - seq.num_computed_tokens for seq in begun])
-
-    def _outranking(self) -> list[Sequence]:
-        """Return waiting sequences in order if the first outranks the last running one; at most one per running one."""
-        first = self.waiting.first()
-        # The usual case must cost nothing.
-        if first is None or not self.running or first.priority >= self.running[-1].priority:
-            return []
-        return list(islice(self.waiting.in_order(), len(self.running)))
 
     def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan a row for every sequence that has caught up; return the ones that end with it."""
@@ -223,32 +211,26 @@ class Scheduler:
         computes these sequences.
         """
         before = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.is_behind]
-        loading: list[Sequence] = []
-        caught_up = self._schedule_chunks(before, loading, batch)
+        caught_up, loading = self._schedule_chunks(before, batch)
         if loading and not batch.chunks and not len(batch.rows):
             batch.waits_for_loads = True
-            batch.transfers += self.block_manager.loads.take()
-            first, loading = loading, []
-            caught_up = self._schedule_chunks(first, loading, batch)
+            batch.transfers += self.block_manager.take_loads()
+            caught_up, loading = self._schedule_chunks(loading, batch)
         self._behind = loading + self._behind
         return caught_up
 
-    def _schedule_chunks(
-        self, behind: list[Sequence], loading: list[Sequence], batch: ScheduledBatch
-    ) -> list[Sequence]:
-        """Plan chunks of running sequences, then of waiting ones, while there is budget; see `_schedule_behind`.
+    def _schedule_chunks(self, behind: list[Sequence], batch: ScheduledBatch) -> tuple[list[Sequence], list[Sequence]]:
+        """Plan chunks of running sequences `behind`, then of waiting ones, while there is budget.
 
         The next step, in which others get their next tokens, waits for the loads of this one. Once they exceed what the
         link copies in a small step, a sequence that would load more is admitted in the next one.
 
-        Args:
-            behind: the running ones; the rest of them is in `_behind` afterwards.
-            loading: filled with the sequences that wait for blocks.
-            batch: gets the chunks.
+        Returns:
+            The sequences that catch up, and the ones that wait for blocks; the rest of `behind` is in `_behind`.
         """
-        caught_up = []
+        caught_up, loading = list[Sequence](), list[Sequence]()
         while self._budget and (seq := behind.pop(0) if behind else self._admit(batch)) is not None:
-            if self.block_manager.loads.has_blocks_of(seq):
+            if self.block_manager.is_loading(seq):
                 loading.append(seq)
                 continue
             self._schedule_chunk(seq, batch)
@@ -257,7 +239,7 @@ class Scheduler:
                 break
             caught_up.append(seq)
         self._behind = behind
-        return caught_up
+        return caught_up, loading
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
         """Move the head of the queue to the running sequences, if budget, slots, blocks and pending loads allow."""
@@ -312,8 +294,7 @@ class Scheduler:
             # No more blocks are given in this step. Another output of the request may yet share them.
             if not seq.siblings:
                 self.block_manager.release_outside_window(seq)
-            self.steady.add(seq, most_tokens, first_step)
-            self.steady.note_room(seq, self.block_manager.capacity(seq))
+            self.steady.add(seq, most_tokens, self.block_manager.capacity(seq), first_step)
 
     def _most_tokens(self, seq: Sequence) -> int:
         """Return the number of tokens, prompt and output, at which a sequence ends."""
@@ -335,8 +316,12 @@ class Scheduler:
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
         """Add a step's tokens to their sequences, and finish sequences that end."""
-        changes = StepChanges(batch.sampled_seq_ids, output.token_ids)
-        self._note_first_tokens(batch)
+        changes, now = StepChanges(batch.sampled_seq_ids, output.token_ids), time.monotonic()
+        # Outputs' first tokens follow chunks.
+        for seq_id in batch.sampled_seq_ids[len(batch.rows) :]:
+            seq = self._sequences.get(seq_id)
+            if seq is not None and seq.metrics.time_to_first_token is None:
+                seq.metrics.time_to_first_token = now - seq.metrics.arrival_time
         if output.offsets is None:
             _take_logprobs(changes.seq_ids, batch, output, self._sequences)
             num_rows = len(batch.rows)
@@ -387,11 +372,11 @@ class Scheduler:
                 ends = self._watch(seq, token_id, changes) if seq.is_watched else token_id in seq.end_token_ids
             # The error fails only this sequence. A panic of a native library derives from BaseException.
             except BaseException as error:
-                self._finish(seq, "abort")
+                self.finish(seq, "abort")
                 changes.failed.append((seq, error))
                 return count
             if ends or (may_be_last and self._has_all_tokens(seq)):
-                self._finish(seq, "stop" if ends else "length")
+                self.finish(seq, "stop" if ends else "length")
                 changes.finished.append(seq)
                 return count
         if is_running:
@@ -399,7 +384,6 @@ class Scheduler:
         return len(token_ids)
 
     def _has_all_tokens(self, seq: Sequence) -> bool:
-        """Whether a sequence has the last token that its limits allow."""
         if seq.status is SequenceStatus.ENDING:
             return not seq.num_in_flight
         return len(seq.token_ids) >= self._most_tokens(seq)
@@ -415,27 +399,34 @@ class Scheduler:
             wants_record = seq.record_bytes and seq.request.is_streamed
             start = (len(seq.token_ids) - seq.num_prompt_tokens - 1) * seq.record_bytes
             record = bytes(seq.logprobs[start : start + seq.record_bytes]) if wants_record else b""
-            changes.new_tokens.append(StreamedToken(seq.request_id, seq.index, token_id, is_end, record))
+            changes.new_tokens.append((seq.request_id, seq.index, token_id, is_end, record))
         return is_end
 
-    def _note_first_tokens(self, batch: ScheduledBatch) -> None:
-        """Record the time of the first tokens of outputs, which follow chunks."""
-        now = time.monotonic()
-        for seq_id in batch.sampled_seq_ids[len(batch.rows) :]:
-            seq = self._sequences.get(seq_id)
-            if seq is not None and seq.metrics.time_to_first_token is None:
-                seq.metrics.time_to_first_token = now - seq.metrics.arrival_time
-
-    def stop(self, seq: Sequence) -> None:
-        """End an unfinished sequence whose text is complete."""
-        self._finish(seq, "stop")
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End an unfinished sequence; reason: see `CompletionOutput`."""
+        if seq.status is SequenceStatus.RUNNING:
+            if reason != "abort":
+                self.block_manager.register(seq)
+            self._free(seq)
+        elif seq.status is SequenceStatus.WAITING:
+            self.waiting.remove(seq)
+            self.block_manager.free(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.finish_reason = reason
+        # Drop records of tokens after the last one.
+        del seq.logprobs[(len(seq.token_ids) - seq.num_prompt_tokens) * seq.record_bytes :]
+        # Siblings refer to one another, and would wait for the garbage collector.
+        seq.siblings = ()
+        seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
+        self._num_extra -= seq.has_extra
+        del self._sequences[seq.seq_id]
 
     def abort(self, seq_ids: Iterable[int]) -> None:
         """Drop sequences at once. Their blocks are free: later writes come after any in flight."""
         for seq_id in seq_ids:
             seq = self._sequences.get(seq_id)
             if seq is not None:
-                self._finish(seq, "abort")
+                self.finish(seq, "abort")
 
     def find(self, seq_id: int) -> Sequence | None:
         """Return an unfinished sequence."""
@@ -479,26 +470,7 @@ class Scheduler:
             **({} if self.block_manager.host is None else self.block_manager.host.counters()),
         }
 
-    def _finish(self, seq: Sequence, reason: str) -> None:
-        if seq.status is SequenceStatus.RUNNING:
-            if reason != "abort":
-                self.block_manager.register(seq)
-            self._free(seq)
-        elif seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
-            self.block_manager.free(seq)
-        seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = reason
-        # Drop records of tokens after the last one.
-        del seq.logprobs[(len(seq.token_ids) - seq.num_prompt_tokens) * seq.record_bytes :]
-        # Siblings refer to one another, and would wait for the garbage collector.
-        seq.siblings = ()
-        seq.metrics.total_time = time.monotonic() - seq.metrics.arrival_time
-        self._num_extra -= seq.has_extra
-        del self._sequences[seq.seq_id]
-
     def _free(self, seq: Sequence, is_preempted: bool = False) -> None:
-        """Release a running sequence's blocks and its slot."""
         del self.running[bisect_left(self.running, seq.sort_key, key=sort_key)]
         self.steady.discard(seq)
         self.block_manager.free(seq, is_preempted)
@@ -585,12 +557,8 @@ class WaitingQueue:
 def _take_logprobs(
     seq_ids: list[int], batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]
 ) -> None:
-    """Give sequences their log-probabilities, and the requested outputs of their prompts' chunks.
-
-    Args:
-        seq_ids: the sequence of each token.
-        batch, output: the step.
-        sequences: the unfinished ones by id.
+    """Give unfinished sequences, by id, the log-probabilities of tokens (`seq_ids` has the sequence of each), and the
+    requested outputs of their prompts' chunks.
     """
     if output.logprobs is not None:
         records = output.logprobs.records()

@@ -12,6 +12,7 @@ import time
 import typing
 from array import array
 from bisect import bisect_left, insort
+from dataclasses import replace
 from enum import Enum, auto
 from operator import attrgetter
 
@@ -19,7 +20,7 @@ import numpy as np
 
 from nanovllm.engine.prefix_cache import BlockTable
 from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
-from nanovllm.outputs import RequestMetrics, record_bytes
+from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput, record_bytes
 from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, TokenLogprobs
 from nanovllm.sampling_params import SamplingExtra
 
@@ -45,6 +46,27 @@ class SequenceGroup(list["Sequence"]):
     def is_finished(self) -> bool:
         """Whether all outputs are complete."""
         return all(seq.status is SequenceStatus.FINISHED for seq in self)
+
+    def output(self) -> RequestOutput:
+        """Return the output of the finished request, without text."""
+        first, metrics = self[0], self[0].metrics
+        if len(self) > 1:
+            # It ends with its last output.
+            metrics = replace(metrics, total_time=max(seq.metrics.total_time or 0.0 for seq in self))
+        # The field accepts an array, and the other one None.
+        tokens: typing.Any = first.request.token_ids
+        hidden: typing.Any = first.prompt_outputs
+        return RequestOutput(
+            request_id=first.seq_id,
+            prompt=None,
+            prompt_token_ids=tokens,
+            outputs=[seq.completion() for seq in self],
+            finished=True,
+            prompt_logprobs=first.prompt_logprobs(),
+            num_cached_tokens=first.num_cached_tokens or 0,
+            metrics=metrics,
+            hidden_states=hidden and [part for part in hidden if isinstance(part, np.ndarray)],
+        )
 
 
 class SequenceStatus(Enum):
@@ -72,52 +94,16 @@ class Sequence:
     `num_computed_tokens` count all that it may return; `num_unsure` of them may turn out not to exist.
     """
 
-    # fmt: off
     __slots__ = (
-        "__weakref__",
-        "_num_computed_tokens",
-        "_num_tokens",
-        "_token_ids",
-        "block_tables",
-        "constraint",
-        "end_token_ids",
-        "finish_reason",
-        "fits_from",
-        "has_extra",
-        "index",
-        "is_watched",
-        "logprobs",
-        "max_tokens",
-        "metrics",
-        "num_admissions",
-        "num_cached_tokens",
-        "num_prompt_tokens",
-        "num_registered_blocks",
-        "num_resets",
-        "num_shared_tokens",
-        "params",
-        "prompt_outputs",
-        "record_bytes",
-        "request",
-        "request_id",
-        "rows",
-        "seed",
-        "seq_id",
-        "siblings",
-        "slot",
-        "sort_key",
-        "status",
-        "stop_reason",
-    )
-    # fmt: on
+        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_tables", "constraint",
+        "end_token_ids", "finish_reason", "fits_from", "has_extra", "index", "is_watched", "logprobs", "max_tokens",
+        "metrics", "num_admissions", "num_cached_tokens", "num_prompt_tokens", "num_registered_blocks", "num_resets",
+        "num_shared_tokens", "params", "prompt_outputs", "record_bytes", "request", "request_id", "rows", "seed",
+        "seq_id", "siblings", "slot", "sort_key", "status", "stop_reason",
+    )  # fmt: skip
 
     def __init__(
-        self,
-        seq_id: int,
-        request: Request,
-        seed: int,
-        index: int = 0,
-        constraint: TokenConstraint | None = None,
+        self, seq_id: int, request: Request, seed: int, index: int = 0, constraint: TokenConstraint | None = None
     ) -> None:
         params = request.params
         self.seq_id = seq_id
@@ -214,11 +200,7 @@ class Sequence:
         """Append the value of the next token."""
         self.token_ids.append(token_id)
         if self.rows is not None:
-            self.rows.note_token(self)
-
-    def append_known(self, token_ids: bytes) -> None:
-        """Append tokens that `rows` has already counted; 32-bit integers as bytes."""
-        self._token_ids.frombytes(token_ids)
+            self.rows._num_known[self.slot] += 1
 
     @property
     def num_in_flight(self) -> int:
@@ -255,26 +237,18 @@ class Sequence:
 
     def new_request(self) -> NewRequest:
         """Return the contents of its slot, at admission."""
-        return NewRequest(
-            self.slot,
-            [table[:] for table in self.block_tables],
-            self.num_prompt_tokens,
-            self.params.temperature,
-            self.seed,
-            self._sampling_extra() if self.has_extra else None,
-        )
-
-    def _sampling_extra(self) -> SamplingExtra:
-        """Return its sampling parameters beyond temperature."""
-        params = self.params
-        return SamplingExtra(
-            params,
-            self.token_ids[:] if params.uses_penalties else array("i"),
-            self.num_prompt_tokens,
-            tuple(self.end_token_ids) if params.min_tokens else (),
-            self.request.bad_token_ids,
-            self.constraint is not None,
-        )
+        params, extra = self.params, None
+        if self.has_extra:
+            extra = SamplingExtra(
+                params,
+                self.token_ids[:] if params.uses_penalties else array("i"),
+                self.num_prompt_tokens,
+                tuple(self.end_token_ids) if params.min_tokens else (),
+                self.request.bad_token_ids,
+                self.constraint is not None,
+            )
+        tables = [table[:] for table in self.block_tables]
+        return NewRequest(self.slot, tables, self.num_prompt_tokens, params.temperature, self.seed, extra)
 
     def prompt_scores(self, start: int, end: int) -> PromptScores | None:
         """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
@@ -292,10 +266,25 @@ class Sequence:
         pooling = self.request.pooling
         return pooling if pooling == "mean" or end == self.num_prompt_tokens else None
 
-    @property
-    def completion_token_ids(self) -> list[int]:
-        """The generated tokens, including the EOS that ended them."""
-        return self.token_ids[self.num_prompt_tokens :].tolist()
+    def completion(self) -> CompletionOutput:
+        """Return the finished output, without text; its tokens include the EOS that ended them."""
+        token_ids, logprobs, cumulative = self.token_ids[self.num_prompt_tokens :].tolist(), None, None
+        if self.params.logprobs is not None:
+            logprobs = Logprobs[dict[int, Logprob]](self.logprobs, 1 + self.params.logprobs)
+            cumulative = logprobs.sum()
+        return CompletionOutput(self.index, "", token_ids, cumulative, logprobs, self.finish_reason, self.stop_reason)
+
+    def prompt_logprobs(self) -> Logprobs[dict[int, Logprob] | None] | None:
+        """Return the log-probabilities of the prompt's tokens, None for a token without any.
+
+        Returns None if they were not asked for, or if the request was aborted before its prompt was computed.
+        """
+        if self.params.prompt_logprobs is None or self.wants_prompt_outputs:
+            return None
+        width = 1 + self.params.prompt_logprobs
+        parts = [part.records() for part in self.prompt_outputs or () if isinstance(part, TokenLogprobs)]
+        records = np.concatenate(parts) if parts else np.empty((0, 1 + 2 * width), dtype=np.int32)
+        return Logprobs(records, width, num_missing=self.num_prompt_tokens - len(records))
 
     def __repr__(self) -> str:
         return (
@@ -317,6 +306,7 @@ class SteadyRows:
         num_drafts: drafts that a row may compute beside its newest token.
 
     Attributes:
+        seqs: the sequences, one per row.
         num_tokens: [num_slots]; see `Sequence`. The newest of them is computed next.
         num_unsure: [num_slots]; see `Sequence`; zero without drafts.
     """
@@ -324,7 +314,7 @@ class SteadyRows:
     def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0) -> None:
         self.block_size, self.num_drafts = block_size, num_drafts
         self.num_tokens, self.num_unsure = np.zeros((2, num_slots), dtype=np.int64)
-        self._seqs: list[Sequence] = []
+        self.seqs: list[Sequence] = []
         self._rows: Rows | None = NO_ROWS
         self._seq_ids: list[int] = []
         self._num_quiet_steps = 0
@@ -341,23 +331,19 @@ class SteadyRows:
         self._first_step = np.full(num_slots, _NEVER, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._seqs)
+        return len(self.seqs)
 
-    @property
-    def seqs(self) -> list[Sequence]:
-        """The sequences, one per row."""
-        return self._seqs
-
-    def add(self, seq: Sequence, most_tokens: int, first_step: int) -> None:
+    def add(self, seq: Sequence, most_tokens: int, capacity: int, first_step: int) -> None:
         """Add a row for a sequence that has caught up.
 
         Args:
-            seq: has a slot; `note_room` must follow.
+            seq: has a slot.
             most_tokens: number of tokens at which it ends.
+            capacity: see `note_room`.
             first_step: number of the first step with this row.
         """
         slot, ends = seq.slot, list(seq.end_token_ids)
-        insort(self._seqs, seq, key=sort_key)
+        insort(self.seqs, seq, key=sort_key)
         self._rows = None
         self.num_tokens[slot], self.num_unsure[slot] = seq.num_tokens, 0
         self._num_known[slot], self._num_recent[slot] = len(seq.token_ids), 0
@@ -369,6 +355,7 @@ class SteadyRows:
         self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
         self._first_step[slot] = first_step
         seq.rows = self
+        self.note_room(seq, capacity)
 
     def discard(self, seq: Sequence) -> None:
         """Remove a sequence if it has a row, and write its counts and tokens back. It keeps its slot."""
@@ -376,7 +363,7 @@ class SteadyRows:
             return
         num_tokens = seq.num_tokens
         self.flush(seq)
-        del self._seqs[bisect_left(self._seqs, seq.sort_key, key=sort_key)]
+        del self.seqs[bisect_left(self.seqs, seq.sort_key, key=sort_key)]
         self._rows = None
         self._first_step[seq.slot] = _NEVER
         seq.rows = None
@@ -387,16 +374,12 @@ class SteadyRows:
         self._capacity[seq.slot] = capacity
         self._num_quiet_steps = 0
 
-    def note_token(self, seq: Sequence) -> None:
-        """Count a token that was appended to a sequence."""
-        self._num_known[seq.slot] += 1
-
     def flush(self, seq: Sequence) -> None:
         """Move a sequence's recent tokens from these arrays to its `token_ids`."""
         slot = seq.slot
         count = self._num_recent[slot]
         if count:
-            seq.append_known(self._recent[slot, :count].tobytes())
+            seq._token_ids.frombytes(self._recent[slot, :count].tobytes())
             self._num_recent[slot] = 0
 
     def without_room(self) -> list[Sequence]:
@@ -408,7 +391,7 @@ class SteadyRows:
         num_stored = num_tokens + self._most_new[slots] - 1 if self.num_drafts else num_tokens
         is_shared = num_tokens - self.num_unsure[slots] <= self._num_shared[slots]
         rows = np.flatnonzero((num_stored > self._capacity[slots]) | is_shared)
-        return [self._seqs[row] for row in rows]
+        return [self.seqs[row] for row in rows]
 
     def most_new(self, seq: Sequence) -> int:
         """Return the most tokens that a sequence may compute in the next step; 0 if enough are in flight."""
@@ -436,13 +419,13 @@ class SteadyRows:
             left = np.minimum(self._capacity[slots] + 1, most_tokens - 1) - num_tokens
             self._num_quiet_steps = max(0, int(left.min()))
         ending = np.flatnonzero(num_tokens - self.num_unsure[slots] >= most_tokens)
-        return rows, seq_ids, [self._seqs[row] for row in ending]
+        return rows, seq_ids, [self.seqs[row] for row in ending]
 
     def _all_rows(self) -> Rows:
         """Return one token of every row; the same object until a row is added or removed."""
         if self._rows is None:
-            self._rows = Rows.of_one_token(np.array([seq.slot for seq in self._seqs], dtype=np.int32))
-            self._seq_ids = [seq.seq_id for seq in self._seqs]
+            self._rows = Rows.of_one_token(np.array([seq.slot for seq in self.seqs], dtype=np.int32))
+            self._seq_ids = [seq.seq_id for seq in self.seqs]
         return self._rows
 
     def _with_drafts(self, slots: np.ndarray, budget: int) -> tuple[Rows, list[int]]:

@@ -1,6 +1,6 @@
 """Timeline of an engine's steps and requests, in Chrome's trace event format, which ui.perfetto.dev opens.
 
-During recording, the engine's runner is wrapped in one that records times; otherwise this code does not run.
+During recording, the engine's runner is one that records times; otherwise this code does not run.
 """
 
 from __future__ import annotations
@@ -37,21 +37,28 @@ class _Step:
     ended: float = 0.0
 
 
-class Trace:
-    """Records the steps that an engine runs, and the requests in them.
+class TracedRunner:
+    """A runner whose steps are recorded, and the requests in them; see `Runner`.
 
     Args:
+        runner: runs the steps.
         scheduler: the engine's.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
+        self.runner = runner
+        self.pipeline_depth = runner.pipeline_depth
+        self.num_kvcache_blocks = runner.num_kvcache_blocks
+        self.num_drafts = runner.num_drafts
+        self.cache_kinds = runner.cache_kinds
+        self.host_memory = runner.host_memory
         self._scheduler = scheduler
         self._num_preemptions = scheduler.stats.num_preemptions
         self._steps: list[_Step] = []
         self._seqs = {seq.seq_id: seq for seq in list(scheduler.sequences)}
         self._began = time.monotonic()
 
-    def begin_step(self, batch: ScheduledBatch) -> _Step:
+    def forward(self, batch: ScheduledBatch) -> tuple[Any, _Step]:
         """Record a step being launched, and the requests that arrived since the previous one."""
         preempted, self._num_preemptions = self._num_preemptions, self._scheduler.stats.num_preemptions
         what = {
@@ -68,7 +75,22 @@ class Trace:
             self._seqs[seq.seq_id] = seq
         step = _Step(what, batch.number, time.monotonic())
         self._steps.append(step)
-        return step
+        return self.runner.forward(batch), step
+
+    def sample(self, step: tuple[Any, _Step], masks: np.ndarray | None = None) -> StepHandle:
+        """See `Runner`."""
+        inner, times = step
+        handle = self.runner.sample(inner, masks)
+        times.launched = time.monotonic()
+        return _TracedHandle(handle, times)
+
+    def synchronize(self) -> None:
+        """See `Runner`."""
+        self.runner.synchronize()
+
+    def exit(self) -> None:
+        """See `Runner`."""
+        self.runner.exit()
 
     def write(self, file: IO[str]) -> None:
         """Write the recording as JSON."""
@@ -128,39 +150,6 @@ def _name(process: int, row: int, name: str) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
 
 
-class TracedRunner:
-    """A runner whose steps are recorded; see `Runner`."""
-
-    def __init__(self, runner: Runner, trace: Trace) -> None:
-        self.runner = runner
-        self._trace = trace
-        self.pipeline_depth = runner.pipeline_depth
-        self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.num_drafts = runner.num_drafts
-        self.cache_kinds = runner.cache_kinds
-        self.host_memory = runner.host_memory
-
-    def forward(self, batch: ScheduledBatch) -> tuple[Any, _Step]:
-        """See `Runner`."""
-        times = self._trace.begin_step(batch)
-        return self.runner.forward(batch), times
-
-    def sample(self, step: tuple[Any, _Step], masks: np.ndarray | None = None) -> StepHandle:
-        """See `Runner`."""
-        inner, times = step
-        handle = self.runner.sample(inner, masks)
-        times.launched = time.monotonic()
-        return _TracedHandle(handle, times)
-
-    def synchronize(self) -> None:
-        """See `Runner`."""
-        self.runner.synchronize()
-
-    def exit(self) -> None:
-        """See `Runner`."""
-        self.runner.exit()
-
-
 @dataclass(frozen=True)
 class _TracedHandle:
     handle: StepHandle
@@ -183,11 +172,11 @@ def trace_engine(engine: LLMEngine, file: str | os.PathLike[str]) -> Iterator[No
     runner = engine.require_open()
     if isinstance(runner, TracedRunner):
         raise ValueError("the engine is traced already, by a trace that has not ended")
-    trace = Trace(engine.scheduler)
+    traced = TracedRunner(runner, engine.scheduler)
     with open(file, "w", encoding="utf-8") as opened:
-        engine.wrap_runner(lambda runner: TracedRunner(runner, trace))
+        engine.replace_runner(traced)
         try:
             yield
         finally:
-            engine.wrap_runner(lambda _: runner)
-            trace.write(opened)
+            engine.replace_runner(runner)
+            traced.write(opened)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanovllm.client.async_llm import AsyncLLM
-from nanovllm.client.request_stream import RequestStream
+from nanovllm.client.engine_thread import RequestStream
 from nanovllm.config import EngineSettings
 from nanovllm.outputs import CompletionOutput, Logprobs, Prompt, RequestOutput, TokenIds
 from nanovllm.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from uuid import uuid4
 from anyio import to_thread
 from starlette.responses import Response
 
-from nanovllm.client.request_stream import RequestStream
+from nanovllm.client.engine_thread import RequestStream
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import JsonResponse

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import Depends, Query
 from starlette.requests import Request
 
-from nanovllm.engine.engine_state import PauseMode, SleepTag
+from nanovllm.engine.engine import PauseMode, SleepTag
 from nanovllm.serve.errors import ApiError
 from nanovllm.serve.protocol import Body
 from nanovllm.serve.routing import ERRORS, ServiceDep, make_router

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from nanovllm.client.request_stream import RequestStream
+from nanovllm.client.engine_thread import RequestStream
 from nanovllm.serve.errors import ApiError, api_error, encode_json, error_body
 from nanovllm.serve.settings import ServeSettings
 

@@ -343,8 +343,8 @@ def _answer(plan: FrontEndPlan, control: Connection) -> int:
     """Start while the engines load, then serve; return the exit code."""
     # These import torch and Prometheus' client.
     from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
+    from nanovllm.client.model_client import ModelClient  # noqa: PLC0415
     from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
-    from nanovllm.llm import LLM  # noqa: PLC0415
     from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
     from nanovllm.serve.process import ServerPlace, run_server  # noqa: PLC0415
 
@@ -361,7 +361,7 @@ def _answer(plan: FrontEndPlan, control: Connection) -> int:
     seeds = RequestSeeds(plan.config.seed, first=plan.number << 40)
     exit_texts = [partial(causes.text, index) for index in engines]
     engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None)
-    llm = LLM.over(plan.config, over_replicas(engine, reading.result(), seeds))
+    llm = ModelClient(plan.config, over_replicas(engine, reading.result(), seeds))
     memory = mmap.mmap(plan.counts, ServerCounts.size(plan.size))
     place = ServerPlace(
         socket.socket(fileno=plan.listener),

@@ -14,8 +14,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from nanovllm.engine.step_histograms import Histogram as StepHistogram
-from nanovllm.engine.step_histograms import StepHistograms
+from nanovllm.engine.stats import Histogram as StepHistogram
+from nanovllm.engine.stats import StepHistograms
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 

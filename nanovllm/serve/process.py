@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from nanovllm.client.async_llm import AsyncLLM
-from nanovllm.llm import LLM
+from nanovllm.client.model_client import ModelClient
 from nanovllm.serve.app import create_app
 from nanovllm.serve.limits import Connection, ConnectionPool
 from nanovllm.serve.protocol import MOST_PROMPTS
@@ -57,7 +57,9 @@ class ServerPlace:
     on_ready: Callable[[], None]
 
 
-def run_server(llm: LLM, settings: ServeSettings, max_connections: int, place: ServerPlace | None = None) -> int:
+def run_server(
+    llm: ModelClient, settings: ServeSettings, max_connections: int, place: ServerPlace | None = None
+) -> int:
     """Serve until SIGINT or SIGTERM, or until the engine fails if settings say so; return the exit code.
 
     place: shared state of several front ends; None if this process is the only one.

@@ -18,7 +18,7 @@ import torch
 
 import nanovllm
 from nanovllm.client.async_llm import AsyncLLM
-from nanovllm.client.request_stream import RequestStream
+from nanovllm.client.engine_thread import RequestStream
 from nanovllm.config import Pooling
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput

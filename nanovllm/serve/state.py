@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 import nanovllm
-from nanovllm.engine.block_usage import BlockUsage
+from nanovllm.engine.stats import BlockUsage
 from nanovllm.serve.routing import ERRORS, ServiceDep
 from nanovllm.serve.server_counts import Counted
 

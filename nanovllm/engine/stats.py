@@ -1,14 +1,20 @@
-"""History of an engine's counters, in bounded memory."""
+"""Statistics of an engine: its counters over time, histograms of its steps, and the use of its cache's blocks."""
 
 from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from nanovllm.utils.extras import install_hint
+
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+_COLORS = "#3b6fb6", "#c46a2b"
 
 
 class StatsSample(NamedTuple):
@@ -30,7 +36,7 @@ class StatsSample(NamedTuple):
 
 
 class StatsHistory:
-    """Samples of an engine's counters, evenly spaced while it steps.
+    """Samples of an engine's counters, evenly spaced while it steps, in bounded memory.
 
     Args:
         interval: minimum seconds between samples. A sample takes some microseconds, noticeable at batch 1.
@@ -44,7 +50,7 @@ class StatsHistory:
         self._began = self._next_time = time.monotonic()
 
     def sample_if_due(self, get_stats: Callable[[], Mapping[str, int]]) -> None:
-        """Take a sample of `LLMEngine.stats`, unless the last one is too recent."""
+        """Take a sample of `Engine.stats`, unless the last one is too recent."""
         if (now := time.monotonic()) >= self._next_time:
             self._samples.append(self._sample(now, get_stats()))
             if len(self._samples) >= self._capacity:
@@ -67,9 +73,6 @@ class StatsHistory:
             stats["num_prompt_tokens"],
             stats["num_output_tokens"],
         )
-
-
-_COLORS = "#3b6fb6", "#c46a2b"
 
 
 def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> None:
@@ -108,3 +111,101 @@ def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> 
 def token_rates(samples: Sequence[StatsSample], counter: str) -> list[float]:
     """Return the tokens per second between each sample and the next, by the counter of this name."""
     return [(getattr(b, counter) - getattr(a, counter)) / max(b.time - a.time, 1e-9) for a, b in pairwise(samples)]
+
+
+class Histogram:
+    """Counts of values by inclusive upper bounds, as in Prometheus.
+
+    Args:
+        bounds: ascending; values above the last one have a bucket of their own.
+
+    Attributes:
+        total: the sum of the values.
+    """
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.total = 0.0
+        self._counts = [0] * (len(bounds) + 1)
+
+    def observe(self, value: float, count: int = 1) -> None:
+        """Add a value that occurred `count` times."""
+        self._counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def merge(self, other: Histogram) -> None:
+        """Add the counts of another histogram with the same bounds."""
+        self.total += other.total
+        self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]
+
+    def cumulative(self) -> list[int]:
+        """Return the number of values up to each bound, and of all values."""
+        return list(accumulate(self._counts))
+
+
+@dataclass
+class StepHistograms:
+    """Histograms of steps since the engine began: two counts a step.
+
+    Attributes:
+        step_tokens: prompt tokens and sampled tokens of each step.
+        inter_token_seconds: from each token of an output to the next one.
+    """
+
+    step_tokens: Histogram = field(default_factory=lambda: Histogram(_STEP_TOKENS))
+    inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
+    _last_time: float = 0.0
+
+    def observe(self, num_tokens: int, num_decodes: int, now: float) -> None:
+        """Record a step whose tokens have come.
+
+        Args:
+            num_tokens: prompt tokens computed plus tokens sampled.
+            num_decodes: sampled tokens that follow another one, which came with the previous step.
+            now: in seconds.
+        """
+        self.step_tokens.observe(num_tokens)
+        if num_decodes:
+            self.inter_token_seconds.observe(now - self._last_time, num_decodes)
+        self._last_time = now
+
+
+def merged_histograms(several: Sequence[StepHistograms]) -> StepHistograms:
+    """Return the sum of several engines' histograms."""
+    merged = StepHistograms()
+    for histograms in several:
+        merged.step_tokens.merge(histograms.step_tokens)
+        merged.inter_token_seconds.merge(histograms.inter_token_seconds)
+    return merged
+
+
+@dataclass(frozen=True)
+class BlockUsage:
+    """The blocks of a KV cache, in cells of adjacent blocks, for display.
+
+    Attributes:
+        block_size: tokens in a block.
+        num_blocks: blocks in the cache.
+        blocks_per_cell: blocks in each cell but the last, which may have fewer.
+        used: blocks in use, per cell.
+        cached: blocks that hold part of a findable prefix, in use or not, per cell.
+        users: the most sequences that share a block, per cell.
+        hits: prefix-cache hits since the engine began, per cell.
+    """
+
+    block_size: int
+    num_blocks: int
+    blocks_per_cell: int
+    used: list[int]
+    cached: list[int]
+    users: list[int]
+    hits: list[int]
+
+
+def joined_usage(usages: Sequence[BlockUsage]) -> BlockUsage:
+    """Return the blocks of several engines' caches of about one size, concatenated."""
+    first = usages[0]
+    cells = {
+        name: [n for usage in usages for n in getattr(usage, name)] for name in ("used", "cached", "users", "hits")
+    }
+    return BlockUsage(first.block_size, sum(usage.num_blocks for usage in usages), first.blocks_per_cell, **cells)

@@ -26,8 +26,7 @@ from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text import grammar_compiler
 from nanovllm.text.grammar_compiler import MAX_SECONDS, QUICK_SECONDS, GrammarError, SlowGrammarError, patiently
 from nanovllm.text.grammar_text import lark_json
-from nanovllm.text.reasoning import AfterThinkingConstraint
-from nanovllm.text.structured_output import ConstraintFactory
+from nanovllm.text.structured_output import AfterThinkingConstraint, ConstraintFactory
 from tests.mock_runner import make_request
 
 pytest.importorskip("llguidance")

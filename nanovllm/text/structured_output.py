@@ -18,6 +18,7 @@ import numpy as np
 
 from nanovllm.engine.request import Grammar, Request, TokenConstraint, fill_rows
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.text.answer_formats import TAIL, prompt_end, reasoning_format
 from nanovllm.text.grammar_compiler import (
     GrammarError,
     GrammarTrials,
@@ -26,7 +27,6 @@ from nanovllm.text.grammar_compiler import (
     compile_grammar,
 )
 from nanovllm.text.grammar_text import grammar_text, with_advice
-from nanovllm.text.reasoning import AfterThinkingConstraint
 from nanovllm.utils.extras import install_hint
 
 _MAX_GRAMMARS, _MAX_GRAMMAR_BYTES = 64, 64 * 2**20
@@ -203,6 +203,59 @@ class ConstraintFactory:
         """Memory of the cached grammars, in bytes."""
         grammars = self._grammars.values()
         return sum([len(grammar.text) + (grammar.num_bytes if self._compiles_here else 0) for grammar in grammars])
+
+
+class AfterThinkingConstraint:
+    """A `TokenConstraint` that leaves reasoning free, and then applies another constraint.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        inner: the constraint on the answer.
+        prompt_token_ids: the prompt, which may end within the reasoning, or after it.
+        end: end tag of reasoning that begins with the output; None: the prompt or the model opens it.
+    """
+
+    def __init__(
+        self, tokenizer: Any, inner: TokenConstraint, prompt_token_ids: Sequence[int], end: str | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._inner = inner
+        self._tail: list[int] = []
+        before = prompt_end(tokenizer, prompt_token_ids).rstrip()
+        tags = reasoning_format("auto", tokenizer).tags if end is None else ((before, end),)
+        # The end tag of the reasoning; None once the answer has begun.
+        has_ended = any(before.endswith(end.rstrip()) for _, end in tags)
+        begun = [end for begin, end in tags if before.endswith(begin.rstrip())]
+        self._end = None if has_ended or not begun else begun[0]
+        # Tokens with which the model may begin reasoning now.
+        self._begins = {} if has_ended or begun else _single_tokens(tokenizer, tags)
+
+    def accept(self, token_id: int) -> None:
+        """Accept a token of the output; raises as the answer's constraint does."""
+        if self._end is not None:
+            self._tail = [*self._tail[1 - TAIL :], token_id]
+            if self._end in self._tokenizer.decode(self._tail):
+                self._end = None
+        elif token_id in self._begins:
+            self._end = self._begins[token_id]
+        else:
+            self._inner.accept(token_id)
+        self._begins = {}
+
+    def fill(self, constraints: list[tuple[AfterThinkingConstraint, int]], words: np.ndarray) -> None:
+        """Write the masks of several constraints; see `TokenConstraint`."""
+        fill_rows([(item._inner, row) for item, row in constraints if item._end is None], words)
+        for constraint, row in constraints:
+            if constraint._end is not None:
+                words[row] = -1
+            for begin in constraint._begins:
+                words[row].view(np.uint32)[begin // 32] |= np.uint32(1 << begin % 32)
+
+
+def _single_tokens(tokenizer: Any, tags: Sequence[tuple[str, str]]) -> dict[int, str]:
+    """Return the begin tags that are single tokens, with their end tags."""
+    encoded = [(tokenizer.encode(begin, add_special_tokens=False), end) for begin, end in tags]
+    return {int(token_ids[0]): end for token_ids, end in encoded if len(token_ids) == 1}
 
 
 class BadWordsConstraint:

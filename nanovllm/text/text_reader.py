@@ -32,8 +32,10 @@ class TextReader:
         """Drop the text before the position; parsers must not go back."""
         self.text, self.at = self.text[self.at :], 0
 
-    def peek(self, *options: str) -> Generator[None, None, str]:
-        """Return the longest of some texts that is next; empty if there is no match."""
+    def peek(self, *options: str, after_space: bool = True) -> Generator[None, None, str]:
+        """Return the longest of some texts that is next, and skip white space before it; empty without a match."""
+        if after_space:
+            yield from self.skip_space()
         longest = max(map(len, options))
         while True:
             rest = self.text[self.at : self.at + longest]
@@ -41,9 +43,9 @@ class TextReader:
                 return max((option for option in options if rest.startswith(option)), key=len, default="")
             yield
 
-    def skip(self, *options: str) -> Generator[None, None, str]:
-        """Skip one of some texts, and return it; empty if there is no match."""
-        found = yield from self.peek(*options)
+    def skip(self, *options: str, after_space: bool = True) -> Generator[None, None, str]:
+        """Skip one of some texts and return it, like `peek`."""
+        found = yield from self.peek(*options, after_space=after_space)
         self.at += len(found)
         return found
 
@@ -80,6 +82,17 @@ class TextReader:
                 return before, ""
             searched = max(self.at, len(self.text) - longest + 1)
             yield
+
+    def pieces_to(self, finder: EndFinder) -> Generator[str | None, None, None]:
+        """Skip and yield the text up to the end that a finder finds."""
+        while True:
+            end = finder.find(self.text)
+            before, self.at = self.at, len(self.text) if end is None else end
+            if self.at > before:
+                yield self.text[before : self.at]
+            if end is not None or self.is_final:
+                return
+            yield None
 
 
 def partial_start(text: str, starts: tuple[str, ...]) -> int:

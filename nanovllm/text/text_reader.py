@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 Wait = Generator[None, None, None]
 _BRACKETS = {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}
@@ -95,7 +95,7 @@ class TextReader:
             yield None
 
 
-def partial_start(text: str, starts: tuple[str, ...]) -> int:
+def partial_start(text: str, starts: Sequence[str]) -> int:
     """Return the start of a suffix that may be the beginning of one of some texts."""
     longest = max(map(len, starts), default=1) - 1
     for index in range(max(0, len(text) - longest), len(text)):

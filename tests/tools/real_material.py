@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, models
 
 from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter, tool_calls
 from nanovllm.text.chat_template import one_conversation, render_text, template_options
-from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.output_processor import Detokenizer
 from nanovllm.text.tokenizer import load_tokenizer
 from tests.tools.real_conversations import CONVERSATIONS, Conversation
 

@@ -19,12 +19,11 @@ from nanovllm.text.answer_formats import (
     TOOL_CALL_FORMATS,
     ToolCallFormat,
     tool_call_format,
-    tool_call_grammar,
 )
 from nanovllm.text.answer_parsers import ToolCallDelta
 from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter, tool_calls, whole_calls
 from nanovllm.text.chat_template import plain_messages
-from nanovllm.text.structured_output import ConstraintFactory
+from nanovllm.text.grammars import GrammarCompiler, tool_call_grammar
 
 TRICKY = '{"a": 1, "s": "}{\\"</tool_call>\\\\"}'
 JSON = '{"a": 1, "b": "x } \\"y", "c": [1, {"d": null}]}'
@@ -293,18 +292,18 @@ FORCED: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def factory() -> ConstraintFactory:
+def compiler() -> GrammarCompiler:
     pytest.importorskip("llguidance")
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     # A tag of Hermes' is a token of its own, as Qwen's tokenizers have it.
     tokenizer.add_tokens(["<tool_call>"])
-    return ConstraintFactory(tokenizer, len(tokenizer), frozenset({2}))
+    return GrammarCompiler(tokenizer, len(tokenizer), frozenset({2}))
 
 
-def fits(factory: ConstraintFactory, grammar: str, text: str) -> bool:
+def fits(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
     """Whether a grammar takes a text as the tokenizer encodes it."""
-    matcher = factory.compile(StructuredOutputsParams(grammar=grammar)).compiled.deep_copy()
-    token_ids = factory._hf_tokenizer.encode(text, add_special_tokens=False)
+    matcher = compiler.compile(StructuredOutputsParams(grammar=grammar)).compiled.deep_copy()
+    token_ids = compiler._hf_tokenizer.encode(text, add_special_tokens=False)
     return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 
 
@@ -318,23 +317,23 @@ def written(form: ToolCallFormat, *calls: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
-def test_grammars_force_calls(factory: ConstraintFactory, name: str) -> None:
+def test_grammars_force_calls(compiler: GrammarCompiler, name: str) -> None:
     form = TOOL_CALL_FORMATS[name]
     good, none = ("a-b", '{"size": 3, "unit": "m"}'), ("now", "{}")
-    tokens = {"<tool_call>": factory._hf_tokenizer.convert_tokens_to_ids("<tool_call>")}
+    tokens = {"<tool_call>": compiler._hf_tokenizer.convert_tokens_to_ids("<tool_call>")}
     grammars = {n: tool_call_grammar(FORCED, form, several=n > 1, tokens=tokens) for n in (1, 2)}
     for calls in ((good,), (none,), (none, none)):
         text = written(form, *calls)
-        assert [fits(factory, grammars[n], text) for n in (1, 2)] == [len(calls) == 1, True]
+        assert [fits(compiler, grammars[n], text) for n in (1, 2)] == [len(calls) == 1, True]
         deltas = splitter_of(name).append(text, final=True).calls
         assert [(call.name, json.dumps(call.arguments)) for call in tool_calls(deltas)] == [*calls]
     # Parameters are objects, also where a schema does not say so, and have no others than those named.
     for arguments in ("3", "{}", '{"size": 0, "unit": "m"}', '{"size": 3, "unit": "m", "more": 1}'):
-        assert not fits(factory, grammars[2], written(form, ("a-b", arguments)))
-    assert not fits(factory, grammars[2], written(form, ("other", "{}"))) and not fits(factory, grammars[2], "")
+        assert not fits(compiler, grammars[2], written(form, ("a-b", arguments)))
+    assert not fits(compiler, grammars[2], written(form, ("other", "{}"))) and not fits(compiler, grammars[2], "")
     with_answer = tool_call_grammar(FORCED, form, several=True, answer={"enum": ["yes"]}, tokens=tokens)
-    assert fits(factory, with_answer, f'{form.answer_begin}"yes"') and fits(factory, with_answer, written(form, good))
-    assert not fits(factory, grammars[2], f'{form.answer_begin}"yes"')
+    assert fits(compiler, with_answer, f'{form.answer_begin}"yes"') and fits(compiler, with_answer, written(form, good))
+    assert not fits(compiler, grammars[2], f'{form.answer_begin}"yes"')
 
 
 A, B = ({"type": "object", "properties": {k: {"enum": [1]}}, "required": [k]} for k in "ab")
@@ -355,14 +354,14 @@ A, B = ({"type": "object", "properties": {k: {"enum": [1]}}, "required": [k]} fo
     ],
 )
 def test_schemas_of_forced_calls_may_have_parts(
-    factory: ConstraintFactory, schema: dict[str, Any], good: list[str]
+    compiler: GrammarCompiler, schema: dict[str, Any], good: list[str]
 ) -> None:
     grammar = tool_call_grammar([{"name": "f", "parameters": schema}], LLAMA3_JSON, several=False)
-    assert all(fits(factory, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in good)
-    assert not fits(factory, grammar, written(LLAMA3_JSON, ("f", "[]")))
+    assert all(fits(compiler, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in good)
+    assert not fits(compiler, grammar, written(LLAMA3_JSON, ("f", "[]")))
 
 
-def test_objects_that_are_no_parts_of_others_are_closed(factory: ConstraintFactory) -> None:
+def test_objects_that_are_no_parts_of_others_are_closed(compiler: GrammarCompiler) -> None:
     definitions = {"A": A, "B": B, "C": {"$ref": "#/$defs/B"}}
     both = {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/C"}], "$defs": definitions}
     schema = {"properties": {"p": {"allOf": [A, B]}, "q": A}, "$defs": definitions}
@@ -373,7 +372,7 @@ def test_objects_that_are_no_parts_of_others_are_closed(factory: ConstraintFacto
         (both, '{"a": 1, "b": 1}', "[]"),
     ):
         grammar = tool_call_grammar([{"name": "f", "parameters": own}], LLAMA3_JSON, several=False)
-        found = [fits(factory, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in (good, bad)]
+        found = [fits(compiler, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in (good, bad)]
         assert found == [True, False], own
 
 

@@ -27,7 +27,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
-from nanovllm.text.grammar_compiler import SlowGrammarError, patiently
+from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
 from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.weights.report import LoadedWeights

@@ -11,7 +11,7 @@ from nanovllm.client.engine_client import EngineClient, News
 from nanovllm.client.request_state import RequestState
 from nanovllm.client.request_stream import RequestStream
 from nanovllm.outputs import StepError
-from nanovllm.text.grammar_compiler import GrammarError
+from nanovllm.text.grammar_trials import GrammarError
 
 _POLL_SECONDS = 0.2
 """Time in which an idle thread notices that the engine was closed."""

@@ -1,4 +1,4 @@
-"""Formats of answers: the tags of tool calls and of reasoning, and grammars that force calls.
+"""Formats of answers: the tags of tool calls and of reasoning.
 
 Tags identify a format, so one parser accepts all tagged formats regardless of the model's template: fine-tuned models
 may deviate from their templates. Calls without tags (Llama's JSON, lists of Python calls) are parsed only if the
@@ -7,14 +7,9 @@ format has them.
 
 from __future__ import annotations
 
-import json
-import re
 import warnings
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
-
-from nanovllm.text.grammar_text import lark_json
 
 HARMONY_MARK = "<|channel|>"
 CHANNEL_TAGS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
@@ -308,55 +303,3 @@ def template_text(tokenizer: Any) -> str:
 def prompt_end(tokenizer: Any, prompt: Any) -> str:
     """Return the text of a prompt's last tokens, with special tokens."""
     return "" if tokenizer is None else str(tokenizer.decode(list(prompt[-TAIL:])))
-
-
-def tool_call_grammar(
-    functions: Iterable[Mapping[str, Any]],
-    form: ToolCallFormat,
-    *,
-    several: bool,
-    answer: Any = None,
-    tokens: Mapping[str, int] | None = None,
-) -> str:
-    """Return a Lark grammar of calls whose arguments match the functions' parameters.
-
-    Args:
-        functions: functions with a `name` and optionally `parameters`, a JSON schema.
-        form: the format of calls.
-        several: whether to allow several calls.
-        answer: JSON schema of an answer that is allowed instead of calls; None: a call is required.
-        tokens: tags that are single tokens, which a literal in a grammar does not match.
-    """
-    tags = tokens or {}
-    calls, rules = [], []
-    for index, function in enumerate(functions):
-        calls.append(f"call{index}")
-        # Escaped as in a JSON string; unquoted names contain no characters that JSON escapes.
-        name = json.dumps(json.dumps(function["name"])[1:-1])
-        own = {"NAME": name, "ARGUMENTS": f"arguments{index}", "NUMBER": "/[0-9]+/"}
-        parts = [part for part in re.split("(NAME|ARGUMENTS|NUMBER)", form.call) if part]
-        rules.append(f"call{index}: {' '.join(own.get(part) or _literal(part, tags) for part in parts)}")
-        rules.append(f"arguments{index}: {lark_json(_object_schema(function.get('parameters')))}")
-    more = f" ({_literal(form.separator, tags)} call)*" if several else ""
-    listed = [_literal(form.list_begin, tags), f"call{more}", _literal(form.list_end, tags)]
-    if answer is not None:
-        rules.append(f"answer: {_literal(form.answer_begin, tags)} {lark_json(answer)}")
-    start = f"start: {' '.join(part for part in listed if part)}" + (" | answer" if answer is not None else "")
-    return "\n".join([start, f"call: {' | '.join(calls)}", *rules])
-
-
-def _literal(text: str, tokens: Mapping[str, int]) -> str:
-    """Return a literal of a Lark grammar that matches a text."""
-    pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
-    parts = [part for part in (re.split(f"({pattern})", text) if tokens else [text]) if part]
-    return " ".join(f"<[{tokens[part]}]>" if part in tokens else json.dumps(part) for part in parts)
-
-
-def _object_schema(parameters: Any) -> dict[str, Any]:
-    """Return the schema of a function's arguments, with type object even if the schema does not say so."""
-    if not parameters or parameters == {"type": "object"}:
-        return {"type": "object", "properties": {}}
-    if not isinstance(parameters, dict) or "$ref" in parameters:
-        return parameters
-    # Some clients write null for missing fields.
-    return {**{name: value for name, value in parameters.items() if value is not None}, "type": "object"}

@@ -21,9 +21,9 @@ from nanovllm.text.answer_formats import (
     reasoning_format,
     template_text,
     tool_call_format,
-    tool_call_grammar,
 )
 from nanovllm.text.answer_parsers import CallReader, Events, Reasoning, ToolCallDelta, harmony, plain, reasoning
+from nanovllm.text.grammars import tool_call_grammar
 from nanovllm.text.text_reader import TextReader, partial_start
 
 Tool = Mapping[str, Any]

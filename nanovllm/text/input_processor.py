@@ -11,7 +11,7 @@ from nanovllm.engine.request import Grammar, PromptTooLongError, Request, Reques
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, render_text
-from nanovllm.text.structured_output import ConstraintFactory, encode_bad_words
+from nanovllm.text.constraints import ConstraintFactory, encode_bad_words
 from nanovllm.utils.checks import check_int, pack_token_ids, token_list
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ class InputProcessor:
     Args:
         tokenizer: a transformers tokenizer; with None only token ids are accepted.
         limits: the engine's limits.
-        grammars: compiles grammars.
+        constraints: compiles grammars.
         seeds: numbers requests in order of arrival.
         has_head: whether the model has an LM head, so that it can generate.
     """
@@ -83,14 +83,14 @@ class InputProcessor:
         self,
         tokenizer: Any,
         limits: RequestLimits,
-        grammars: ConstraintFactory,
+        constraints: ConstraintFactory,
         seeds: RequestSeeds,
         has_head: bool = True,
     ) -> None:
         self._has_head = has_head
         self.tokenizer = tokenizer
         self.limits = limits
-        self._grammars = grammars
+        self.constraints = constraints
         self.seeds = seeds
 
     @cached_property
@@ -100,10 +100,6 @@ class InputProcessor:
         Encoding takes time proportional to the length, so longer texts are refused before. 0 without a tokenizer.
         """
         return 0 if self.tokenizer is None else self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
-
-    def bound_grammars(self, *, compiles_here: bool) -> None:
-        """Refuse grammars that take too long to compile; see `ConstraintFactory.bound`."""
-        self._grammars.bound(compiles_here=compiles_here)
 
     def process(
         self,
@@ -229,7 +225,7 @@ class InputProcessor:
             self._check_length("one of bad_words", word)
         bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
         structured = params.structured_outputs
-        grammar = None if structured is None else self._grammars.compile(structured)
+        grammar = None if structured is None else self.constraints.grammars.compile(structured)
         bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
         return CheckedParams(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
 

@@ -51,7 +51,7 @@ from nanovllm.text.chat_template import (
     template_options,
 )
 from nanovllm.text.input_processor import pooling_params
-from nanovllm.utils.units import format_count
+from nanovllm.utils.display import format_count
 
 if TYPE_CHECKING:
     # Part of `typing` since Python 3.11.

@@ -29,7 +29,7 @@ from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
-from nanovllm.utils.unpicklable import Unpicklable
+from nanovllm.utils.processes import Unpicklable
 from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:

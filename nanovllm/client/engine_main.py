@@ -22,7 +22,7 @@ from nanovllm.client.engine_server import MOST_CHARACTERS, EngineServer
 from nanovllm.client.loading import LocalEngine, make_local_engine
 from nanovllm.client.messages import CONNECT, EngineInfo, EnginePlan, StartFailure, portable
 from nanovllm.utils.device import device_name
-from nanovllm.utils.parent import end_with_parent
+from nanovllm.utils.processes import end_with_parent
 
 _SWITCH_SECONDS = 0.0005
 """Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.process`."""

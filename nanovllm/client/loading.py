@@ -19,7 +19,7 @@ from nanovllm.text.constraints import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.device import device_name, resolve_device, resolve_dtype
-from nanovllm.utils.host_memory import check_swap_space
+from nanovllm.utils.host import check_swap_space
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:

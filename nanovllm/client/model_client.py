@@ -29,9 +29,8 @@ from nanovllm.text.chat_template import ChatTemplateOptions
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
-from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.utils.processes import Unpicklable, deferred_signals
 from nanovllm.utils.remote import absolute_folder
-from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 _POLL_SECONDS = 0.005

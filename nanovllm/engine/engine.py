@@ -19,7 +19,7 @@ from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.stats_history import StatsSample
-from nanovllm.utils.unpicklable import Unpicklable
+from nanovllm.utils.processes import Unpicklable
 
 _EXIT_SECONDS = 10.0
 _engines: WeakSet[Engine] = WeakSet()

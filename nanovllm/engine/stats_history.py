@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 
 
 class StatsSample(NamedTuple):

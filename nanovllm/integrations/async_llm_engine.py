@@ -13,7 +13,7 @@ from nanovllm.client.request_stream import RequestStream
 from nanovllm.config import EngineSettings
 from nanovllm.outputs import CompletionOutput, Logprobs, Prompt, RequestOutput, TokenIds
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.unpicklable import Unpicklable
+from nanovllm.utils.processes import Unpicklable
 
 if TYPE_CHECKING:
     # Part of `typing` since Python 3.11.

@@ -39,7 +39,7 @@ from nanovllm.sampling.rows import ExtraRows
 from nanovllm.sampling.sampler import DeviceLogprobs, Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
-from nanovllm.utils.loading_bar import loading_bar
+from nanovllm.utils.display import loading_bar
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
 from nanovllm.weights.report import MissingWeights
 

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.utils.python_process import start_python
+from nanovllm.utils.processes import start_python
 
 T = TypeVar("T")
 

@@ -33,7 +33,7 @@ from nanovllm.text.grammar_trials import (
     compile_grammar,
     with_advice,
 )
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 
 _MAX_GRAMMARS, _MAX_GRAMMAR_BYTES = 64, 64 * 2**20
 """Limits of cached grammars; bytes count where they are compiled on trial, see `GrammarCompiler.bound`."""

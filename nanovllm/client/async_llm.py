@@ -25,7 +25,6 @@ from nanovllm.engine.request import Request
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
-from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
@@ -221,7 +220,7 @@ class AsyncLLM(Unpicklable):
     ) -> RequestOutput:
         """Answer a conversation; see `generate` and, for `template`, `LLM.chat`."""
         prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
-        params = kept_tags(answer, sampling_params)
+        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
         output = await self.generate(prompt, params, priority=priority, request_id=request_id)
         if answer is not None:
             answer.complete(output, sampling_params)
@@ -238,7 +237,7 @@ class AsyncLLM(Unpicklable):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation and yield new parts of the answer; see `chat` and `stream`."""
         prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
-        params = kept_tags(answer, sampling_params)
+        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
         async with aclosing(self.stream(prompt, params, priority=priority, request_id=request_id)) as outputs:
             async for output in outputs:
                 yield output

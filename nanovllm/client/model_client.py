@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from nanovllm.client.engine_client import EngineClient
 from nanovllm.client.loading import LoadedModel
@@ -24,7 +24,6 @@ from nanovllm.engine.stats_history import StatsSample
 from nanovllm.engine.step_histograms import StepHistograms, merged_histograms
 from nanovllm.outputs import Prompt, StepResult, TokenIds
 from nanovllm.sampling_params import SamplingParams, recommended_values
-from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.chat_template import ChatTemplateOptions
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.output_processor import OutputProcessor
@@ -32,6 +31,9 @@ from nanovllm.utils.checks import check_bool
 from nanovllm.utils.processes import Unpicklable, deferred_signals
 from nanovllm.utils.remote import absolute_folder
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
+
+if TYPE_CHECKING:
+    from nanovllm.text.answers import AnswerFormat, AnswerOptions
 
 _POLL_SECONDS = 0.005
 Weights = Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str]
@@ -88,6 +90,8 @@ class ModelClient(Unpicklable):
             >>> llm.answer_format.has_channels
             False
         """
+        from nanovllm.text.answers import AnswerFormat  # noqa: PLC0415
+
         if self._answer_format is None:
             self._answer_format = AnswerFormat(self.tokenizer)
         return self._answer_format
@@ -99,10 +103,12 @@ class ModelClient(Unpicklable):
             >>> llm.answer_options({"tools": None}) is None
             True
         """
-        tools = template.get("tools")
-        form = self.answer_format
+        if not (tools := template.get("tools")):
+            return None
+        from nanovllm.text.answers import AnswerOptions  # noqa: PLC0415
+
         # Chat templates may accept more kinds of tools than OpenAI's API does.
-        return AnswerOptions(form, tools, separates=form.has_channels) if tools else None
+        return AnswerOptions(self.answer_format, tools, separates=self.answer_format.has_channels)
 
     @property
     def default_pooling(self) -> Pooling:

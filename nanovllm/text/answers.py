@@ -171,6 +171,12 @@ class AnswerOptions:
         several = self.parallel and (is_auto or self.choice == "required") and not calls.has_channels
         return tool_call_grammar(functions, calls, several=several, answer=answer, tokens=self.form.tag_tokens)
 
+    def kept_tags(self, params: Any) -> Any:
+        """Return sampling parameters, one or a list, that keep the tags in the text; other types are refused later."""
+        if isinstance(params, (list, tuple)):
+            return [self.kept_tags(item) for item in params]
+        return self.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
+
     def complete(self, output: RequestOutput, params: SamplingParams | None) -> None:
         """Set the `tool_calls` of whole answers; `params`: the request's, before `constrain`."""
         params = params or SamplingParams()
@@ -196,16 +202,6 @@ class AnswerOptions:
             start = "before"
         dropped = self.form.dropped_tokens(params) if self._is_taken_apart else ()
         return [AnswerSplitter(self, start, dropped) for _ in range(count)]
-
-
-def kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
-    """Return sampling parameters, one or a list, that keep the tags of tool calls in the text if calls are parsed."""
-    if answer is None:
-        return params
-    if isinstance(params, (list, tuple)):
-        return [kept_tags(answer, item) for item in params]
-    # Other types are refused later.
-    return answer.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
 
 
 def function_of(tool: Any) -> Mapping[str, Any]:

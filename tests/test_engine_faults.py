@@ -22,7 +22,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.utils.processes import deferred_signals
+from nanovllm.utils.interrupt import deferred_signals
 from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence
 from tests.test_scheduler import run
 

@@ -20,6 +20,7 @@ from nanovllm.client.model_client import ModelClient, Weights, load_weights, war
 from nanovllm.client.request_state import RequestState
 from nanovllm.client.request_stream import Mailbox, RequestStream
 from nanovllm.config import Config, EngineSettings, Pooling
+from nanovllm.engine.engine import Unpicklable
 from nanovllm.engine.engine_state import PauseMode
 from nanovllm.engine.request import Request
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
@@ -28,7 +29,6 @@ from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_meth
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
-from nanovllm.utils.processes import Unpicklable
 from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from nanovllm.engine.engine import Engine
 from nanovllm.engine.engine_outputs import EngineOutputs, TokenFields
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.text.output_processor import OutputProcessor
-from nanovllm.utils.processes import deferred_signals
+from nanovllm.utils.interrupt import deferred_signals
 
 News = dict[int, RequestState]
 """Requests by id that are done or, if they stream, have new tokens; in order of arrival."""

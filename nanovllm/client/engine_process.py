@@ -13,7 +13,8 @@ from multiprocessing.reduction import send_handle
 from nanovllm.client.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
 from nanovllm.config import Config
 from nanovllm.utils.host import check_swap_space, num_gpus
-from nanovllm.utils.processes import PythonProcess, deferred_signals, describe_exit, start_python
+from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.utils.processes import PythonProcess, describe_exit, start_python
 
 _POLL_SECONDS = 0.1
 _EXIT_SECONDS = 10.0

@@ -26,7 +26,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool, check_int
-from nanovllm.utils.processes import deferred_signals
+from nanovllm.utils.interrupt import deferred_signals
 
 CHUNK_SIZE = 1000
 """Prompts prepared in one call: tokenizers then use every core, and their lists become arrays soon."""

@@ -17,7 +17,7 @@ from nanovllm.client.request_state import RequestState
 from nanovllm.config import Config, Pooling
 from nanovllm.configs.model import folder_pooling
 from nanovllm.engine.block_usage import BlockUsage, joined_usage
-from nanovllm.engine.engine import Engine, EngineRunningError
+from nanovllm.engine.engine import Engine, EngineRunningError, Unpicklable
 from nanovllm.engine.engine_state import SLEEP_TAGS, PauseMode
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats_history import StatsSample
@@ -28,7 +28,7 @@ from nanovllm.text.chat_template import ChatTemplateOptions
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
-from nanovllm.utils.processes import Unpicklable, deferred_signals
+from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
 

@@ -29,7 +29,7 @@ from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request import Abort, Request, RequestLimits, check_request_ids
 from nanovllm.engine.stats_history import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
-from nanovllm.utils.processes import deferred_signals
+from nanovllm.utils.interrupt import deferred_signals
 
 _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""

@@ -12,17 +12,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet
 
 from nanovllm.engine.engine_outputs import EngineOutputs, NewTokens
 from nanovllm.engine.engine_state import EngineState
 from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.stats_history import StatsSample
-from nanovllm.utils.processes import Unpicklable
 
 _EXIT_SECONDS = 10.0
 _engines: WeakSet[Engine] = WeakSet()
+
+
+class Unpicklable:
+    """An object that cannot be pickled or copied.
+
+    Without this, pickling would serialise gigabytes of weights and cache before failing.
+    """
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} holds a device and cannot be pickled or copied: create one in each process")
 
 
 class EngineRunningError(RuntimeError):

@@ -50,7 +50,7 @@ from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.processes import deferred_signals
+from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, WeightsRunner
 
 _REST_SECONDS = 0.002

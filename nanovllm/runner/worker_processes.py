@@ -17,7 +17,8 @@ import numpy as np
 from nanovllm.parallel.channel import Sender
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.worker import STARTED, CallOrder, Reply, StepOrder, WorkerFailure, WorkerPlan
-from nanovllm.utils.processes import PythonProcess, deferred_signals, describe_exit, start_python
+from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.utils.processes import PythonProcess, describe_exit, start_python
 
 _T = TypeVar("_T")
 _START_SECONDS = 300.0

@@ -1,4 +1,4 @@
-"""Processes: starts and watches them, ends them with their parents, and defers signals."""
+"""Starts processes, watches them, and ends them with their parents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.spawn import get_executable
-from typing import Any, NoReturn
 
 _POLL_SECONDS = 0.01
 _PARENT_SECONDS = 0.5
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {function}({arguments})"
 
 
@@ -120,57 +118,3 @@ def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) 
             os._exit(1)
 
     threading.Thread(target=poll, name="nanovllm-parent", daemon=True).start()
-
-
-@contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM to the end of the `with` block.
-
-    Signals without a Python handler are not deferred. No effect outside the main thread, where handlers do not run.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    held: list[int] = []
-    handlers: dict[int, Any] = {}
-    try:
-        for number in _SIGNALS:
-            if callable(handler := signal.getsignal(number)):
-                handlers[number] = handler
-                signal.signal(number, lambda received, frame: held.append(received))
-        yield
-    finally:
-        try:
-            _restore(handlers)
-        finally:
-            _raise(held)
-
-
-def _restore(handlers: dict[int, Any]) -> None:
-    """Restore all handlers, even if a handler raises meanwhile."""
-    if handlers:
-        number, handler = handlers.popitem()
-        try:
-            signal.signal(number, handler)
-        finally:
-            _restore(handlers)
-
-
-def _raise(numbers: list[int]) -> None:
-    """Raise all signals, even if a handler raises."""
-    if numbers:
-        try:
-            signal.raise_signal(numbers.pop(0))
-        finally:
-            _raise(numbers)
-
-
-class Unpicklable:
-    """An object that cannot be pickled or copied.
-
-    Without this, pickling would serialise gigabytes of weights and cache before failing.
-    """
-
-    def __reduce__(self) -> NoReturn:
-        name = type(self).__name__
-        raise TypeError(f"{name} holds a device and cannot be pickled or copied: create one in each process")

@@ -110,7 +110,7 @@ class EndFinder:
     Args:
         start: the position of the bracket.
         parts: pattern of brackets, quotes and escapes.
-        depth: number of open brackets there.
+        depth: number of open brackets before it.
     """
 
     def __init__(self, start: int, parts: re.Pattern[str] = JSON_PARTS, depth: int = 0) -> None:

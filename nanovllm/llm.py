@@ -25,10 +25,6 @@ from nanovllm.outputs import (
     TokensPrompt,
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.tasks.beam_search import BeamSearch, beam_search_output
-from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
-from nanovllm.tasks.scoring import score_output, score_params, split_pairs
-from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import (
     ChatTemplateOptions,
     Message,
@@ -41,11 +37,14 @@ from nanovllm.text.chat_template import (
 )
 from nanovllm.text.input_processor import pooling_params
 from nanovllm.utils.checks import check_bool
-from nanovllm.utils.units import format_count
+from nanovllm.utils.display import format_count
 
 if TYPE_CHECKING:
     # Part of `typing` since Python 3.11.
     from typing_extensions import Unpack
+
+    from nanovllm.tasks.beam_search import BeamSearch
+    from nanovllm.tasks.ranking import RankBy
 
 Self = TypeVar("Self", bound="LLM")
 
@@ -162,7 +161,7 @@ class LLM(ModelClient):
             self.input_processor,
             self.output_processor,
             conversation_source(messages),
-            kept_tags(answer, sampling_params),
+            sampling_params if answer is None else answer.kept_tags(sampling_params),
             priority,
             schedule=schedule,
             template=lambda conversation: render_text(self.tokenizer, one_conversation(conversation), **options),
@@ -209,7 +208,8 @@ class LLM(ModelClient):
             ...     print(output.outputs[0].text, end="")
             1, 2, 3, 4, 5
         """
-        params = kept_tags(self.answer_options(template), sampling_params)
+        answer = self.answer_options(template)
+        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
         return self.stream(self._render(messages, template), params, priority=priority)
 
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
@@ -279,6 +279,8 @@ class LLM(ModelClient):
             >>> likely.logprob > unlikely.logprob
             True
         """
+        from nanovllm.tasks.scoring import score_output, score_params, split_pairs  # noqa: PLC0415
+
         pairs = split_pairs(self.input_processor, prompts, continuations)
         # Equal parameters are checked once.
         params = {n: score_params(n) for _, n in pairs}
@@ -306,6 +308,8 @@ class LLM(ModelClient):
             >>> first, second = llm.embed(["Monday", "Tuesday"])
             >>> similarity = float(first @ second)
         """
+        from nanovllm.tasks.ranking import embeddings  # noqa: PLC0415
+
         pooling = self.default_pooling if pooling is None else pooling
         params = pooling_params(pooling)
         job = Job(self.input_processor, self.output_processor, prompts, params, schedule=schedule, pooling=pooling)
@@ -342,6 +346,8 @@ class LLM(ModelClient):
             >>> best.index, best.document
             (1, 'Tuesday')
         """
+        from nanovllm.tasks.ranking import Judge, cosines, rank_method, ranked, text_pairs  # noqa: PLC0415
+
         pairs = text_pairs([query], list(documents))
         if rank_method(by, self.config.model) == "embedding":
             scores = cosines(self.embed([query, *documents], pooling, use_tqdm), 1)
@@ -363,6 +369,8 @@ class LLM(ModelClient):
             >>> len(output.sequences)
             3
         """
+        from nanovllm.tasks.beam_search import BeamSearch, beam_search_output  # noqa: PLC0415
+
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {params!r:.80}")
         given = list(as_prompts(prompts))

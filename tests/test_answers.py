@@ -9,9 +9,8 @@ from tokenizers import AddedToken
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter
-from nanovllm.text.reasoning import REASONING_FORMATS, ReasoningSplitter, Start, reasoning_format
-from nanovllm.text.tool_calls import HERMES, whole_calls
+from nanovllm.text.answer_formats import HERMES, REASONING_FORMATS, Start, reasoning_format
+from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter, whole_calls
 from tests.small_tokenizers import MARK, sentencepiece_tokenizer
 
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
@@ -36,24 +35,23 @@ REASONING: list[tuple[str, Start, str, tuple[str, str]]] = [
 
 @pytest.mark.parametrize(("name", "start", "text", "found"), REASONING)
 def test_thoughts_are_found_however_text_comes(name: str, start: Start, text: str, found: tuple[str, str]) -> None:
-    form = reasoning_format(name, None)
+    form = make(reasoning_parser=name)
     for at in range(len(text) + 1):
-        splitter = ReasoningSplitter(start, form)
-        first, second = splitter.append(text[:at]), splitter.append(text[at:], final=True)
-        assert (first[0] + second[0], first[1] + second[1]) == found
+        pieces = [text[:at], text[at:]]
+        assert split(AnswerSplitter(AnswerOptions(form, separates=True), start), pieces) == (*found, [])
         # With their tags they are the text, to the letter.
-        whole, parts = ReasoningSplitter(start, form, keeps_tags=True), []
-        for piece, final in ((text[:at], False), (text[at:], True)):
-            parts += [*whole.append(piece, final)]
-        assert "".join(parts) == text
+        assert split(AnswerSplitter(AnswerOptions(form), start), pieces) == ("", text, [])
 
 
 def test_thoughts_and_answers_come_as_they_are_written() -> None:
-    inside, before = ReasoningSplitter("inside"), ReasoningSplitter("before")
-    assert [inside.append("a"), inside.append("b </think>"), inside.append("c")] == [("a", ""), ("b", ""), ("", "c")]
-    assert [before.append("a"), before.append(" b")] == [("", "a"), ("", " b")]
+    def found(start: Start, *pieces: str) -> list[tuple[str, str]]:
+        splitter = AnswerSplitter(AnswerOptions(make(), separates=True), start)
+        return [(new.reasoning, new.content) for new in map(splitter.append, pieces)]
+
+    assert found("inside", "a", "b </think>", "c") == [("a", ""), ("b", ""), ("", "c")]
+    assert found("before", "a", " b") == [("", "a"), ("", " b")]
     # Only an end tag says whether there were thoughts.
-    assert ReasoningSplitter("unknown").append("a") == ("", "")
+    assert found("unknown", "a") == [("", "")]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +86,7 @@ def test_calls_in_thoughts_are_none(separates: bool) -> None:
     options = AnswerOptions.of(make(), TOOLS, separates=separates)
     text = f"<think>\nMaybe {CALL}\n</think>\n\nYes. {CALL}"
     for pieces in ([text], [*text]):
-        reasoning, content, calls = split(options.make_splitter([], SamplingParams())(), pieces)
+        reasoning, content, calls = split(options.splitters([], SamplingParams())[0], pieces)
         assert calls == [("f", "{}")]
         if separates:
             assert (reasoning, content) == (f"Maybe {CALL}", "Yes.")
@@ -102,13 +100,13 @@ def test_tags_that_are_special_tokens_are_kept_and_others_dropped() -> None:
     assert not options.constrain(params).skip_special_tokens and options.form.calls is HERMES
     text = f"Hi<|im_end|> {CALL}<|im_end|>"
     for pieces in ([text], [*text]):
-        assert split(options.make_splitter([], params)(), pieces)[1:] == ("Hi", [("f", "{}")])
+        assert split(options.splitters([], params)[0], pieces)[1:] == ("Hi", [("f", "{}")])
     # In a grammar a tag that is a token goes by its id.
     structured = AnswerOptions.of(form, TOOLS, "required").constrain(params).structured_outputs
     assert structured is not None and f"<[{form.tag_tokens['<tool_call>']}]>" in str(structured.grammar)
     # Who asks for special tokens gets all of them.
     shown = SamplingParams(skip_special_tokens=False)
-    assert split(options.make_splitter([], shown)(), [text])[1] == "Hi<|im_end|><|im_end|>"
+    assert split(options.splitters([], shown)[0], [text])[1] == "Hi<|im_end|><|im_end|>"
     output = RequestOutput(0, None, [1], [CompletionOutput(0, text, [1], finish_reason="stop")], True)
     options.complete(output, params)
     assert [call.name for call in output.outputs[0].tool_calls] == ["f"] and output.outputs[0].text == f"Hi {CALL}"
@@ -130,13 +128,13 @@ def test_answers_of_channels_are_always_taken_apart() -> None:
     assert options.separates and not options.constrain(SamplingParams()).skip_special_tokens
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello"
     for pieces in ([text], [*text]):
-        assert split(options.make_splitter([], SamplingParams())(), pieces) == ("Hm.", "Hello", [])
+        assert split(options.splitters([], SamplingParams())[0], pieces) == ("Hm.", "Hello", [])
 
 
 def test_calls_have_the_ids_that_templates_take() -> None:
     ids = {}
     for name in ("hermes", "mistral", "kimi_k2"):
-        splitter = AnswerOptions.of(make(tool_call_parser=name), TOOLS).make_splitter([], SamplingParams())()
+        splitter = AnswerOptions.of(make(tool_call_parser=name), TOOLS).splitters([], SamplingParams())[0]
         kimi = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
         splitter.append(kimi if name == "kimi_k2" else CALL * 2, True)
         ids[name] = splitter.call_ids
@@ -154,18 +152,18 @@ def test_answers_that_begin_within_thoughts_are_bound_after_them() -> None:
     ):
         structured = options.constrain(params).structured_outputs
         assert structured is not None and structured.after_thinking == THINK
-        assert options.make_splitter([], params)().append(f"a{THINK}", False).reasoning == "a"
+        assert options.splitters([], params)[0].append(f"a{THINK}", False).reasoning == "a"
 
 
 def test_a_template_that_knows_both_tags_has_answers_that_stream() -> None:
     for template, content in (("<think></think>", "x"), ("</think>", "")):
         options = AnswerOptions.of(make(f"{{{{ '{template}' }}}}"), separates=True)
-        assert options.make_splitter([], SamplingParams())().append("x", False).content == content
+        assert options.splitters([], SamplingParams())[0].append("x", False).content == content
 
 
 def test_tools_may_be_what_templates_alone_take() -> None:
     options = AnswerOptions(make(), [{"name": "f"}, print])  # type: ignore[list-item]
-    assert split(options.make_splitter([], SamplingParams())(), [CALL])[2] == [("f", "{}")]
+    assert split(options.splitters([], SamplingParams())[0], [CALL])[2] == [("f", "{}")]
 
 
 def test_what_a_request_asks_of_its_answer() -> None:
@@ -176,8 +174,8 @@ def test_what_a_request_asks_of_its_answer() -> None:
     # Thoughts may come first.
     assert structured is not None and structured.after_thinking and '"f"' in str(structured.grammar)
     # Then text need not wait for the end of thoughts that have no beginning.
-    assert forced.make_splitter([], params)().append("x", False).content == "x"
-    assert AnswerOptions.of(form, TOOLS).make_splitter([], params)().append("x", False).content == ""
+    assert forced.splitters([], params)[0].append("x", False).content == "x"
+    assert AnswerOptions.of(form, TOOLS).splitters([], params)[0].append("x", False).content == ""
     json_params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"enum": [1]}))
     for separates in (False, True):
         answer = AnswerOptions.of(form, separates=separates).constrain(json_params).structured_outputs

@@ -19,7 +19,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.model_client import ModelClient
 from nanovllm.config import Config, EngineSettings
 from nanovllm.outputs import RequestOutput, ToolCall
-from nanovllm.text.tool_calls import parse_tool_calls
+from nanovllm.text.answers import AnswerOptions, tool_calls
 
 GREEDY = SamplingParams(0, 4, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "introduce yourself"}]
@@ -68,11 +68,11 @@ def test_examples_of_docstrings(llm: LLM, tmp_path: Path, monkeypatch: pytest.Mo
     # Some write files.
     monkeypatch.chdir(tmp_path)
     globs = {**vars(nanovllm), **{name: getattr(nanovllm, name) for name in nanovllm.__all__}}
-    globs.update(llm=llm, torch=torch, asyncio=asyncio, BUNDLED_MODEL=BUNDLED_MODEL, parse_tool_calls=parse_tool_calls)
+    globs.update(llm=llm, torch=torch, asyncio=asyncio, BUNDLED_MODEL=BUNDLED_MODEL)
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(verbose=False)
     found = [test for name in nanovllm.__all__ for test in finder.find(getattr(nanovllm, name), name, globs=globs)]
     # The last one of `ModelClient` reads the weights again.
-    for test in [*found, *finder.find(parse_tool_calls, globs=globs), *finder.find(ModelClient, "LLM", globs=globs)]:
+    for test in [*found, *finder.find(ModelClient, "LLM", globs=globs)]:
         printed: list[str] = []
         assert not runner.run(test, out=printed.append).failed, "".join(printed)
     shown = {test.name for test in found if test.examples}
@@ -122,14 +122,19 @@ def test_chat_takes_what_generate_does(llm: LLM) -> None:
 
 def test_calls_of_tools_are_parsed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     want = [ToolCall("add", {"a": 1})]
+
+    def parse_tool_calls(text: str) -> list[ToolCall]:
+        (splitter,) = AnswerOptions(llm.answer_format, tools).splitters([], SamplingParams())
+        return tool_calls(splitter.append(text, final=True).calls)
+
     assert parse_tool_calls(f"Well: {call}{call}") == want * 2
     # The last one may end with the output.
     assert parse_tool_calls('<tool_call>{"name": "now"}') == [ToolCall("now", {})]
     for wrong in ("{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}'):
         assert parse_tool_calls(f"<tool_call>{wrong}</tool_call>{call}") == want
     monkeypatch.setattr("nanovllm.text.answers.tool_calls", lambda _: want)
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     (output,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
     assert output.outputs[0].tool_calls == want
     assert llm.chat(MESSAGES, GREEDY, use_tqdm=False)[0].outputs[0].tool_calls == []

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.utils import cuda_driver
+from nanovllm.utils import device
 
 
 def place(end: Any, plane: int) -> int:
@@ -30,7 +30,7 @@ def copy_3d(pointer: Any, stream: ctypes.c_void_p) -> int:
 def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A driver, and a stream of the number 7."""
     driver = SimpleNamespace(cuMemcpy3DAsync_v2=copy_3d)
-    monkeypatch.setattr(cuda_driver, "_driver", lambda: driver)
+    monkeypatch.setattr(device, "_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     return driver
@@ -40,9 +40,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_rows_go_where_they_belong(driver: SimpleNamespace, dtype: torch.dtype) -> None:
     blocks = torch.arange(3 * 5 * 4).to(dtype).view(3, 5, 4)
     content, before = torch.zeros(3, 4, dtype=dtype), blocks.clone()
-    cuda_driver.copy_rows(content, blocks[:, 2])
+    device.copy_rows(content, blocks[:, 2])
     assert torch.equal(content, before[:, 2])
-    cuda_driver.copy_rows(blocks[:, 4], content)
+    device.copy_rows(blocks[:, 4], content)
     before[:, 4] = before[:, 2]
     assert torch.equal(blocks, before)
 
@@ -50,4 +50,4 @@ def test_rows_go_where_they_belong(driver: SimpleNamespace, dtype: torch.dtype) 
 def test_a_refusal_is_an_error(driver: SimpleNamespace) -> None:
     driver.cuMemcpy3DAsync_v2 = lambda *_: 700
     with pytest.raises(RuntimeError, match="cuMemcpy3DAsync_v2 failed with CUDA error 700 on cuda:1"):
-        cuda_driver.copy_rows(torch.zeros(2, 3), torch.zeros(2, 3))
+        device.copy_rows(torch.zeros(2, 3), torch.zeros(2, 3))

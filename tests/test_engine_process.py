@@ -92,7 +92,7 @@ def test_requests_pickle_small_and_whole(llm: LLM) -> None:
         assert request.grammar is not None and request.grammar.compiled is not None
         assert copy.grammar.text == request.grammar.text and copy.grammar.compiled is None
     # What makes their constraints goes along, too.
-    factory = pickle.loads(pickle.dumps(llm.input_processor._grammars))
+    factory = pickle.loads(pickle.dumps(llm.input_processor.constraints))
     assert factory(pickle.loads(data)[0]) is not None
 
 

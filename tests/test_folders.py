@@ -20,7 +20,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.configs.model import ModelConfig, folder_pooling
 from nanovllm.text import tokenizer as tokenizer_module
-from nanovllm.text.token_bytes import token_bytes_function
+from nanovllm.text.output_processor import token_bytes_function
 from nanovllm.text.tokenizer import has_chat_template, load_tokenizer
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights.files import stored_tensors, weight_files

@@ -25,7 +25,7 @@ from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.swap_space import _prompt_rate
-from nanovllm.utils.host_memory import available_memory
+from nanovllm.utils.host import available_memory
 from tests.cache_checks import check_blocks, check_host
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.utils.display import loading_bar
 from nanovllm.utils.hub import resolve_model
-from nanovllm.utils.loading_bar import loading_bar
 from nanovllm.weights import model_weights
 from nanovllm.weights.readers import rows_of
 

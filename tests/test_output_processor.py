@@ -15,9 +15,14 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.engine_client import RequestState
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.tasks.beam_search import Beam, BeamSearch, beam_search_output
-from nanovllm.text.detokenizer import Detokenizer, TextOffsets
-from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
-from nanovllm.text.token_bytes import token_bytes_function
+from nanovllm.text.output_processor import (
+    Detokenizer,
+    NewTokens,
+    OutputProcessor,
+    OutputState,
+    TextOffsets,
+    token_bytes_function,
+)
 from tests.mock_runner import make_request
 from tests.small_tokenizers import MARK, sentencepiece_tokenizer
 

@@ -34,7 +34,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_outputs import PendingStep
 from nanovllm.runner.worker import StepOrder, WorkerFailure, WorkerPlan
 from nanovllm.runner.worker_processes import WorkerError, WorkerProcess, WorkerProcesses, start_worker
-from nanovllm.utils.python_process import PythonProcess
+from nanovllm.utils.processes import PythonProcess
 from tests.rank_processes import rank_pids
 
 # Several processes each, on as many cores as there are.

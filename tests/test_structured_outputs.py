@@ -23,11 +23,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import CompletionOutput, StepError
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text import grammar_compiler
-from nanovllm.text.grammar_compiler import MAX_SECONDS, QUICK_SECONDS, GrammarError, SlowGrammarError, patiently
-from nanovllm.text.grammar_text import lark_json
-from nanovllm.text.reasoning import AfterThinkingConstraint
-from nanovllm.text.structured_output import ConstraintFactory
+from nanovllm.text import grammar_trials
+from nanovllm.text.constraints import ConstraintFactory
+from nanovllm.text.grammar_trials import MAX_SECONDS, QUICK_SECONDS, GrammarError, SlowGrammarError, patiently
+from nanovllm.text.grammars import AfterThinkingConstraint, GrammarCompiler, lark_json
 from tests.mock_runner import make_request
 
 pytest.importorskip("llguidance")
@@ -247,7 +246,8 @@ def test_white_space_and_other_properties(
     llm: LLM, fields: dict[str, Any], text: str, fits: bool, as_class: bool
 ) -> None:
     schema: Any = Person if as_class else json.dumps(Person.model_json_schema())
-    matcher = llm.input_processor._grammars.compile(StructuredOutputsParams(json=schema, **fields)).compiled.deep_copy()
+    grammar = llm.input_processor.constraints.grammars.compile(StructuredOutputsParams(json=schema, **fields))
+    matcher = grammar.compiled.deep_copy()
     token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
     accepted = matcher.try_consume_tokens(token_ids)
     assert (accepted == len(token_ids) and matcher.is_accepting()) == fits
@@ -256,13 +256,14 @@ def test_white_space_and_other_properties(
 def test_a_schema_may_ask_for_white_space_of_its_own(llm: LLM) -> None:
     schema = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
     for params, fits in (({"json": schema}, True), ({"json_object": True}, False)):
-        matcher = llm.input_processor._grammars.compile(StructuredOutputsParams(**params)).compiled.deep_copy()
+        grammar = llm.input_processor.constraints.grammars.compile(StructuredOutputsParams(**params))
+        matcher = grammar.compiled.deep_copy()
         token_ids = llm.tokenizer.encode("{\n\n}", add_special_tokens=False)
         assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) == fits
 
 
 def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = llm.input_processor._grammars
+    grammars = llm.input_processor.constraints.grammars
     matcher, compiled = grammars.library.LLMatcher, []
 
     def counted(*args: Any, **options: Any) -> Any:
@@ -272,7 +273,7 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
     for name in ("grammar_from_json_schema", "grammar_from_regex", "grammar_from_lark"):
         setattr(counted, name, getattr(matcher, name))
     monkeypatch.setattr(grammars.library, "LLMatcher", counted)
-    monkeypatch.setattr("nanovllm.text.structured_output._MAX_GRAMMARS", 2)
+    monkeypatch.setattr("nanovllm.text.grammars._MAX_GRAMMARS", 2)
     grammars._grammars.clear()
     # Each output has a state of its own; parameters that are equal share a grammar though they are other objects.
     params = [constrained(i, regex="[a-d]{6}", n=3) for i in range(3)]
@@ -289,14 +290,14 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def bounded() -> ConstraintFactory:
+def bounded() -> GrammarCompiler:
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    factory = ConstraintFactory(tokenizer, len(tokenizer), frozenset({2}))
-    factory.bound(compiles_here=False)
-    return factory
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({2}))
+    compiler.bound(compiles_here=False)
+    return compiler
 
 
-def test_grammars_are_compiled_on_trial_in_a_process_that_is_replaced(bounded: ConstraintFactory) -> None:
+def test_grammars_are_compiled_on_trial_in_a_process_that_is_replaced(bounded: GrammarCompiler) -> None:
     trials = bounded._trials
     assert trials is not None
     grammar = bounded.compile(StructuredOutputsParams(regex="[ab]{3}"))
@@ -315,17 +316,17 @@ def test_grammars_are_compiled_on_trial_in_a_process_that_is_replaced(bounded: C
 
 
 def test_a_grammar_of_minutes_is_tried_twice_and_never_again(
-    bounded: ConstraintFactory, monkeypatch: pytest.MonkeyPatch
+    bounded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = StructuredOutputsParams(json={"type": "integer", "multipleOf": 4_000_037})
     tried: list[float] = []
-    try_grammar = grammar_compiler._TrialProcess.try_grammar
+    try_grammar = grammar_trials._TrialProcess.try_grammar
 
     def noted(self: Any, text: str, is_choice: bool, seconds: float) -> int | str:
         tried.append(seconds)
         return try_grammar(self, text, is_choice, seconds)
 
-    monkeypatch.setattr(grammar_compiler._TrialProcess, "try_grammar", noted)
+    monkeypatch.setattr(grammar_trials._TrialProcess, "try_grammar", noted)
     for _ in range(2):
         # Another request may ask for the same before the long trial has ended.
         with pytest.raises(SlowGrammarError):
@@ -341,7 +342,7 @@ def test_a_grammar_of_minutes_is_tried_twice_and_never_again(
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not limit memory")
 def test_memory_to_compile_is_limited() -> None:
     program = """
-        from nanovllm.text.grammar_compiler import MAX_BYTES, _compile_within_limits
+        from nanovllm.text.grammar_trials import MAX_BYTES, _compile_within_limits
 
         def reserve(num_bytes):
             _compile_within_limits(lambda: bytearray(num_bytes), 9)
@@ -354,12 +355,12 @@ def test_memory_to_compile_is_limited() -> None:
     assert run.stdout == "half\n" and run.stderr.endswith("MemoryError\n")
 
 
-def test_grammars_are_kept_up_to_a_number_of_bytes(bounded: ConstraintFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_are_kept_up_to_a_number_of_bytes(bounded: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     bounded._compiles_here = True
     sizes = {"a": 10, "b": 10, "c": 10, "d": 31}
     trials = SimpleNamespace(start=int, num_bytes=lambda text, *_: sizes[text.partition("/")[2][0]] * 2**20)
     monkeypatch.setattr(bounded, "_trials", trials)
-    monkeypatch.setattr("nanovllm.text.structured_output._MAX_GRAMMAR_BYTES", 30.5 * 2**20)
+    monkeypatch.setattr("nanovllm.text.grammars._MAX_GRAMMAR_BYTES", 30.5 * 2**20)
     kept = {}
     for name in "abcd":
         assert bounded.compile(StructuredOutputsParams(regex=name)).compiled is not None
@@ -432,7 +433,7 @@ def test_a_grammar_binds_after_the_thoughts(has_token: bool) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="q", after_thinking=True))
     factory = ConstraintFactory(tokenizer, count, frozenset({2}))
     assert params.structured_outputs is not None
-    grammar = factory.compile(params.structured_outputs)
+    grammar = factory.grammars.compile(params.structured_outputs)
 
     def ids(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -469,7 +470,7 @@ def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(ValueError, match="needs a model with a fast tokenizer"):
             other.generate([[1, 2]], constrained(regex="a"))
         monkeypatch.setitem(sys.modules, "llguidance", None)
-        other.input_processor._grammars.__dict__.pop("library", None)
+        other.input_processor.constraints.grammars.__dict__.pop("library", None)
         with pytest.raises(ValueError, match=r"pip install 'nanovllm\[structured\]'"):
             other.generate([[1, 2]], constrained(regex="a"))
 
@@ -484,7 +485,7 @@ def test_a_tokenizer_may_have_more_tokens_than_its_model() -> None:
     for own in (factory, fewer):
         params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[ab]+"))
         request = make_request([5], params.checked())
-        request.grammar = own.compile(StructuredOutputsParams(regex="[ab]+"))
+        request.grammar = own.grammars.compile(StructuredOutputsParams(regex="[ab]+"))
         words = np.zeros((4, -(-vocab_size // 32)), dtype=np.int32)
         first, second = (own(request) for _ in range(2))
         assert first is not None
@@ -495,7 +496,7 @@ def test_a_tokenizer_may_have_more_tokens_than_its_model() -> None:
 
 def test_formats_that_no_grammar_expresses_are_ignored(llm: LLM) -> None:
     schema = {"properties": {"format": {"type": "string", "format": "password", "maxLength": 2}}, **COMPACT}
-    compile_grammar = llm.input_processor._grammars.compile
+    compile_grammar = llm.input_processor.constraints.grammars.compile
     with pytest.warns(UserWarning, match="a format in a JSON schema is ignored"):
         compile_grammar(StructuredOutputsParams(json=schema))
     with pytest.warns(UserWarning, match="ignored"):
@@ -521,7 +522,7 @@ def test_thoughts_that_have_begun_end_with_their_tag() -> None:
 
     def first_mask(prompt: str, *tokens: int) -> np.ndarray:
         request = make_request(tokenizer.encode(prompt), params)
-        request.grammar = factory.compile(StructuredOutputsParams(regex="q"))
+        request.grammar = factory.grammars.compile(StructuredOutputsParams(regex="q"))
         constraint = factory(request)
         assert constraint is not None
         words = np.zeros((1, -(-len(tokenizer) // 32)), dtype=np.int32)

@@ -11,22 +11,19 @@ from transformers import AutoTokenizer
 
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.sampling_params import StructuredOutputsParams
-from nanovllm.text.chat_template import plain_messages
-from nanovllm.text.harmony import HarmonyParser
-from nanovllm.text.structured_output import ConstraintFactory
-from nanovllm.text.tool_call_reader import ToolCallDelta
-from nanovllm.text.tool_call_syntax import CALL_TAGS, SYNTAXES
-from nanovllm.text.tool_calls import (
+from nanovllm.text.answer_formats import (
+    CALL_TAGS,
     HERMES,
     LLAMA3_JSON,
+    SYNTAXES,
     TOOL_CALL_FORMATS,
     ToolCallFormat,
-    ToolCallParser,
-    parse_tool_calls,
     tool_call_format,
-    tool_call_grammar,
-    whole_calls,
 )
+from nanovllm.text.answer_parsers import ToolCallDelta
+from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter, tool_calls, whole_calls
+from nanovllm.text.chat_template import plain_messages
+from nanovllm.text.grammars import GrammarCompiler, tool_call_grammar
 
 TRICKY = '{"a": 1, "s": "}{\\"</tool_call>\\\\"}'
 JSON = '{"a": 1, "b": "x } \\"y", "c": [1, {"d": null}]}'
@@ -200,15 +197,19 @@ CASES: list[tuple[str, str, Found]] = [
 ]
 
 
+def splitter_of(name: str, parallel: bool = True) -> AnswerSplitter:
+    tools = [{"type": "function", "function": function} for function in FUNCTIONS]
+    return AnswerSplitter(AnswerOptions(AnswerFormat(None, name), tools, parallel=parallel), "answer")
+
+
 def parse(name: str, pieces: list[str]) -> tuple[Found, list[int]]:
     """Return what a parser makes of text in pieces, and in which pieces there was something of a call."""
-    form, content, calls, at = tool_call_format(name, None), "", list[ToolCallDelta](), []
-    parser: Any = HarmonyParser() if form.has_channels else ToolCallParser(form, functions=FUNCTIONS)
+    splitter, content, calls, at = splitter_of(name), "", list[ToolCallDelta](), []
     for index, piece in enumerate(pieces):
-        *_, new, deltas = parser.append(piece, index == len(pieces) - 1)
-        content += new
-        calls += deltas
-        at += [index] * bool(deltas)
+        new = splitter.append(piece, index == len(pieces) - 1)
+        content += new.content
+        calls += new.calls
+        at += [index] * bool(new.calls)
     return (content, whole_calls(calls)), at
 
 
@@ -243,17 +244,20 @@ def test_arguments_come_while_they_are_written() -> None:
     assert at == [text.index('{"a"') + i for i in range(len('{"a": "1234"}'))]
     text = "<tool_call><function=f><parameter=a>1</parameter><parameter=b>2</parameter></function>"
     assert len(parse("hermes", [*text])[1]) == 4
-    plain = [parse("hermes", [*"a text", ""])[0][0], ToolCallParser(HERMES).append("a text")[0]]
+    plain = [parse("hermes", [*"a text", ""])[0][0], splitter_of("hermes").append("a text").content]
     assert plain == ["a text", "a text"]
-    only_first = ToolCallParser(LLAMA3_JSON, allows_several=False)
-    _, deltas = only_first.append('{"name": "f", "parameters": {}};{"name": "g", "parameters": {}}', final=True)
-    assert [delta.name for delta in deltas if delta.name] == ["f"]
+    only_first = splitter_of("llama3_json", parallel=False)
+    new = only_first.append('{"name": "f", "parameters": {}};{"name": "g", "parameters": {}}', final=True)
+    assert [delta.name for delta in new.calls if delta.name] == ["f"]
 
 
 def test_calls_keep_the_ids_that_models_give_them() -> None:
-    _, kimi = ToolCallParser(HERMES).append("<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}", True)
-    _, mistral = ToolCallParser(HERMES).append("[TOOL_CALLS]f[CALL_ID]abc123456[ARGS]{}", True)
-    assert [kimi[0].id, mistral[0].id] == ["functions.f:3", "abc123456"]
+    for text, call_id in (
+        ("<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}", "functions.f:3"),
+        ("[TOOL_CALLS]f[CALL_ID]abc123456[ARGS]{}", "abc123456"),
+    ):
+        splitter = splitter_of("hermes")
+        assert [splitter.append(text, True).calls[0].id] == [call_id] == splitter.call_ids
 
 
 def test_no_tag_begins_another() -> None:
@@ -288,18 +292,18 @@ FORCED: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def factory() -> ConstraintFactory:
+def compiler() -> GrammarCompiler:
     pytest.importorskip("llguidance")
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
     # A tag of Hermes' is a token of its own, as Qwen's tokenizers have it.
     tokenizer.add_tokens(["<tool_call>"])
-    return ConstraintFactory(tokenizer, len(tokenizer), frozenset({2}))
+    return GrammarCompiler(tokenizer, len(tokenizer), frozenset({2}))
 
 
-def fits(factory: ConstraintFactory, grammar: str, text: str) -> bool:
+def fits(compiler: GrammarCompiler, grammar: str, text: str) -> bool:
     """Whether a grammar takes a text as the tokenizer encodes it."""
-    matcher = factory.compile(StructuredOutputsParams(grammar=grammar)).compiled.deep_copy()
-    token_ids = factory._hf_tokenizer.encode(text, add_special_tokens=False)
+    matcher = compiler.compile(StructuredOutputsParams(grammar=grammar)).compiled.deep_copy()
+    token_ids = compiler._hf_tokenizer.encode(text, add_special_tokens=False)
     return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 
 
@@ -312,23 +316,24 @@ def written(form: ToolCallFormat, *calls: tuple[str, str]) -> str:
     return form.list_begin + form.separator.join(texts) + form.list_end
 
 
-@pytest.mark.parametrize("form", TOOL_CALL_FORMATS.values(), ids=TOOL_CALL_FORMATS)
-def test_grammars_force_calls(factory: ConstraintFactory, form: ToolCallFormat) -> None:
+@pytest.mark.parametrize("name", TOOL_CALL_FORMATS)
+def test_grammars_force_calls(compiler: GrammarCompiler, name: str) -> None:
+    form = TOOL_CALL_FORMATS[name]
     good, none = ("a-b", '{"size": 3, "unit": "m"}'), ("now", "{}")
-    tokens = {"<tool_call>": factory._hf_tokenizer.convert_tokens_to_ids("<tool_call>")}
+    tokens = {"<tool_call>": compiler._hf_tokenizer.convert_tokens_to_ids("<tool_call>")}
     grammars = {n: tool_call_grammar(FORCED, form, several=n > 1, tokens=tokens) for n in (1, 2)}
     for calls in ((good,), (none,), (none, none)):
         text = written(form, *calls)
-        assert [fits(factory, grammars[n], text) for n in (1, 2)] == [len(calls) == 1, True]
-        found = [(call.name, json.dumps(call.arguments)) for call in parse_tool_calls(text, form)]
-        assert found == [*calls]
+        assert [fits(compiler, grammars[n], text) for n in (1, 2)] == [len(calls) == 1, True]
+        deltas = splitter_of(name).append(text, final=True).calls
+        assert [(call.name, json.dumps(call.arguments)) for call in tool_calls(deltas)] == [*calls]
     # Parameters are objects, also where a schema does not say so, and have no others than those named.
     for arguments in ("3", "{}", '{"size": 0, "unit": "m"}', '{"size": 3, "unit": "m", "more": 1}'):
-        assert not fits(factory, grammars[2], written(form, ("a-b", arguments)))
-    assert not fits(factory, grammars[2], written(form, ("other", "{}"))) and not fits(factory, grammars[2], "")
+        assert not fits(compiler, grammars[2], written(form, ("a-b", arguments)))
+    assert not fits(compiler, grammars[2], written(form, ("other", "{}"))) and not fits(compiler, grammars[2], "")
     with_answer = tool_call_grammar(FORCED, form, several=True, answer={"enum": ["yes"]}, tokens=tokens)
-    assert fits(factory, with_answer, f'{form.answer_begin}"yes"') and fits(factory, with_answer, written(form, good))
-    assert not fits(factory, grammars[2], f'{form.answer_begin}"yes"')
+    assert fits(compiler, with_answer, f'{form.answer_begin}"yes"') and fits(compiler, with_answer, written(form, good))
+    assert not fits(compiler, grammars[2], f'{form.answer_begin}"yes"')
 
 
 A, B = ({"type": "object", "properties": {k: {"enum": [1]}}, "required": [k]} for k in "ab")
@@ -349,14 +354,14 @@ A, B = ({"type": "object", "properties": {k: {"enum": [1]}}, "required": [k]} fo
     ],
 )
 def test_schemas_of_forced_calls_may_have_parts(
-    factory: ConstraintFactory, schema: dict[str, Any], good: list[str]
+    compiler: GrammarCompiler, schema: dict[str, Any], good: list[str]
 ) -> None:
     grammar = tool_call_grammar([{"name": "f", "parameters": schema}], LLAMA3_JSON, several=False)
-    assert all(fits(factory, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in good)
-    assert not fits(factory, grammar, written(LLAMA3_JSON, ("f", "[]")))
+    assert all(fits(compiler, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in good)
+    assert not fits(compiler, grammar, written(LLAMA3_JSON, ("f", "[]")))
 
 
-def test_objects_that_are_no_parts_of_others_are_closed(factory: ConstraintFactory) -> None:
+def test_objects_that_are_no_parts_of_others_are_closed(compiler: GrammarCompiler) -> None:
     definitions = {"A": A, "B": B, "C": {"$ref": "#/$defs/B"}}
     both = {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/C"}], "$defs": definitions}
     schema = {"properties": {"p": {"allOf": [A, B]}, "q": A}, "$defs": definitions}
@@ -367,12 +372,13 @@ def test_objects_that_are_no_parts_of_others_are_closed(factory: ConstraintFacto
         (both, '{"a": 1, "b": 1}', "[]"),
     ):
         grammar = tool_call_grammar([{"name": "f", "parameters": own}], LLAMA3_JSON, several=False)
-        found = [fits(factory, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in (good, bad)]
+        found = [fits(compiler, grammar, written(LLAMA3_JSON, ("f", arguments))) for arguments in (good, bad)]
         assert found == [True, False], own
 
 
 def test_code_in_arguments_may_have_line_breaks() -> None:
-    (call,) = parse_tool_calls('<tool_call>{"name": "f", "arguments": {"code": "a\nb"}}</tool_call>')
+    text = '<tool_call>{"name": "f", "arguments": {"code": "a\nb"}}</tool_call>'
+    (call,) = tool_calls(splitter_of("hermes").append(text, final=True).calls)
     assert call.arguments == {"code": "a\nb"}
 
 

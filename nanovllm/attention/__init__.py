@@ -11,7 +11,7 @@ from nanovllm.attention.backend import AttentionBackend, AttentionSetup
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels._triton import triton_obstacle
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 
 
 def make_backend(name: str, setup: AttentionSetup) -> AttentionBackend:

@@ -270,8 +270,9 @@ def _chat(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
     """Return the answers to messages."""
     assert request.answer is not None and request.asked is not None
     shown = ShownTokens.of(request.body)
-    make_splitter = request.answer.make_splitter(output.prompt_token_ids, request.asked)
-    body: dict[str, Any] = {"choices": [chat_choice(choice, make_splitter(), shown) for choice in output.outputs]}
+    splitters = request.answer.splitters(output.prompt_token_ids, request.asked, len(output.outputs))
+    pairs = zip(output.outputs, splitters, strict=True)
+    body: dict[str, Any] = {"choices": [chat_choice(choice, splitter, shown) for choice, splitter in pairs]}
     if output.prompt_logprobs is not None:
         body["prompt_logprobs"] = prompt_positions(output, shown.names)
     return body | ({"prompt_token_ids": output.prompt_token_ids} if shown.ids else {})

@@ -19,8 +19,8 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import render_chat
 from nanovllm.text.tokenizer import has_chat_template
+from nanovllm.utils.display import format_count
 from nanovllm.utils.flags import flag_values, user_errors
-from nanovllm.utils.units import format_count
 
 HELP = """\
 /clear         forget the conversation

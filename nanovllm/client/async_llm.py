@@ -19,16 +19,14 @@ from nanovllm.client.engine_thread import EngineThread, Mailbox, RequestStream
 from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient, Weights, load_weights, warn_of_nans
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.engine import PauseMode
+from nanovllm.engine.engine import PauseMode, Unpicklable
 from nanovllm.engine.request import Request
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
-from nanovllm.text.answers import kept_tags
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
-from nanovllm.text.grammar_compiler import SlowGrammarError, patiently
+from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
-from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:
@@ -214,7 +212,7 @@ class AsyncLLM(Unpicklable):
     ) -> RequestOutput:
         """Answer a conversation; see `generate` and, for `template`, `LLM.chat`."""
         prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
-        params = kept_tags(answer, sampling_params)
+        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
         output = await self.generate(prompt, params, priority=priority, request_id=request_id)
         if answer is not None:
             answer.complete(output, sampling_params)
@@ -231,7 +229,7 @@ class AsyncLLM(Unpicklable):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer a conversation and yield new parts of the answer; see `chat` and `stream`."""
         prompt, answer = await self._render(messages, template), self.llm.answer_options(template)
-        params = kept_tags(answer, sampling_params)
+        params = sampling_params if answer is None else answer.kept_tags(sampling_params)
         async with aclosing(self.stream(prompt, params, priority=priority, request_id=request_id)) as outputs:
             async for output in outputs:
                 yield output

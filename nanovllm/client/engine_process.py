@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from nanovllm.client.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
 from nanovllm.config import Config
-from nanovllm.utils.gpu_count import num_gpus
-from nanovllm.utils.host_memory import check_swap_space
+from nanovllm.utils.host import check_swap_space, num_gpus
 from nanovllm.utils.interrupt import deferred_signals
-from nanovllm.utils.python_process import PythonProcess, describe_exit, start_python
+from nanovllm.utils.processes import PythonProcess, describe_exit, start_python
 
 _POLL_SECONDS = 0.1
 _EXIT_SECONDS = 10.0

@@ -46,7 +46,7 @@ from nanovllm.client.messages import (
 from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
-from nanovllm.utils.parent import end_with_parent
+from nanovllm.utils.processes import end_with_parent
 
 _MOST_CHARACTERS = 16000
 """Limit on a traceback."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from nanovllm.client.engine_client import EngineClient, News, RequestState
 from nanovllm.outputs import RequestOutput, StepError
-from nanovllm.text.grammar_compiler import GrammarError
+from nanovllm.text.grammar_trials import GrammarError
 
 _POLL_SECONDS = 0.2
 """Time in which an idle thread notices that the engine was closed."""

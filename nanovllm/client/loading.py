@@ -15,11 +15,11 @@ from nanovllm.configs.model import ModelConfig
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import RequestSeeds
-from nanovllm.text.structured_output import ConstraintFactory
+from nanovllm.text.constraints import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.checks import read_json
 from nanovllm.utils.device import device_name, resolve_device, resolve_dtype
-from nanovllm.utils.host_memory import check_swap_space
+from nanovllm.utils.host import check_swap_space
 from nanovllm.utils.hub import resolve_model
 
 if TYPE_CHECKING:

@@ -9,26 +9,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
 from nanovllm.config import Config, Pooling
 from nanovllm.configs.model import folder_pooling
-from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineRunningError, PauseMode
+from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineRunningError, PauseMode, Unpicklable
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import BlockUsage, StatsSample, StepHistograms, joined_usage, merged_histograms
 from nanovllm.outputs import Prompt, StepResult, TokenIds
 from nanovllm.sampling_params import SamplingParams, recommended_values
-from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.chat_template import ChatTemplateOptions
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
-from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
+
+if TYPE_CHECKING:
+    from nanovllm.text.answers import AnswerFormat, AnswerOptions
 
 _POLL_SECONDS = 0.005
 Weights = Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str]
@@ -82,14 +83,18 @@ class ModelClient(Unpicklable):
     @cached_property
     def answer_format(self) -> AnswerFormat:
         """The model's format of tool calls and thoughts, as its chat template shows."""
+        from nanovllm.text.answers import AnswerFormat  # noqa: PLC0415
+
         return AnswerFormat(self.tokenizer)
 
     def answer_options(self, template: ChatTemplateOptions) -> AnswerOptions | None:
         """Return how answers are parsed; None if there are no tools, and answers are text."""
-        tools = template.get("tools")
-        form = self.answer_format
+        if not (tools := template.get("tools")):
+            return None
+        from nanovllm.text.answers import AnswerOptions  # noqa: PLC0415
+
         # Chat templates may accept more kinds of tools than OpenAI's API does.
-        return AnswerOptions(form, tools, separates=form.has_channels) if tools else None
+        return AnswerOptions(self.answer_format, tools, separates=self.answer_format.has_channels)
 
     @property
     def default_pooling(self) -> Pooling:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NoReturn, get_args
 from weakref import WeakSet
 
 import numpy as np
@@ -20,7 +20,6 @@ import numpy as np
 from nanovllm.engine.request import Request, RequestLimits, StreamedToken
 from nanovllm.engine.stats import StatsSample
 from nanovllm.outputs import RequestOutput, StepError, StepResult
-from nanovllm.utils.unpicklable import Unpicklable
 from nanovllm.weights.report import MissingWeights
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -28,6 +27,17 @@ SleepTag = Literal["weights", "kv_cache"]
 SLEEP_TAGS: tuple[str, ...] = get_args(SleepTag)
 _EXIT_SECONDS = 10.0
 _engines: WeakSet[Engine] = WeakSet()
+
+
+class Unpicklable:
+    """An object that cannot be pickled or copied.
+
+    Without this, pickling would serialise gigabytes of weights and cache before failing.
+    """
+
+    def __reduce__(self) -> NoReturn:
+        name = type(self).__name__
+        raise TypeError(f"{name} holds a device and cannot be pickled or copied: create one in each process")
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 
 try:
     # Register the harness's own models first: it skips them once another model is registered.

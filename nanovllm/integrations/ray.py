@@ -19,7 +19,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 
 try:
     import ray.data

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 
 try:
     import trl

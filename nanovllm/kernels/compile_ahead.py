@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from nanovllm.kernels._triton import NotCompiledError, compiled_only, jit, to_compile, triton
-from nanovllm.utils.loading_bar import loading_bar
+from nanovllm.utils.display import loading_bar
 
 T = TypeVar("T")
 Job = Callable[[], Any]

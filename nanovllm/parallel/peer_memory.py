@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from nanovllm.utils.cuda_driver import call_driver
+from nanovllm.utils.device import call_driver
 
 _LAZY_PEER_ACCESS = 1
 """CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag that the driver accepts."""

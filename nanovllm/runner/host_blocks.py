@@ -23,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
-from nanovllm.utils.cuda_driver import copy_rows
+from nanovllm.utils.device import copy_rows
 
 _CHUNK_BYTES = 2**30
 

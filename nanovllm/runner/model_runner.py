@@ -38,7 +38,7 @@ from nanovllm.runner.swap_space import keep_blocks, make_swap_space
 from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
-from nanovllm.utils.loading_bar import loading_bar
+from nanovllm.utils.display import loading_bar
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
 from nanovllm.weights.report import MissingWeights
 

@@ -29,7 +29,7 @@ from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_outputs import scored_rows_at_once
 from nanovllm.utils.device import resolve_device
-from nanovllm.utils.parent import end_with_parent
+from nanovllm.utils.processes import end_with_parent
 
 STARTED, READY = "started", "ready"
 """Progress reports: the device is set and the store is connected; the model is loaded and the cache allocated."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from nanovllm.parallel.channel import Sender
 from nanovllm.runner.worker import STARTED, Reply, WorkerFailure
 from nanovllm.utils.interrupt import deferred_signals
-from nanovllm.utils.python_process import PythonProcess, describe_exit, start_python
+from nanovllm.utils.processes import PythonProcess, describe_exit, start_python
 
 _T = TypeVar("_T")
 _START_SECONDS = 300.0

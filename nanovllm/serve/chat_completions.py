@@ -25,9 +25,9 @@ from nanovllm.serve.openai_format import (
 from nanovllm.serve.protocol import ChatBody
 from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
 from nanovllm.serve.service import Service, StreamList
+from nanovllm.text.answer_parsers import ToolCallDelta
 from nanovllm.text.answers import AnswerOptions, AnswerSplitter
 from nanovllm.text.chat_template import plain_messages
-from nanovllm.text.tool_call_reader import ToolCallDelta
 
 router = make_router()
 
@@ -95,8 +95,7 @@ class ChatAnswer(Answer):
         super().__init__(service, streams, body.stream_options, head)
         self._echo, self._shows_prompt_logprobs = _echoed(body), body.prompt_logprobs is not None
         self._shown = ShownTokens(body.top_logprobs, service.token_names(body), bool(body.return_token_ids))
-        make_splitter = options.make_splitter(self.requests[0].token_ids, params)
-        self._splitters = [make_splitter() for _ in range(body.n or 1)]
+        self._splitters = options.splitters(self.requests[0].token_ids, params, body.n or 1)
 
     def _whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         (output,) = outputs

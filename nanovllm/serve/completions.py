@@ -17,7 +17,7 @@ from nanovllm.serve.openai_format import ENDPOINTS, Completion, TextChoice, prom
 from nanovllm.serve.protocol import CompletionBody, prompt_list
 from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
 from nanovllm.serve.service import Service, StreamList
-from nanovllm.text.detokenizer import TextOffsets, decode_options
+from nanovllm.text.output_processor import TextOffsets, decode_options
 
 router = make_router()
 Logprobs = dict[str, list[Any]]

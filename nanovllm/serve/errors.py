@@ -16,7 +16,7 @@ from starlette.types import Scope
 from nanovllm.client.async_llm import QueueFullError
 from nanovllm.engine.request import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.grammar_compiler import GrammarError
+from nanovllm.text.grammar_trials import GrammarError
 
 _KINDS = {
     401: "authentication_error",

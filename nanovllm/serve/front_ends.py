@@ -38,8 +38,7 @@ from nanovllm.serve.logs import log_config
 from nanovllm.serve.server_counts import ServerCounts
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.hub import resolve_model
-from nanovllm.utils.parent import end_with_parent
-from nanovllm.utils.python_process import describe_exit, start_python
+from nanovllm.utils.processes import describe_exit, end_with_parent, start_python
 
 _logger = logging.getLogger(__name__)
 _READY = "ready"

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 
 from nanovllm.config import Config
 from nanovllm.serve.settings import ServeSettings
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 from nanovllm.utils.flags import flag_values, user_errors
-from nanovllm.utils.gpu_count import num_gpus
+from nanovllm.utils.host import num_gpus
 
 _INSTALL = f"nanovllm serve needs further packages: {install_hint('serve')}"
 _logger = logging.getLogger(__name__)

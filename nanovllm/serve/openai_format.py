@@ -12,8 +12,7 @@ from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.text.answers import AnswerSplitter
-from nanovllm.text.tool_calls import whole_calls
+from nanovllm.text.answers import AnswerSplitter, whole_calls
 
 
 class UsageCounts(TypedDict):

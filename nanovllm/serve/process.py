@@ -66,7 +66,7 @@ def run_server(
     """
     # At least the largest allowed request; texts to compare are two lists.
     most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
-    llm.input_processor.bound_grammars(compiles_here=llm.engine_client.engine.is_in_process)
+    llm.input_processor.constraints.grammars.bound(compiles_here=llm.engine_client.engine.is_in_process)
     async_llm = AsyncLLM.over(llm, max_pending_requests=most_pending)
     if place is None:
         service = Service(async_llm, settings)

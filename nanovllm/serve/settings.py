@@ -38,9 +38,9 @@ class ServeSettings:
         default_chat_template_kwargs: default variables of the chat template.
         separate_reasoning: whether reasoning is separated from chat answers by default.
         reasoning_parser: format of the model's reasoning, which is then separated, by vLLM's names
-            (`REASONING_FORMATS` in `text/reasoning.py`); None: detected in the chat template.
+            (`REASONING_FORMATS` in `text/answer_formats.py`); None: detected in the chat template.
         tool_call_parser: format of the model's tool calls, by vLLM's names (`TOOL_CALL_FORMATS` in
-            `text/tool_calls.py`); "auto": detected in the chat template.
+            `text/answer_formats.py`); "auto": detected in the chat template.
         max_body_bytes: maximum size of a request's body.
         control: enable endpoints for training loops, which pause the engine, put it to sleep and change its weights;
             needs an API key, unless the server listens on this machine only.

@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.engine.request import Request
 from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
-from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.output_processor import Detokenizer
 
 
 @dataclass

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from secrets import token_hex
 from typing import Any
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, ToolCall
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
-from nanovllm.text.harmony import CHANNEL_TAGS, HarmonyParser
-from nanovllm.text.reasoning import ReasoningSplitter, Start, prompt_end, reasoning_format, template_text
-from nanovllm.text.text_reader import partial_start
-from nanovllm.text.tool_call_reader import ToolCallDelta
-from nanovllm.text.tool_call_syntax import CALL_TAGS
-from nanovllm.text.tool_calls import ToolCallParser, tool_call_format, tool_call_grammar, tool_calls
+from nanovllm.text.answer_formats import (
+    CALL_TAGS,
+    CHANNEL_TAGS,
+    ReasoningFormat,
+    Start,
+    prompt_end,
+    reasoning_format,
+    template_text,
+    tool_call_format,
+)
+from nanovllm.text.answer_parsers import CallReader, Events, Reasoning, ToolCallDelta, harmony, plain, reasoning
+from nanovllm.text.grammars import tool_call_grammar
+from nanovllm.text.text_reader import TextReader, partial_start
 
 Tool = Mapping[str, Any]
 
@@ -109,11 +117,9 @@ class AnswerOptions:
         """Return the options in a request's fields.
 
         Args:
-            form: the model's answer format.
-            tools: tools as in OpenAI's API.
+            form, tools, separates: see the class.
             choice: "auto", "none", "required", or `{"function": {"name": ...}}`.
             parallel: whether several calls are allowed; None: yes.
-            separates: whether reasoning is separated from the text.
 
         Raises:
             ValueError: a required tool does not exist, or a value has the wrong form.
@@ -165,55 +171,37 @@ class AnswerOptions:
         several = self.parallel and (is_auto or self.choice == "required") and not calls.has_channels
         return tool_call_grammar(functions, calls, several=several, answer=answer, tokens=self.form.tag_tokens)
 
+    def kept_tags(self, params: Any) -> Any:
+        """Return sampling parameters, one or a list, that keep the tags in the text; other types are refused later."""
+        if isinstance(params, (list, tuple)):
+            return [self.kept_tags(item) for item in params]
+        return self.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
+
     def complete(self, output: RequestOutput, params: SamplingParams | None) -> None:
         """Set the `tool_calls` of whole answers; `params`: the request's, before `constrain`."""
         params = params or SamplingParams()
         dropped = self.form.dropped_tokens(params)
-        for item in output.outputs:
-            splitter = self.make_splitter(output.prompt_token_ids, params)()
+        splitters = self.splitters(output.prompt_token_ids, params, len(output.outputs))
+        for item, splitter in zip(output.outputs, splitters, strict=True):
             item.tool_calls = tool_calls(splitter.append(item.text, final=True).calls)
             if dropped:
                 item.text = re.sub("|".join(map(re.escape, dropped)), "", item.text)
 
-    def make_splitter(self, prompt: Sequence[int], params: SamplingParams) -> Callable[[], AnswerSplitter]:
-        """Return a factory of one `AnswerSplitter` per output.
+    def splitters(self, prompt: Sequence[int], params: SamplingParams, count: int = 1) -> list[AnswerSplitter]:
+        """Return a splitter for each output.
 
         Args:
             prompt: the prompt's token ids.
             params: the request's sampling parameters, before `constrain`.
+            count: number of outputs.
         """
         is_bound = params.structured_outputs is not None or (bool(self.tools) and self.choice != "auto")
         start = self.form.start(prompt) if self._is_taken_apart else "answer"
         if is_bound and start == "unknown":
             # A grammar applies from the start, or from the end of reasoning that has a begin tag.
             start = "before"
-        # A chat template may accept tools in a form other than OpenAI's.
-        given = [tool.get("function") for tool in self.tools if isinstance(tool, Mapping)]
-        named = [function for function in given if isinstance(function, Mapping) and "name" in function]
-        functions: list[Tool] = [{name: function.get(name) for name in ("name", "parameters")} for function in named]
         dropped = self.form.dropped_tokens(params) if self._is_taken_apart else ()
-        return partial(self.splitter, start, functions, dropped)
-
-    def splitter(self, start: Start, functions: list[Tool], dropped: tuple[str, ...]) -> AnswerSplitter:
-        """Return one output's splitter, given where it begins, the callable functions, and special tokens to drop."""
-        form = self.form
-        make_id = _short_id if form.calls.short_ids else _call_id
-        if form.has_channels:
-            return AnswerSplitter(None, HarmonyParser(), dropped, make_id, separates=True)
-        # Calls within reasoning do not count, even if reasoning is not separated.
-        reasoning = ReasoningSplitter(start, form.reasoning, not self.separates) if self._is_taken_apart else None
-        calls = ToolCallParser(form.calls, self.parallel, functions) if self.tools else None
-        return AnswerSplitter(reasoning, calls, dropped, make_id, separates=self.separates)
-
-
-def kept_tags(answer: AnswerOptions | None, params: Any) -> Any:
-    """Return sampling parameters, one or a list, that keep the tags of tool calls in the text if calls are parsed."""
-    if answer is None:
-        return params
-    if isinstance(params, (list, tuple)):
-        return [kept_tags(answer, item) for item in params]
-    # Other types are refused later.
-    return answer.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
+        return [AnswerSplitter(self, start, dropped) for _ in range(count)]
 
 
 def function_of(tool: Any) -> Mapping[str, Any]:
@@ -235,15 +223,6 @@ def _special_tokens(tokenizer: Any) -> set[str]:
     return marked | {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
 
 
-def _call_id() -> str:
-    return f"call_{token_hex(16)}"
-
-
-def _short_id() -> str:
-    """Return nine letters and digits, the only form of id that Mistral's templates accept."""
-    return token_hex(5)[:9]
-
-
 @dataclass
 class AnswerDelta:
     """New reasoning, text and calls of an answer."""
@@ -254,55 +233,87 @@ class AnswerDelta:
 
 
 class AnswerSplitter:
-    """Splits one output's text as it is generated; see `AnswerOptions.make_splitter`.
+    """Splits one output's text as it is generated.
 
     Args:
-        reasoning: finds the reasoning; None leaves it in the text.
-        calls: finds the calls; None leaves them in the text.
+        options: options for the answer.
+        start: the part in which the output begins.
         dropped: special tokens to remove from the text.
-        make_id: makes the ids of calls if the model writes none.
-        separates: whether reasoning is separated from the text.
 
     Attributes:
+        separates: whether reasoning is separated from the text.
         call_ids: ids of the calls so far.
     """
 
-    def __init__(
-        self,
-        reasoning: ReasoningSplitter | None,
-        calls: ToolCallParser | HarmonyParser | None,
-        dropped: tuple[str, ...],
-        make_id: Callable[[], str],
-        *,
-        separates: bool,
-    ) -> None:
-        self._reasoning, self._calls, self._make_id = reasoning, calls, make_id
+    def __init__(self, options: AnswerOptions, start: Start, dropped: tuple[str, ...] = ()) -> None:
+        form = options.form
+        self.separates = options.separates or form.has_channels
+        self.call_ids: list[str] = []
+        self._has_short_ids = form.calls.short_ids
+        self._only_first = not (options.parallel or form.has_channels)
         self._dropped = dropped
-        self._pattern = re.compile("|".join(map(re.escape, dropped))) if dropped else None
         # Text that may be the start of a dropped token.
         self._held = ""
-        self.separates = separates
-        self.call_ids: list[str] = []
+        # A chat template may accept tools in a form other than OpenAI's.
+        given = [tool.get("function") for tool in options.tools if isinstance(tool, Mapping)]
+        functions = [function for function in given if isinstance(function, Mapping) and "name" in function]
+        self._reader = CallReader(form.calls, functions) if options.tools else TextReader()
+        self._events = harmony(self._reader) if form.has_channels else self._parts(start, form.reasoning)
 
-    def append(self, text: str, final: bool) -> AnswerDelta:
+    def _parts(self, start: Start, form: ReasoningFormat) -> Events:
+        # Calls within reasoning do not count, even if reasoning is not separated.
+        yield from reasoning(self._reader, start, form, keeps_tags=not self.separates)
+        yield from self._reader.events() if isinstance(self._reader, CallReader) else plain(self._reader)
+
+    def append(self, text: str, final: bool = False) -> AnswerDelta:
         """Parse new text and return the new part of the answer. `final`: no text follows."""
-        text = self._without_dropped(text, final)
-        if isinstance(self._calls, HarmonyParser):
-            reasoning, content, calls = self._calls.append(text, final)
-        else:
-            reasoning, content = ("", text) if self._reasoning is None else self._reasoning.append(text, final)
-            calls = []
-            thoughts = "" if self.separates else reasoning
-            if self._calls is not None:
-                content, calls = self._calls.append(content, final)
-            reasoning, content = reasoning if self.separates else "", thoughts + content
-        self.call_ids += [call.id or self._make_id() for call in calls if call.name is not None]
-        return AnswerDelta(reasoning, content, calls)
+        self._reader.text += self._without_dropped(text, final)
+        self._reader.is_final = final
+        new = AnswerDelta("", "", [])
+        for event in self._events:
+            if event is None:
+                break
+            if isinstance(event, ToolCallDelta):
+                new.calls += [] if self._only_first and event.index else [event]
+            elif self.separates and isinstance(event, Reasoning):
+                new.reasoning += event
+            else:
+                new.content += event
+        self.call_ids += [call.id or self._new_id() for call in new.calls if call.name is not None]
+        return new
+
+    def _new_id(self) -> str:
+        # Mistral's templates accept only ids of nine letters and digits.
+        return token_hex(5)[:9] if self._has_short_ids else f"call_{token_hex(16)}"
 
     def _without_dropped(self, text: str, final: bool) -> str:
-        if self._pattern is None:
+        if not self._dropped:
             return text
-        text = self._pattern.sub("", self._held + text)
+        text = re.sub("|".join(map(re.escape, self._dropped)), "", self._held + text)
         end = len(text) if final else partial_start(text, self._dropped)
         text, self._held = text[:end], text[end:]
         return text
+
+
+def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:
+    """Return complete calls, except calls whose arguments are not a JSON object."""
+    calls = []
+    for name, arguments in whole_calls(deltas):
+        try:
+            # Models that write code may forget to escape line breaks.
+            value = json.loads(arguments, strict=False)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            calls.append(ToolCall(name, value))
+    return calls
+
+
+def whole_calls(deltas: Iterable[ToolCallDelta]) -> list[tuple[str, str]]:
+    """Return the names and arguments of calls."""
+    calls: list[tuple[str, str]] = []
+    for delta in deltas:
+        if delta.name is not None:
+            calls.append((delta.name, ""))
+        calls[-1] = (calls[-1][0], calls[-1][1] + delta.arguments)
+    return calls

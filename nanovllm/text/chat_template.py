@@ -20,6 +20,7 @@ Message = dict[str, Any]
 _MEDIA = "image", "audio", "video", "file", "document"
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the field that holds it."""
+_MESSAGES = "messages must be a list of dicts, or a list of such lists, not {!r:.80}"
 _CONTENT = "a message's content is a string, or a list of parts of type text"
 
 
@@ -49,33 +50,24 @@ def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
             call's arguments are not an object.
     """
     if isinstance(messages, (list, tuple)) and messages:
-        if all(map(_is_message, messages)):
-            return [[_normal_message(message) for message in messages]], False
-        lists = [item for item in messages if isinstance(item, (list, tuple)) and item]
-        if len(lists) == len(messages) and all(_is_message(message) for item in lists for message in item):
-            return [[_normal_message(message) for message in item] for item in lists], True
-    raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
+        is_list = not all(map(_is_message, messages))
+        lists = messages if is_list else [messages]
+        if all(isinstance(item, (list, tuple)) and item and all(map(_is_message, item)) for item in lists):
+            return [[_normal_message(message) for message in item] for item in lists], is_list
+    raise ValueError(_MESSAGES.format(messages))
 
 
 def conversation_source(messages: Any) -> Any:
-    """Return the argument of `LLM.chat` as unchecked conversations: a list or another iterable.
-
-    Raises:
-        ValueError: it is neither a conversation nor an iterable of conversations.
-    """
+    """Return the argument of `LLM.chat` as unchecked conversations, a list or another iterable; else a ValueError."""
     if isinstance(messages, (list, tuple)) and messages:
         return [messages] if _is_message(messages[0]) else messages
     if isinstance(messages, (str, dict, list, tuple)) or not isinstance(messages, Iterable):
-        raise ValueError(f"messages must be a list of dicts, or a list of such lists, not {messages!r:.80}")
+        raise ValueError(_MESSAGES.format(messages))
     return messages
 
 
 def one_conversation(messages: Any) -> list[Message]:
-    """Return a conversation in the form that `render_text` expects.
-
-    Raises:
-        ValueError: see `conversations`; or there are several conversations.
-    """
+    """Return a conversation in the form that `render_text` expects; see `conversations`. Several are a ValueError."""
     found, is_list = conversations(messages)
     if is_list:
         raise ValueError(f"messages must be one conversation, a list of dicts, not {messages!r:.80}")
@@ -83,20 +75,12 @@ def one_conversation(messages: Any) -> list[Message]:
 
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:
-    """Return messages whose contents are texts; parts are joined, and thinking parts dropped.
-
-    Raises:
-        ValueError: see `conversations`.
-    """
+    """Return messages whose contents are texts; parts are joined, and thinking parts dropped. See `conversations`."""
     return [_with_text(_normal_message(message)) for message in messages]
 
 
 def normal_content(content: Any, error: str = _CONTENT) -> str | list[dict[str, Any]]:
-    """Return a content that consists of text: a string, or parts of type text and thinking.
-
-    Raises:
-        ValueError: it is anything else; the message is `error`.
-    """
+    """Return a content that is text: a string, or parts of type text and thinking. Else a ValueError with `error`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -158,10 +142,10 @@ def _normal_call(given: Any) -> Any:
 def _parsed(arguments: Any) -> dict[str, Any]:
     try:
         parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        if parsed is not None and not isinstance(parsed, dict):
+            raise ValueError("not an object")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the arguments of a tool call are a JSON object, not {arguments!r:.80}") from error
-    if parsed is not None and not isinstance(parsed, dict):
-        raise ValueError(f"the arguments of a tool call are a JSON object, not {arguments!r:.80}")
     return parsed or {}
 
 
@@ -179,11 +163,7 @@ def _with_text_arguments(call: Any) -> Any:
 
 
 def template_options(options: ChatTemplateOptions) -> dict[str, Any]:
-    """Return the options of `render_chat` for the keywords of `LLM.chat`.
-
-    Raises:
-        ValueError: an unknown keyword.
-    """
+    """Return the options of `render_chat` for the keywords of `LLM.chat`; an unknown keyword is a ValueError."""
     known = ChatTemplateOptions.__annotations__
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -354,11 +334,7 @@ def _applied(tokenizer: Any, conversation: list[Message], options: dict[str, Any
 
 
 def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> TokensPrompt:
-    """Return a conversation's prompt, as text and as token ids; the template adds the special tokens.
-
-    Raises:
-        ValueError: see `render_text`.
-    """
+    """Return a conversation's prompt, as text and as token ids; the template adds special tokens. See `render_text`."""
     text = render_text(tokenizer, conversation, **options)
     try:
         token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)

@@ -11,7 +11,7 @@ from nanovllm.engine.request import Grammar, PromptTooLongError, Request, Reques
 from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, render_text
-from nanovllm.text.structured_output import ConstraintFactory, encode_bad_words
+from nanovllm.text.constraints import ConstraintFactory, encode_bad_words
 from nanovllm.utils.checks import check_int, pack_token_ids, token_list
 
 T = TypeVar("T")
@@ -54,18 +54,22 @@ class ParamsChecker:
     def check(self, params: Any) -> CheckedParams | ValueError:
         """Return checked parameters, or the error."""
         if self._last is None or self._last[0] is not params:
-            key = _params_key(params)
+            try:
+                key: Any = tuple(vars(params).values())
+                hash(key)
+            except TypeError:
+                # Parameters with a list, or of a wrong type, are equal to themselves alone.
+                key = id(params)
             if key not in self._found:
+                checked: CheckedParams | ValueError
+                try:
+                    checked = self._check(params)
+                except ValueError as error:
+                    checked = error
                 # Keep the object too, since its id may be the key.
-                self._found[key] = params, self._look_at(params)
+                self._found[key] = params, checked
             self._last = params, self._found[key][1]
         return self._last[1]
-
-    def _look_at(self, params: Any) -> CheckedParams | ValueError:
-        try:
-            return self._check(params)
-        except ValueError as error:
-            return error
 
 
 class InputProcessor:
@@ -74,7 +78,7 @@ class InputProcessor:
     Args:
         tokenizer: a transformers tokenizer; with None only token ids are accepted.
         limits: the engine's limits.
-        grammars: compiles grammars.
+        constraints: compiles grammars.
         seeds: numbers requests in order of arrival.
         has_head: whether the model has an LM head, so that it can generate.
     """
@@ -83,14 +87,14 @@ class InputProcessor:
         self,
         tokenizer: Any,
         limits: RequestLimits,
-        grammars: ConstraintFactory,
+        constraints: ConstraintFactory,
         seeds: RequestSeeds,
         has_head: bool = True,
     ) -> None:
         self._has_head = has_head
         self.tokenizer = tokenizer
         self.limits = limits
-        self._grammars = grammars
+        self.constraints = constraints
         self.seeds = seeds
 
     @cached_property
@@ -101,39 +105,15 @@ class InputProcessor:
         """
         return 0 if self.tokenizer is None else self.limits.max_model_len * max(map(len, self.tokenizer.get_vocab()))
 
-    def bound_grammars(self, *, compiles_here: bool) -> None:
-        """Refuse grammars that take too long to compile; see `ConstraintFactory.bound`."""
-        self._grammars.bound(compiles_here=compiles_here)
-
     def process(
-        self,
-        prompts: list[Any],
-        params: list[SamplingParams],
-        priorities: list[int],
-        *,
-        streams: bool = False,
-        template: Callable[[Any], str] | None = None,
-        add_special_tokens: bool | None = None,
-        max_prompt_tokens: int | None = None,
+        self, prompts: list[Any], params: list[SamplingParams], priorities: list[int], **options: Any
     ) -> list[Request]:
-        """Return requests; all must be valid.
-
-        Args:
-            prompts: strings, lists of token ids, or `{"prompt": ...}` and `{"prompt_token_ids": ...}`, which may have
-                a `cache_salt`.
-            params: sampling parameters of each prompt.
-            priorities: priority of each prompt.
-            streams: whether outputs are streamed.
-            template: renders conversations, if prompts are conversations.
-            add_special_tokens: whether texts get the tokenizer's special tokens, such as BOS; None: unless a template
-                made them.
-            max_prompt_tokens: keep only this number of last tokens of a prompt, which then has no text; None: all.
+        """Return requests; all must be valid. See `process_each`.
 
         Raises:
             ValueError: a request cannot be served; the message names what is out of bounds.
         """
-        cut: dict[str, Any] = {"add_special_tokens": add_special_tokens, "max_prompt_tokens": max_prompt_tokens}
-        return good_items(self.process_each(prompts, params, priorities, streams=streams, template=template, **cut))
+        return good_items(self.process_each(prompts, params, priorities, **options))
 
     def process_each(
         self,
@@ -152,8 +132,16 @@ class InputProcessor:
         """Return a request for each prompt, or an error if it cannot be served.
 
         Args:
-            prompts, params, priorities, streams, template, add_special_tokens, max_prompt_tokens: see `process`.
+            prompts: strings, lists of token ids, or `{"prompt": ...}` and `{"prompt_token_ids": ...}`, which may have
+                a `cache_salt`.
+            params: sampling parameters of each prompt.
+            priorities: priority of each prompt.
+            streams: whether outputs are streamed.
             pooling: see `process_pooling`.
+            template: renders conversations, if prompts are conversations.
+            add_special_tokens: whether texts get the tokenizer's special tokens, such as BOS; None: unless a template
+                made them.
+            max_prompt_tokens: keep only this number of last tokens of a prompt, which then has no text; None: all.
             seeds: request numbers; None numbers the requests in this order.
             checker: the checker of earlier chunks of the same job, so that their parameters are not checked again.
         """
@@ -201,17 +189,7 @@ class InputProcessor:
     def process_pooling(
         self, prompts: list[Any], pooling: Pooling, priority: int = 0, *, streams: bool = False
     ) -> list[Request]:
-        """Return requests for the hidden states of prompts; all must be valid.
-
-        Args:
-            prompts: see `process`.
-            pooling: "last" takes the last token's, "mean" the mean of all.
-            priority: priority of all requests.
-            streams: see `process`.
-
-        Raises:
-            ValueError: an unknown pooling, or see `process`.
-        """
+        """Return requests for the hidden states of prompts: the last token's, or the "mean" of all; see `process`."""
         params, priorities = [pooling_params(pooling)] * len(prompts), [priority] * len(prompts)
         return good_items(self.process_each(prompts, params, priorities, streams=streams, pooling=pooling))
 
@@ -220,7 +198,6 @@ class InputProcessor:
         return ParamsChecker(self._check)
 
     def _check(self, param: Any) -> CheckedParams:
-        """Return checked parameters and the values derived from them."""
         params = self.limits.check_params(param)
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
         if needed and self.tokenizer is None:
@@ -229,7 +206,7 @@ class InputProcessor:
             self._check_length("one of bad_words", word)
         bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
         structured = params.structured_outputs
-        grammar = None if structured is None else self._grammars.compile(structured)
+        grammar = None if structured is None else self.constraints.grammars.compile(structured)
         bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
         return CheckedParams(params, bad_token_ids, [ids for ids in bad_words if len(ids) > 1], grammar)
 
@@ -245,11 +222,7 @@ class InputProcessor:
         max_tokens: int | None = None,
         template: Callable[[Any], str] | None = None,
     ) -> list[TokensPrompt]:
-        """Encode prompts, without checking the token ids; see `process`.
-
-        Raises:
-            ValueError: a text cannot be encoded, or is too long.
-        """
+        """Encode prompts, without checking the token ids; a text that is too long is a ValueError. See `process`."""
         encoded = self._encode(prompts, add_special_tokens, max_tokens, template)
         found: list[TokensPrompt] = []
         for prompt, token_ids in zip(encoded, good_items([prompt.token_ids for prompt in encoded]), strict=True):
@@ -344,24 +317,10 @@ def of_prompt(index: int, error: ValueError) -> ValueError:
 
 
 def pooling_params(pooling: Pooling) -> SamplingParams:
-    """Return the parameters of requests for hidden states.
-
-    Raises:
-        ValueError: an unknown pooling.
-    """
+    """Return the parameters of requests for hidden states; a ValueError for an unknown pooling."""
     if pooling not in get_args(Pooling):
         raise ValueError(f"pooling must be 'last' or 'mean', not {pooling!r}")
     return SamplingParams(0, 1, detokenize=False)
-
-
-def _params_key(params: Any) -> Any:
-    """Return a key that equal parameters share; parameters that contain lists get a unique key."""
-    try:
-        key = tuple(vars(params).values())
-        hash(key)
-    except TypeError:
-        return id(params)
-    return key
 
 
 class ParsedPrompt(NamedTuple):
@@ -382,11 +341,7 @@ class ParsedPrompt(NamedTuple):
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
-    """Return the parts of a prompt.
-
-    Raises:
-        ValueError: it is a dict of the wrong form.
-    """
+    """Return the parts of a prompt; a dict of the wrong form is a ValueError."""
     if isinstance(prompt, str):
         return ParsedPrompt(None, prompt)
     if isinstance(prompt, list) or not isinstance(prompt, Mapping):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 Wait = Generator[None, None, None]
 _BRACKETS = {"[": 1, "{": 1, "(": 1, "]": -1, "}": -1, ")": -1}
@@ -32,8 +32,10 @@ class TextReader:
         """Drop the text before the position; parsers must not go back."""
         self.text, self.at = self.text[self.at :], 0
 
-    def peek(self, *options: str) -> Generator[None, None, str]:
-        """Return the longest of some texts that is next; empty if there is no match."""
+    def peek(self, *options: str, after_space: bool = True) -> Generator[None, None, str]:
+        """Return the longest of some texts that is next, and skip white space before it; empty without a match."""
+        if after_space:
+            yield from self.skip_space()
         longest = max(map(len, options))
         while True:
             rest = self.text[self.at : self.at + longest]
@@ -41,9 +43,9 @@ class TextReader:
                 return max((option for option in options if rest.startswith(option)), key=len, default="")
             yield
 
-    def skip(self, *options: str) -> Generator[None, None, str]:
-        """Skip one of some texts, and return it; empty if there is no match."""
-        found = yield from self.peek(*options)
+    def skip(self, *options: str, after_space: bool = True) -> Generator[None, None, str]:
+        """Skip one of some texts and return it, like `peek`."""
+        found = yield from self.peek(*options, after_space=after_space)
         self.at += len(found)
         return found
 
@@ -81,8 +83,19 @@ class TextReader:
             searched = max(self.at, len(self.text) - longest + 1)
             yield
 
+    def pieces_to(self, finder: EndFinder) -> Generator[str | None, None, None]:
+        """Skip and yield the text up to the end that a finder finds."""
+        while True:
+            end = finder.find(self.text)
+            before, self.at = self.at, len(self.text) if end is None else end
+            if self.at > before:
+                yield self.text[before : self.at]
+            if end is not None or self.is_final:
+                return
+            yield None
 
-def partial_start(text: str, starts: tuple[str, ...]) -> int:
+
+def partial_start(text: str, starts: Sequence[str]) -> int:
     """Return the start of a suffix that may be the beginning of one of some texts."""
     longest = max(map(len, starts), default=1) - 1
     for index in range(max(0, len(text) - longest), len(text)):
@@ -97,7 +110,7 @@ class EndFinder:
     Args:
         start: the position of the bracket.
         parts: pattern of brackets, quotes and escapes.
-        depth: number of open brackets there.
+        depth: number of open brackets before it.
     """
 
     def __init__(self, start: int, parts: re.Pattern[str] = JSON_PARTS, depth: int = 0) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -105,13 +104,3 @@ def has_chat_template(tokenizer: Any) -> bool:
         return True
     apply = getattr(type(tokenizer), "apply_chat_template", None)
     return apply not in (None, PreTrainedTokenizerBase.apply_chat_template)
-
-
-def decode_function(tokenizer: Any) -> Callable[..., str]:
-    """Return `tokenizer.decode` for lists of token ids.
-
-    transformers' method checks for tensors and batches first, which takes longer than decoding a few tokens.
-    """
-    is_theirs = getattr(type(tokenizer), "decode", None) is PreTrainedTokenizerBase.decode
-    decode: Callable[..., str] = tokenizer._decode if is_theirs else tokenizer.decode
-    return decode

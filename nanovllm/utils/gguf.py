@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub.utils import WeakFileLock
 from safetensors import SafetensorError
-from xxhash import xxh3_64
 
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint, shown
 from nanovllm.utils.flags import user_errors
 from nanovllm.utils.folder_faults import refuse_pointer
-from nanovllm.utils.units import shown
+from nanovllm.utils.remote import cache_folder, digest, make_cached
 
 _PART = re.compile(r"(?P<name>.+)-\d+-of-(?P<count>\d+)\.gguf")
 _ARCHITECTURE = "general.architecture"
@@ -53,8 +51,7 @@ def gguf_file(path: str) -> Path | None:
 def cached_folder(file: Path) -> str:
     """Return the cached folder of a GGUF file's model, in bfloat16; it is written if necessary.
 
-    The cache is `nanovllm` in `$XDG_CACHE_HOME` or `~/.cache`. The location follows from the file's path, and the
-    folder's name from the size and modification time of all parts. Folders of older content are removed.
+    Its parent follows from the file's path, and its name from the size and modification time of all parts.
 
     Args:
         file: the GGUF file, or any part of several.
@@ -63,41 +60,13 @@ def cached_folder(file: Path) -> str:
         ValueError: see `convert_gguf`; or the cache cannot be written.
     """
     parts = _parts(file)
-    place = _cache() / f"{parts[0].stem}-{_digest(os.fspath(parts[0].resolve()))}"
+    place = cache_folder("gguf") / f"{parts[0].stem}-{digest(repr(os.fspath(parts[0].resolve())))}"
     stats = [part.stat() for part in parts]
-    folder = place / _digest([(stat.st_size, stat.st_mtime_ns) for stat in stats])
-    if folder.is_dir():
-        return os.fspath(folder)
-    check_gguf(file)
-    print(f"nanovllm: {os.fspath(file)} is converted, once, to {folder}", file=sys.stderr)
-    try:
-        place.mkdir(parents=True, exist_ok=True)
-        # Other processes that need the same model wait instead of converting it again.
-        with WeakFileLock(place / ".lock"):
-            if not folder.is_dir():
-                _renew(place, folder, file)
-    except OSError as error:
-        raise ValueError(f"the cache of GGUF files cannot be written: {error}; XDG_CACHE_HOME moves it") from error
-    return os.fspath(folder)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm" / "gguf"
-
-
-def _digest(value: object) -> str:
-    return xxh3_64(repr(value).encode()).hexdigest()
-
-
-def _renew(place: Path, folder: Path, file: Path) -> None:
-    """Write a model's folder atomically, replacing all older folders of this file."""
-    for other in place.iterdir():
-        # Older content, or leftovers of a killed conversion.
-        if other.is_dir():
-            shutil.rmtree(other)
-    unfinished = place / "unfinished"
-    convert_gguf(file, unfinished, "bfloat16")
-    unfinished.rename(folder)
+    folder = place / digest(repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]))
+    if not folder.is_dir():
+        check_gguf(file)
+        print(f"nanovllm: {os.fspath(file)} is converted, once, to {folder}", file=sys.stderr)
+    return make_cached(folder, partial(convert_gguf, file, dtype="bfloat16"), "GGUF files")
 
 
 def convert_gguf(file: Path, folder: Path, dtype: str) -> None:

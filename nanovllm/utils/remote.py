@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from multiprocessing.util import Finalize
@@ -15,7 +15,7 @@ from typing import Any
 from huggingface_hub.utils import WeakFileLock
 from xxhash import xxh3_64
 
-from nanovllm.utils.extras import install_hint
+from nanovllm.utils.display import install_hint
 
 _PREFIX = "nanovllm-model-"
 _POINTER = "weights.url"
@@ -112,34 +112,54 @@ def cached_copy(path: str) -> str:
     source, found = filesystem(path)
     with storage_errors(path, ValueError):
         version = f"{path} {source.ukey(found)}"
-    folder = _cache() / xxh3_64(path.encode()).hexdigest()
-    copy = folder / f"{xxh3_64(version.encode()).hexdigest()}-{Path(path).name}"
-    if copy.exists():
-        return os.fspath(copy)
+    copy = cache_folder("remote") / digest(path) / f"{digest(version)}-{Path(path).name}"
+
+    def fetch(unfinished: Path) -> None:
+        with storage_errors(path, ValueError):
+            source.get_file(found, os.fspath(unfinished))
+
+    return make_cached(copy, fetch, "remote weights")
+
+
+def cache_folder(kind: str) -> Path:
+    """Return the folder of a cache, which `XDG_CACHE_HOME` moves."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm" / kind
+
+
+def digest(text: str) -> str:
+    """Return a hash for a name in a cache."""
+    return xxh3_64(text.encode()).hexdigest()
+
+
+def make_cached(path: Path, make: Callable[[Path], object], content: str) -> str:
+    """Return a file or folder of a cache, made if it is missing, in place of older ones in the same parent folder.
+
+    Args:
+        path: of the file or folder.
+        make: makes it at a temporary path.
+        content: describes the cache in an error.
+
+    Raises:
+        ValueError: the cache cannot be written.
+    """
+    if path.exists():
+        return os.fspath(path)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # Other ranks wait for the same file.
-        with WeakFileLock(folder / ".lock"):
-            if not copy.exists():
-                _renew(source, found, path, copy)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Other processes that need the same wait for it.
+        with WeakFileLock(path.parent / ".lock"):
+            if not path.exists():
+                # Older content, or left by a process that was killed.
+                for other in path.parent.iterdir():
+                    if other.is_dir():
+                        shutil.rmtree(other)
+                    elif other.name != ".lock":
+                        other.unlink()
+                make(unfinished := path.with_name("unfinished"))
+                unfinished.replace(path)
     except OSError as error:
-        raise ValueError(f"the cache of remote weights cannot be written: {error}; XDG_CACHE_HOME moves it") from error
-    return os.fspath(copy)
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanovllm" / "remote"
-
-
-def _renew(source: Any, found: str, path: str, copy: Path) -> None:
-    """Copy a remote file atomically, replacing earlier versions."""
-    for other in copy.parent.iterdir():
-        if other.name != ".lock":
-            other.unlink()
-    unfinished = copy.with_name("unfinished")
-    with storage_errors(path, ValueError):
-        source.get_file(found, os.fspath(unfinished))
-    os.replace(unfinished, copy)
+        raise ValueError(f"the cache of {content} cannot be written: {error}; XDG_CACHE_HOME moves it") from error
+    return os.fspath(path)
 
 
 def list_names(url: str) -> list[str]:

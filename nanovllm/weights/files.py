@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from nanovllm.utils.display import shown
 from nanovllm.utils.folder_faults import no_weights, refuse_pointer
 from nanovllm.utils.remote import cached_copy, filesystem, list_names, storage_errors, weights_place
-from nanovllm.utils.units import shown
 
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

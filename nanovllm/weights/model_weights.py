@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.utils.loading_bar import loading_bar
-from nanovllm.utils.units import shown
+from nanovllm.utils.display import loading_bar, shown
 from nanovllm.weights.adapter import is_adapter, read_adapter
 from nanovllm.weights.files import misfit, stored_tensors, weight_pair
 from nanovllm.weights.names import WeightedModel

@@ -25,11 +25,10 @@ from typing import Any, NamedTuple
 import transformers
 from tokenizers import Tokenizer, models
 
-from nanovllm.text.answers import AnswerFormat, AnswerOptions
+from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter, tool_calls
 from nanovllm.text.chat_template import one_conversation, render_text, template_options
-from nanovllm.text.detokenizer import Detokenizer
+from nanovllm.text.output_processor import Detokenizer
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.text.tool_calls import tool_calls
 from tests.tools.real_conversations import CONVERSATIONS, Conversation
 
 _FOLDER = Path(".real-material")
@@ -272,7 +271,7 @@ def _written_calls(tokenizer: Any, count: int) -> tuple[str, str] | None:
 
 
 def _read_calls(options: AnswerOptions, start: Any, answer: str, at: int) -> list[tuple[str, Any]]:
-    splitter = options.splitter(start, [tool["function"] for tool in _TOOLS], ())
+    splitter = AnswerSplitter(options, start)
     deltas = splitter.append(answer[:at], False).calls + splitter.append(answer[at:], True).calls
     return [(call.name, call.arguments) for call in tool_calls(deltas)]
 

@@ -1,8 +1,4 @@
-"""Starts Python processes that import this library but not the user's program.
-
-They are started by `subprocess`, because a fork of this process would at exit terminate the processes started by
-`multiprocessing`.
-"""
+"""Starts processes, watches them, and ends them with their parents."""
 
 from __future__ import annotations
 
@@ -10,20 +6,24 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.spawn import get_executable
-from threading import RLock
 
 _POLL_SECONDS = 0.01
+_PARENT_SECONDS = 0.5
 _PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {function}({arguments})"
 
 
 def start_python(
     module: str, function: str, arguments: Sequence[int], title: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls a module's function and ignores Ctrl-C.
+    """Start a process that calls a module's function, without importing the user's program, and ignores Ctrl-C.
+
+    It is started by `subprocess`, because a fork of this process would at exit terminate the processes started by
+    `multiprocessing`.
 
     Args:
         module, function: the function to call.
@@ -50,7 +50,7 @@ class PythonProcess:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         # While one thread is in `Popen.poll`, another one gets None even if the process exited.
-        self._lock = RLock()
+        self._lock = threading.RLock()
 
     @property
     def pid(self) -> int:
@@ -99,3 +99,22 @@ def _blocked_sigint() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
+    """Exit this process once its parent is gone, even if the main thread is blocked.
+
+    Args:
+        parent: the parent's process id; the parent may be gone already.
+        clean_up: called before the exit.
+    """
+
+    def poll() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_SECONDS)
+        try:
+            clean_up()
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=poll, name="nanovllm-parent", daemon=True).start()

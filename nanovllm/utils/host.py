@@ -1,8 +1,10 @@
-"""Reads the host's free memory."""
+"""Finds out what the host has: free memory, and GPUs without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 _GIB = 2**30
@@ -38,3 +40,18 @@ def available_memory() -> int:
         used = int((group / "memory.current").read_text()) - int(stats["inactive_file"])
         free = min(free, int(most) - used)
     return free
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs that `CUDA_VISIBLE_DEVICES` allows (CUDA Driver API)."""
+    if version("torch").endswith("+cpu"):
+        return 0
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        # No driver is installed.
+        return 0
+    count = ctypes.c_int()
+    # Without a GPU the driver cannot be initialised.
+    has_failed = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return 0 if has_failed else count.value

@@ -4,7 +4,7 @@ llguidance limits the work of masks and most of the work of compiling, but some 
 number) compile for minutes and take gigabytes, and a thread cannot be stopped in native code. A trial is a fork whose
 CPU time and memory the operating system limits.
 
-Imports neither torch nor transformers: the process that runs the trials needs only this module and llguidance.
+The process that runs the trials imports only this module and llguidance: numpy would start threads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.text.grammar_text import with_advice
-from nanovllm.utils.python_process import start_python
+from nanovllm.utils.processes import start_python
 
 T = TypeVar("T")
 
@@ -44,7 +43,7 @@ _EXIT_SECONDS = 0.1
 _NICENESS = 10
 """Scheduling priority of trials. A usual grammar needs milliseconds, and gets them even on a busy machine."""
 _STACK_BYTES = 2**29
-"""Address space of the compiling thread's stack; a usual grammar touches a few pages. See `MAX_RULES`."""
+"""Address space of the compiling thread's stack; a usual grammar touches a few pages. See `grammars.MAX_RULES`."""
 _LIMITS = {"step_max_items": 10_000, "max_lexer_states": 50_000, "verbose_errors": False}
 """llguidance's limits; a mask takes about 0.01 s at most."""
 _LEXER_FUEL, _CHOICE_FUEL = 100_000, 1_000_000
@@ -56,6 +55,19 @@ _STATM = Path("/proc/self/statm")
 """Sizes of a process on Linux, in pages; the sixth is the one that `RLIMIT_DATA` limits."""
 _MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 """The unit of `ru_maxrss`."""
+_MAX_MESSAGE = 500
+_INSTEAD = {
+    '"uniqueItems"': "instead of uniqueItems, bound the array by maxItems and drop repeated items afterwards",
+    '"not"': "instead of not, say what is allowed, by enum, anyOf or a pattern",
+    '"if"': "instead of if, then and else, give anyOf a branch for each case, told apart by a const",
+    "oneOf constraints": "instead of oneOf, write anyOf, whose branches a const tells apart",
+    '"propertyNames"': "instead of propertyNames, write patternProperties",
+    '"contains"': "instead of contains, write prefixItems",
+    '"dependentRequired"': "instead of dependentRequired, give anyOf a branch with the property and one without it",
+    "look-around": "instead of look-around, write the alternatives out",
+}
+_MEANINGS = {"NoExtensionBias": "no text matches it; perhaps it refers to itself without an end"}
+"""Explanations of llguidance's messages that are only names."""
 
 
 class GrammarError(ValueError):
@@ -64,6 +76,15 @@ class GrammarError(ValueError):
 
 class SlowGrammarError(Exception):
     """A grammar that exceeds `QUICK_SECONDS` on trial; to be retried by `patiently`, where no other request waits."""
+
+
+def with_advice(message: str) -> str:
+    """Return llguidance's message, with advice on what to write instead."""
+    advice = [text for refused, text in _INSTEAD.items() if refused in message]
+    shown = message.replace("<non-verbose/>", "").strip()
+    shown = _MEANINGS.get(shown, shown)
+    # The message quotes the grammar, which may be long.
+    return "; ".join([f"structured_outputs cannot be used: {shown[:_MAX_MESSAGE]}", *advice])
 
 
 _trial_seconds: ContextVar[float] = ContextVar("trial_seconds", default=QUICK_SECONDS)
@@ -161,7 +182,7 @@ class GrammarTrials:
     def start(self) -> _TrialProcess:
         """Return the trial process, started if necessary."""
         with self._lock:
-            if self._process is None or not self._process.is_running:
+            if self._process is None or not self._process.is_running():
                 self._process = _TrialProcess(self._parts)
             return self._process
 
@@ -183,7 +204,7 @@ class GrammarTrials:
                 if isinstance(found, str):
                     raise GrammarError(found)
                 return found
-            if process.is_still_running():
+            if process.is_running(_EXIT_SECONDS):
                 break
         else:
             raise RuntimeError("structured_outputs cannot be compiled: the process that compiles them was killed")
@@ -207,16 +228,11 @@ class _TrialProcess:
         with Connection(os.dup(self._control.fileno())) as connection, suppress(ConnectionError):
             connection.send(parts)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the process is running."""
-        return self.process.poll() is None
-
-    def is_still_running(self) -> bool:
-        """Return whether the process is still running after a connection to it was closed."""
+    def is_running(self, wait: float = 0.0) -> bool:
+        """Return whether the process is running, and remains so for `wait` seconds."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(_EXIT_SECONDS)
-        return self.is_running
+            self.process.wait(wait)
+        return self.process.poll() is None
 
     def try_grammar(self, text: str, is_choice: bool, seconds: float) -> int | str:
         """Return the bytes of memory that a grammar takes, or an error message if it is invalid.

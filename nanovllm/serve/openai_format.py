@@ -175,14 +175,34 @@ def request_params(
     Raises:
         ValueError: a value is out of range or not supported.
     """
-    given = sampling_values(body, endpoint, SAMPLING_FIELDS, supported)
+    for name, neutral in _NEUTRAL.items():
+        if name in body and name not in supported and body[name] not in neutral:
+            raise ValueError(f"{name}={body[name]!r:.80} is not supported")
+    named = {_RENAMED.get(name, name): value for name, value in body.items()}
+    given = {name: value for name, value in named.items() if name in SAMPLING_FIELDS}
+    if "response_format" in body:
+        structured = _structured_outputs(body["response_format"])
+        if structured is not None and "structured_outputs" in given:
+            raise ValueError("response_format and structured_outputs exclude each other")
+        given |= {} if structured is None else {"structured_outputs": structured}
+    if endpoint.is_chat:
+        wanted = given.pop("logprobs", False)
+        if not isinstance(wanted, bool) or (body.get("top_logprobs") and not wanted):
+            raise ValueError("logprobs must be true or false, and true with top_logprobs")
+        given |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
     values = {"max_tokens": None, **recommended, **endpoint.defaults, **(chosen or {}), **given}
-    if isinstance(values.get("structured_outputs"), dict):
-        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
     seed = values.get("seed")
     if isinstance(seed, int) and not isinstance(seed, bool) and seed != -1:
         # Seeds are signed in the API.
         values["seed"] = seed % 2**64
+    return make_params(values)
+
+
+def make_params(values: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters whose `structured_outputs` may be a dict."""
+    structured = values.get("structured_outputs")
+    if isinstance(structured, dict):
+        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
     return SamplingParams(**values)
 
 
@@ -197,37 +217,6 @@ def template_values(body: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(further, Mapping):
         raise ValueError(f"chat_template_kwargs must be an object, not {further!r:.80}")
     return {**named, **further}
-
-
-def sampling_values(
-    body: Mapping[str, Any], endpoint: Endpoint, names: set[str], supported: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the sampling parameters in a request's body, by our names.
-
-    Args:
-        body: the request without null values.
-        endpoint: the request's endpoint.
-        names: names of all sampling parameters.
-        supported: additional API fields that the caller handles.
-
-    Raises:
-        ValueError: a value is not supported.
-    """
-    for name, neutral in _NEUTRAL.items():
-        if name in body and name not in supported and body[name] not in neutral:
-            raise ValueError(f"{name}={body[name]!r:.80} is not supported")
-    values = {_RENAMED.get(name, name): value for name, value in body.items() if _RENAMED.get(name, name) in names}
-    if "response_format" in body:
-        structured = _structured_outputs(body["response_format"])
-        if structured is not None and "structured_outputs" in values:
-            raise ValueError("response_format and structured_outputs exclude each other")
-        values |= {} if structured is None else {"structured_outputs": structured}
-    if endpoint.is_chat:
-        wanted = values.pop("logprobs", False)
-        if not isinstance(wanted, bool) or (body.get("top_logprobs") and not wanted):
-            raise ValueError("logprobs must be true or false, and true with top_logprobs")
-        values |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
-    return values
 
 
 def _structured_outputs(response_format: Any) -> dict[str, Any] | None:

@@ -246,16 +246,16 @@ def _chat(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
     make_splitter = request.answer.make_splitter(output.prompt_token_ids, request.asked)
     body: dict[str, Any] = {"choices": [chat_choice(choice, make_splitter(), shown) for choice in output.outputs]}
     if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_positions(output, shown.names)
+        body["prompt_logprobs"] = prompt_positions(output, shown)
     return body | ({"prompt_token_ids": output.prompt_token_ids} if shown.ids else {})
 
 
 def _completion(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
     shown, choices = ShownTokens.of(request.body), []
     for choice in output.outputs:
-        item = text_choice(choice, shown.names)
+        item = text_choice(choice, shown)
         if output.prompt_logprobs is not None:
-            item["prompt_logprobs"] = prompt_positions(output, shown.names)
+            item["prompt_logprobs"] = prompt_positions(output, shown)
         if shown.ids:
             item["token_ids"], item["prompt_token_ids"] = choice.token_ids, output.prompt_token_ids
         choices.append(item)

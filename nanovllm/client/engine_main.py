@@ -25,7 +25,7 @@ from nanovllm.utils.device import device_name
 from nanovllm.utils.parent import end_with_parent
 
 _SWITCH_SECONDS = 0.0005
-"""Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.process`."""
+"""Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.app`."""
 _EXIT_SECONDS = 10.0
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -300,6 +302,26 @@ def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) 
     start, first, *pings, last, end = asyncio.run(asyncio.wait_for(run(), 30))
     assert (start, first, last, end) == (b"", b"data: a\n\n", b"data: b\n\n", b"")
     assert set(pings) == {b": ping\n\n"}
+
+
+def test_an_error_keeps_no_request() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    async def fail() -> None:
+        body = set[int]()
+        kept.append(weakref.ref(body))
+        raise ValueError("a")
+
+    async def run() -> None:
+        with pytest.raises(ValueError, match="a"):
+            await service.until_disconnect(asyncio.Future[Any], fail(), 30)
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_log_probabilities_are_counted_without_being_made() -> None:

@@ -506,11 +506,7 @@ def _read_shards(paths: Sequence[str]) -> Iterator[tuple[str, StoredResult]]:
 
 
 def _load_shards(paths: Sequence[str]) -> tuple[AnsweredRequests, set[int]]:
-    """Return the answered requests, and the lines with an error and no answer.
-
-    Raises:
-        ValueError: a line is not a result, is answered twice, or answers are from different runs.
-    """
+    """Return the answered requests, and the lines with an error and no answer; ValueError if they do not match."""
     answered, failed, run = AnsweredRequests(), set[int](), ""
     for path, result in _read_shards(paths):
         if result.run is None:

@@ -40,14 +40,9 @@ _MODEL_NAME = re.compile(r"[\w.~-]*(/[\w.-]+)+/?")
 
 
 def check_flags(options: argparse.Namespace, *, prints_answer: bool = False) -> tuple[Config, dict[str, Any]]:
-    """Return the engine's settings and the sampling parameters set by flags.
+    """Return the engine's settings and the sampling parameters set by flags; ValueError if one is out of range.
 
-    Args:
-        options: the parsed command line.
-        prints_answer: whether the answer is printed as it is generated, so that there can be only one.
-
-    Raises:
-        ValueError: a value is out of range.
+    With `prints_answer`, the answer is printed as it is generated, and there can be only one.
     """
     values = flag_values(options, SamplingParams)
     SamplingParams(**values)
@@ -92,20 +87,10 @@ def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 class Conversation:
-    """A conversation with a model.
-
-    Args:
-        llm: the model.
-        params: sampling parameters of answers.
-        system: the system message, if any.
-
-    Attributes:
-        messages: messages so far.
-    """
+    """A conversation with a model: its `messages` so far, with the system message, if any."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
+        self._llm, self._params = llm, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.clear()
 

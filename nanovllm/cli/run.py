@@ -45,22 +45,10 @@ class Line(NamedTuple):
 
 
 class BatchRun:
-    """Answers lines.
+    """Answers lines, and writes results that name the run by its `digest`.
 
-    The number of lines in the engine is limited like a job's prompts; two prepared chunks of lines wait, and one is
-    being read.
-
-    Args:
-        llm: the model.
-        lines: lines to answer.
-        parser: parses lines as requests.
-        digest: digest of the run.
-        write: writes output lines.
-        num_lines: number of lines; None if unknown.
-        chunk_size: lines prepared in one call.
-
-    Attributes:
-        num_answered, num_failed: answered and failed lines so far.
+    The number of lines in the engine is limited like a job's prompts; two prepared chunks of `chunk_size` lines wait,
+    and one is being read. `num_lines` is for the progress bar; None if unknown.
     """
 
     def __init__(

@@ -366,6 +366,8 @@ async def until_disconnect(receive: Receive, work: Awaitable[Result], seconds: f
         raise ApiError(408, f"the request took longer than {seconds} s (max_request_seconds)")
     finally:
         await _cancel(task, gone)
+        # The traceback of an error holds this frame, and so would keep the task, the error and the request's body.
+        del task, gone
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -17,8 +17,7 @@ from types import ModuleType
 import pytest
 
 from nanovllm.cli import main
-from nanovllm.cli.batch_input import InputFile, UnansweredLines, UnreadableInputError
-from nanovllm.cli.batch_output import AnsweredRequests, request_digest
+from nanovllm.cli.batch_files import AnsweredRequests, InputFile, UnansweredLines, UnreadableInputError, request_digest
 from tests.batch_lines import ENGINE, command
 
 LINES = [b'{"prompt": "caf\xc3\xa9 \xe2\x80\xa8 1"}\n', b"\n", b"not JSON, but a line\n", b'{"prompt": "2"}\n']

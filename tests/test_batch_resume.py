@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from nanovllm.cli import main
-from nanovllm.cli.batch_output import AnsweredRequests, ResultFile
+from nanovllm.cli.batch_files import AnsweredRequests, ResultFile
 from tests.batch_lines import ENGINE, command, encode, lines_of_every_kind
 
 RUN = "0123456789abcdef"

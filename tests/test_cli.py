@@ -28,9 +28,8 @@ import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.cli import main, make_parsers
-from nanovllm.cli.batch_input import UnansweredLines
+from nanovllm.cli.batch_files import AnsweredRequests, UnansweredLines, request_digest
 from nanovllm.cli.batch_lines import RequestParser
-from nanovllm.cli.batch_output import AnsweredRequests, request_digest
 from nanovllm.cli.chat import Conversation
 from nanovllm.cli.run import BatchRun
 from nanovllm.config import Config

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from nanovllm.serve.event_stream import EventStream
+from nanovllm.serve.answers import EventStream
 from nanovllm.serve.settings import ServeSettings
 from tests.server_process import ServerProcess, serving
 

@@ -388,7 +388,7 @@ def test_logs_say_what_happened(open_server: ServerProcess) -> None:
     lines = open_server.log().splitlines()
     for expected_line in (
         r"INFO nanovllm\.serve\.main \[-\] loading .*qwen3-tiny",
-        r"INFO nanovllm\.serve\.(process|front_ends) \[-\] serving qwen3-tiny at http://127.*",
+        r"INFO nanovllm\.serve\.(app|main) \[-\] serving qwen3-tiny at http://127.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompts, at most 1 tokens: SamplingParams\(.*max_tokens=2.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompt tokens, ended: \['length'\], .*",
         r'INFO uvicorn\.access \[a-1\] 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1.1" 200',
@@ -410,4 +410,4 @@ def test_sigterm_ends_the_server_within_its_grace_whatever_clients_do(open_serve
         began = time.monotonic()
         code, log = open_server.stop()
         assert time.monotonic() - began < 5
-    assert code == -signal.SIGTERM and "Traceback" not in log and " INFO nanovllm.serve.process [-] ended\n" in log, log
+    assert code == -signal.SIGTERM and "Traceback" not in log and " INFO nanovllm.serve.app [-] ended\n" in log, log

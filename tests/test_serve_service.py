@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -23,16 +25,15 @@ from nanovllm.config import Config
 from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.stats import StepHistograms
 from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, pack_records
-from nanovllm.serve import event_stream, service
-from nanovllm.serve.answers import json_answer
-from nanovllm.serve.anthropic import MessagesBody, answer_messages
-from nanovllm.serve.chat_completions import answer_chat
-from nanovllm.serve.completions import answer_completion
+from nanovllm.serve import answers, anthropic, responses, service
+from nanovllm.serve.answers import EventStream, json_answer
+from nanovllm.serve.anthropic import MessagesBody
+from nanovllm.serve.chat_completions import chat_completions
+from nanovllm.serve.completions import completions
 from nanovllm.serve.errors import ApiError, parse_json
-from nanovllm.serve.event_stream import EventStream
-from nanovllm.serve.pooling import RerankBody, rerank
+from nanovllm.serve.pooling import RerankBody, rank
 from nanovllm.serve.protocol import ChatBody, CompletionBody
-from nanovllm.serve.responses import ResponseBody, answer_response, response_chat
+from nanovllm.serve.responses import ResponseBody, response_chat
 from nanovllm.serve.service import Service
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.tasks.ranking import RankBy
@@ -149,8 +150,9 @@ def test_a_completion_has_16_tokens_and_a_chat_what_the_model_recommends() -> No
     async def run(recommended: dict[str, Any], **given: Any) -> list[int | None]:
         llm = PlayedLLM([output("a")], recommended)
         service = make_service(llm)
-        await answer_completion(service, CompletionBody.model_validate({"prompt": "a", **given}))
-        await answer_chat(service, ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], **given}))
+        await completions(CompletionBody.model_validate({"prompt": "a", **given}), service)
+        chat = ChatBody.model_validate({"messages": [{"role": "user", "content": "a"}], **given})
+        await chat_completions(chat, service)
         return [params.max_tokens for params in llm.asked]
 
     # 64 is the class's own default, which is no reason to forget that the model says so.
@@ -163,7 +165,7 @@ def test_an_echo_leaves_a_character_that_its_prompt_begins_to_the_output() -> No
     # A replacement is what the tokens of half a character decode to.
     whole = RequestOutput(0, None, [ord("a"), 0xFFFD], output("éb").outputs, True)
     body = CompletionBody.model_validate({"prompt": [97, 233], "echo": True})
-    answer = asyncio.run(answer_completion(make_service(PlayedLLM([whole])), body))
+    answer = asyncio.run(completions(body, make_service(PlayedLLM([whole]))))
     assert json.loads(bytes(answer.body))["choices"][0]["text"] == "aéb"
 
 
@@ -173,7 +175,7 @@ def test_the_best_is_the_likeliest_by_token_however_long() -> None:
     both = RequestOutput(0, "a", [1], [short, long], True)
     llm = PlayedLLM([both])
     body = CompletionBody.model_validate({"prompt": "a", "best_of": 2})
-    answer = asyncio.run(answer_completion(make_service(llm), body))
+    answer = asyncio.run(completions(body, make_service(llm)))
     assert [choice["text"] for choice in json.loads(bytes(answer.body))["choices"]] == ["wxyz"]
     assert llm.asked[0].n == 2
 
@@ -194,11 +196,11 @@ def test_translated_answers_are_the_same_whole_and_streamed(whole: bool) -> None
     played = make_service(PlayedLLM([output("".join(PIECES))] if whole else [*pieces, last]))
     schema, said = {"type": "object"}, [{"role": "user", "content": "a"}]
     asked: dict[str, Any] = {"input": said, "tools": [{"type": "function", "name": "f"}], "stream": not whole}
-    responses = read_answer(asyncio.run(answer_response(played, ResponseBody.model_validate(asked))))
+    events = read_answer(asyncio.run(responses.responses(ResponseBody.model_validate(asked), played)))
     asked = {"model": "model", "messages": said, "max_tokens": 9, "stream": not whole}
     asked["tools"] = [{"name": "f", "input_schema": schema}]
-    messages = read_answer(asyncio.run(answer_messages(played, MessagesBody.model_validate(asked))))
-    final = responses[-1] if whole else responses[-1]["response"]
+    messages = read_answer(asyncio.run(anthropic.messages(MessagesBody.model_validate(asked), played)))
+    final = events[-1] if whole else events[-1]["response"]
     text, call = final["output"]
     assert (text["content"][0]["text"], call["name"], call["arguments"]) == ("Well.", "f", '{"a": 1}')
     assert final["status"] == "completed" and final["usage"]["output_tokens"] == len("".join(PIECES))
@@ -206,10 +208,10 @@ def test_translated_answers_are_the_same_whole_and_streamed(whole: bool) -> None
         assert messages[0]["content"][1]["input"] == {"a": 1} and messages[0]["stop_reason"] == "tool_use"
         return
     # An item is empty when it begins, whatever comes in the same step.
-    kinds = [event["type"] for event in responses]
-    begun = [event["item"] for event in responses if event["type"] == "response.output_item.added"]
+    kinds = [event["type"] for event in events]
+    begun = [event["item"] for event in events if event["type"] == "response.output_item.added"]
     assert [item.get("content", item.get("arguments")) for item in begun] == [[], ""] and kinds.count(kinds[-1]) == 1
-    assert [event["sequence_number"] for event in responses] == [*range(len(responses))]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
     blocks = [event["content_block"] for event in messages if event["type"] == "content_block_start"]
     assert [block.get("text", block.get("input")) for block in blocks] == ["", {}]
     assert messages[-2]["delta"]["stop_reason"] == "tool_use" and messages[-1] == {"type": "message_stop"}
@@ -230,7 +232,7 @@ def test_later_pieces_of_a_stream_go_on_counting_characters() -> None:
     async def events() -> AsyncIterator[dict[str, Any]]:
         pieces = [output("ab", "cdefg", finished=False), output("hij", finished=False), output("k", "lm")]
         body = CompletionBody.model_validate({"prompt": "a", "n": 2, "logprobs": 0, "stream": True})
-        answer = await answer_completion(make_service(PlayedLLM(pieces)), body)
+        answer = await completions(body, make_service(PlayedLLM(pieces)))
         assert isinstance(answer, EventStream)
         async for event in answer._events:
             if not event.endswith(b"[DONE]\n\n"):
@@ -275,7 +277,7 @@ def test_a_client_that_does_not_read_keeps_no_request_running() -> None:
 
 
 def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(event_stream, "_PING_SECONDS", 0.01)
+    monkeypatch.setattr(answers, "_PING_SECONDS", 0.01)
 
     async def run() -> list[bytes]:
         pinged, sent = asyncio.Event(), list[bytes]()
@@ -300,6 +302,26 @@ def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) 
     start, first, *pings, last, end = asyncio.run(asyncio.wait_for(run(), 30))
     assert (start, first, last, end) == (b"", b"data: a\n\n", b"data: b\n\n", b"")
     assert set(pings) == {b": ping\n\n"}
+
+
+def test_an_error_keeps_no_request() -> None:
+    kept: list[weakref.ref[Any]] = []
+
+    async def fail() -> None:
+        body = set[int]()
+        kept.append(weakref.ref(body))
+        raise ValueError("a")
+
+    async def run() -> None:
+        with pytest.raises(ValueError, match="a"):
+            await service.until_disconnect(asyncio.Future[Any], fail(), 30)
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert kept[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_log_probabilities_are_counted_without_being_made() -> None:
@@ -329,7 +351,7 @@ def test_ranks_are_those_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(by: RankBy) -> None:
         monkeypatch.setattr(service, "rank_method", lambda *_: by)
         body = RerankBody.model_validate({"query": query, "documents": documents})
-        results = (await rerank(make_service(llm), body)).results
+        results = (await rank(body, make_service(llm))).results
         found = [(item.index, item.score) for item in await llm.rank(query, documents, by=by)]
         for pairs in (found, [(item.index, item.relevance_score) for item in results]):
             assert pairs == [(item.index, pytest.approx(item.score, abs=1e-5)) for item in expected[by]]

@@ -13,8 +13,16 @@ from typing import Any
 import pytest
 
 from nanovllm.cli import main
-from nanovllm.cli.batch_input import WHOLE, InputFile, Shard, UnansweredLines
-from nanovllm.cli.batch_output import AnsweredRequests, ResultFile, request_digest, whole_file
+from nanovllm.cli.batch_files import (
+    WHOLE,
+    AnsweredRequests,
+    InputFile,
+    ResultFile,
+    Shard,
+    UnansweredLines,
+    request_digest,
+    whole_file,
+)
 from tests.batch_lines import ENGINE
 
 memory = pytest.importorskip("fsspec.implementations.memory")

@@ -8,7 +8,6 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib import import_module
 from itertools import cycle
 from pathlib import Path
@@ -29,7 +28,7 @@ IMPORT_STARTED = time.perf_counter()
 _WITH_OWN_PARSER = {
     "bench": "nanovllm.cli.bench",
     "eval": "nanovllm.integrations.lm_eval",
-    "merge": "nanovllm.cli.merge",
+    "merge": "nanovllm.cli.batch_files",
 }
 _COMMANDS = {
     "generate": "nanovllm.cli.chat",
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in _WITH_OWN_PARSER:
         own, *rest = arguments
-        return _run(own, partial(_run_module, own, rest))
+        return _run(own, lambda: _run_module(own, rest))
     commands, parser = make_parsers()
     if "_ARGCOMPLETE" in os.environ:
         # Set by a shell with completion by `register-python-argcomplete`.
@@ -82,12 +81,12 @@ def _run(name: str, command: Callable[[], int | None]) -> int:
 
 def _run_module(name: str, arguments: list[str]) -> int | None:
     try:
-        command = _load(_WITH_OWN_PARSER[name]).main
+        module = _load(_WITH_OWN_PARSER[name])
     except ImportError as error:
         # A missing extra; the message tells how to install it.
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 1
-    code: int | None = command(arguments)
+    code: int | None = module.main(arguments)
     return code
 
 
@@ -151,7 +150,31 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
         description="Talk with a model. Ctrl-C stops an answer, /help lists what else there is, /quit or Ctrl-D ends.",
     )
     chat.add_argument("--system", metavar="TEXT", help="the system message")
-    run = commands.add_parser(
+    run = _add_run(commands)
+    serve = commands.add_parser(
+        "serve",
+        help="answer requests in OpenAI's form over HTTP",
+        description="Answer HTTP requests in the form of OpenAI's API.",
+    )
+    add_flags(serve, ServeSettings, "server")
+    engines = {"generate": generate, "chat": chat, "run": run, "serve": serve}
+    for command in engines.values():
+        add_flags(command, Config, "engine", positional="model", model=BUNDLED_MODEL)
+        if command is not serve:
+            # Both `Config` and `SamplingParams` have a seed.
+            renamed = {"seed": "sampling_seed"}
+            add_flags(command, SamplingParams, "sampling", renamed=renamed, description=_SAMPLING_DEFAULTS)
+    # Last, so that it follows the model.
+    generate.add_argument("prompt", metavar="PROMPT", help="the text; - is the standard input")
+    # Their own parsers need torch; these entries are for the help.
+    commands.add_parser("bench", help="measure throughput", add_help=False)
+    commands.add_parser("merge", help="join the results of `run --shard`", add_help=False)
+    commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
+    return {**engines, "convert": _add_convert(commands)}, parser
+
+
+def _add_run(commands: Any) -> CommandParser:
+    run: CommandParser = commands.add_parser(
         "run",
         help="answer the lines of a file",
         description="Answer each line of a JSON Lines file. A run that was stopped goes on where it ended: lines that "
@@ -179,27 +202,16 @@ def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:
         "--reasoning-parser", metavar="NAME",
         help="how the model marks its thoughts, by vLLM's names; they are split off the answers of chats",
     )  # fmt: skip
-    _add_shard_flags(run)
-    serve = commands.add_parser(
-        "serve",
-        help="answer requests in OpenAI's form over HTTP",
-        description="Answer HTTP requests in the form of OpenAI's API.",
+    shards = run.add_argument_group(
+        "shards and object stores", "FILE may be anything that fsspec opens, such as s3://bucket/name."
     )
-    add_flags(serve, ServeSettings, "server")
-    engines = {"generate": generate, "chat": chat, "run": run, "serve": serve}
-    for command in engines.values():
-        add_flags(command, Config, "engine", positional="model", model=BUNDLED_MODEL)
-        if command is not serve:
-            # Both `Config` and `SamplingParams` have a seed.
-            renamed = {"seed": "sampling_seed"}
-            add_flags(command, SamplingParams, "sampling", renamed=renamed, description=_SAMPLING_DEFAULTS)
-    # Last, so that it follows the model.
-    generate.add_argument("prompt", metavar="PROMPT", help="the text; - is the standard input")
-    # Their own parsers need torch; these entries are for the help.
-    commands.add_parser("bench", help="measure throughput", add_help=False)
-    commands.add_parser("merge", help="join the results of `run --shard`", add_help=False)
-    commands.add_parser("eval", help="run lm-evaluation-harness, whose options it takes", add_help=False)
-    return {**engines, "convert": _add_convert(commands)}, parser
+    shards.add_argument(
+        "--shard", metavar="I/N",
+        help="answer one of N shards of the lines, counted from 0; `nanovllm merge` joins the outputs",
+    )  # fmt: skip
+    contiguous = "a shard is a stretch of the input, instead of every Nth line"
+    shards.add_argument("--contiguous", action="store_true", help=contiguous)
+    return run
 
 
 def _add_convert(commands: Any) -> CommandParser:
@@ -215,16 +227,3 @@ def _add_convert(commands: Any) -> CommandParser:
     dtypes = [name for name in get_args(Dtype) if name != "auto"]
     convert.add_argument("--dtype", default="bfloat16", choices=dtypes, help="of the weights in the folder")
     return convert
-
-
-def _add_shard_flags(run: CommandParser) -> None:
-    shards = run.add_argument_group(
-        "shards and object stores", "FILE may be anything that fsspec opens, such as s3://bucket/name."
-    )
-    shards.add_argument(
-        "--shard", metavar="I/N",
-        help="answer one of N shards of the lines, counted from 0; `nanovllm merge` joins the outputs",
-    )  # fmt: skip
-    shards.add_argument(
-        "--contiguous", action="store_true", help="a shard is a stretch of the input, instead of every Nth line"
-    )

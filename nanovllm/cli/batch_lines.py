@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokensPrompt
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.openai_format import (
     ENDPOINTS,
     LEAST_LOGPROB,
     SAMPLING_FIELDS,
     ShownTokens,
     chat_choice,
+    make_params,
     prompt_positions,
     request_params,
     template_values,
@@ -31,11 +32,11 @@ from nanovllm.text.chat_template import ChatTemplateOptions, conversations, rend
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.utils.checks import check_bool, check_int
 
-_IDS = ("id", "custom_id")
+IDS = ("id", "custom_id")
+"""Fields by which a line's author identifies it."""
 _OPENAI = {"custom_id", "method", "url", "body"}
 _TEMPLATE = ChatTemplateOptions.__annotations__.keys()
-_OWN = {"prompt", "messages", *_IDS, *SAMPLING_FIELDS, *_TEMPLATE}
-_OPENAI_ONLY = {"url", "body", "method"}
+_OWN = {"prompt", "messages", *IDS, *SAMPLING_FIELDS, *_TEMPLATE}
 _ENCODING = ("add_special_tokens", "truncate_prompt_tokens", "cache_salt")
 # Options that `render_text` and `apply_chat_template` set themselves.
 _RESERVED = {"tokenizer", "conversation", "tokenize"}
@@ -84,11 +85,7 @@ class BatchRequest:
         self.prompt, self.messages = encoded if salt is None else {**encoded, "cache_salt": salt}, None
 
     def rendered(self, tokenizer: Any) -> str:
-        """Render the conversation with the chat template.
-
-        Raises:
-            ValueError: the messages do not fit the model's chat template.
-        """
+        """Render the conversation; ValueError if it does not fit the model's chat template."""
         found, is_list = conversations(self.messages)
         if is_list:
             raise ValueError("a line has one conversation: messages must be a list of dicts")
@@ -96,11 +93,7 @@ class BatchRequest:
 
 
 def load_line(text: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object.
-
-    Raises:
-        ValueError: the line is not a JSON object.
-    """
+    """Parse a line; ValueError if it is not a JSON object."""
     try:
         record = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -108,11 +101,6 @@ def load_line(text: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"not a JSON object: {text[:80]!r}")
     return record
-
-
-def line_ids(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields by which a line's author identifies it."""
-    return {name: record[name] for name in _IDS if name in record}
 
 
 class RequestParser:
@@ -134,15 +122,10 @@ class RequestParser:
         self._params: dict[Any, SamplingParams] = {}
 
     def parse(self, record: Mapping[str, Any]) -> BatchRequest:
-        """Return the request of a parsed line.
-
-        Raises:
-            ValueError: an unknown field, or an invalid value.
-        """
-        if not record.keys().isdisjoint(_OPENAI_ONLY):
+        """Return the request of a parsed line; ValueError for an unknown field or an invalid value."""
+        if not record.keys().isdisjoint(_OPENAI - {"custom_id"}):
             return self._parse_openai(record)
-        # null means a missing value, as in exported tables.
-        record = {name: value for name, value in record.items() if value is not None}
+        record = _given(record)
         _refuse_unknown(record, _OWN)
         if ("prompt" in record) == ("messages" in record):
             raise ValueError("a line has either a prompt or messages")
@@ -165,9 +148,9 @@ class RequestParser:
         try:
             found = self._params.get(key)
         except TypeError:
-            return _sampling_params(given)
+            return make_params(given)
         if found is None:
-            found = self._params[key] = _sampling_params(given)
+            found = self._params[key] = make_params(given)
         return found
 
     def _parse_openai(self, record: Mapping[str, Any]) -> BatchRequest:
@@ -177,9 +160,7 @@ class RequestParser:
             raise ValueError(f"the request must be a POST to {' or '.join(ENDPOINTS)}, not {url!r:.80}")
         if not isinstance(body, dict):
             raise ValueError("body must be an object")
-        # null means a missing value.
-        given = {name: value for name, value in body.items() if value is not None}
-        endpoint = ENDPOINTS[url]
+        given, endpoint = _given(body), ENDPOINTS[url]
         _refuse_unknown(given, {endpoint.content, *endpoint.fields, *SAMPLING_FIELDS})
         if endpoint.content not in given:
             raise ValueError(f"body needs {endpoint.content}")
@@ -205,17 +186,15 @@ class RequestParser:
         return request
 
 
+def _given(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with a value: null means a missing one, as in exported tables."""
+    return {name: value for name, value in record.items() if value is not None}
+
+
 def _refuse_unknown(record: Mapping[str, Any], known: set[str]) -> None:
     if not record.keys() <= known:
         unknown = sorted(set(record) - known)
         raise ValueError(f"unknown field {', '.join(map(repr, unknown))[:200]}")
-
-
-def _sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    structured = values.get("structured_outputs")
-    if isinstance(structured, dict):
-        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
-    return SamplingParams(**values)
 
 
 def _check_prompt(prompt: Any) -> str | list[int]:
@@ -233,17 +212,12 @@ def _template(options: Any) -> dict[str, Any]:
     return template_options(options)
 
 
-def result_line(
+def result_fields(
     line: int, ids: Mapping[str, Any], output: RequestOutput, request: BatchRequest, model: str
 ) -> dict[str, Any]:
-    """Return the answer to a line, reproducible except for OpenAI's `created` and the ids of calls.
+    """Return the answer to a line by its number and its author's ids, in the form of its request.
 
-    Args:
-        line: the line's number, from 1.
-        ids: the author's ids of the line.
-        output: the request's output.
-        request: the request, which determines the form of the answer.
-        model: the model's name.
+    It is reproducible except for OpenAI's `created` and the ids of calls.
     """
     if request.url is None:
         if request.answer is not None:
@@ -252,7 +226,7 @@ def result_line(
         answer["num_prompt_tokens"] = len(output.prompt_token_ids)
         if output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
-        return {"line": line, **ids, **answer}
+        return {**ids, **answer}
     is_chat = ENDPOINTS[request.url].is_chat
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line}",
@@ -263,37 +237,30 @@ def result_line(
         "usage": usage(len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)),
     }
     response = {"status_code": 200, "request_id": f"req-{line}", "body": body}
-    return {"line": line, "id": f"batch_req_{line}", **ids, "response": response, "error": None}
+    return {"id": f"batch_req_{line}", **ids, "response": response, "error": None}
 
 
 def _chat(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
-    """Return the answers to messages."""
     assert request.answer is not None and request.asked is not None
     shown = ShownTokens.of(request.body)
     splitters = request.answer.splitters(output.prompt_token_ids, request.asked, len(output.outputs))
     pairs = zip(output.outputs, splitters, strict=True)
     body: dict[str, Any] = {"choices": [chat_choice(choice, splitter, shown) for choice, splitter in pairs]}
     if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_positions(output, shown.names)
+        body["prompt_logprobs"] = prompt_positions(output, shown)
     return body | ({"prompt_token_ids": output.prompt_token_ids} if shown.ids else {})
 
 
 def _completion(output: RequestOutput, request: BatchRequest) -> dict[str, Any]:
-    """Return the completions of a prompt."""
     shown, choices = ShownTokens.of(request.body), []
     for choice in output.outputs:
-        item = text_choice(choice, shown.names)
+        item = text_choice(choice, shown)
         if output.prompt_logprobs is not None:
-            item["prompt_logprobs"] = prompt_positions(output, shown.names)
+            item["prompt_logprobs"] = prompt_positions(output, shown)
         if shown.ids:
             item["token_ids"], item["prompt_token_ids"] = choice.token_ids, output.prompt_token_ids
         choices.append(item)
     return {"choices": choices}
-
-
-def error_line(line: int, ids: Mapping[str, Any], code: str, message: str) -> dict[str, Any]:
-    """Return the error of a line; its form is the same for all requests."""
-    return {"line": line, **ids, "response": None, "error": {"code": code, "message": message}}
 
 
 def encode_line(result: Mapping[str, Any]) -> bytes:

@@ -50,6 +50,7 @@ SHAPES = {
 # experts, and experts per token
 EXPERTS = {"30B-A3B": (128, 8)}
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
+_ENGINE_FLAGS = ("enforce_eager", "attention_backend", "quantization", "kv_cache_dtype", "gpu_memory_utilization")
 LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
 """A workload that takes minutes, and the `max_num_seqs` for it."""
 
@@ -130,18 +131,13 @@ class Ceilings:
 
 @dataclass
 class ModelWeights:
-    """Weight counts of a model.
-
-    Attributes:
-        dense: weights of all layers, without experts.
-        head: weights of the LM head.
-        expert: weights of one expert per layer, summed over layers with experts.
-        num_experts, top_k: experts of such a layer, and experts per token.
-    """
+    """Weight counts of a model."""
 
     dense: int
+    """Weights of all layers, without experts."""
     head: int
     expert: int
+    """Weights of one expert per layer, summed over layers with experts."""
     num_experts: int
     top_k: int
 
@@ -255,15 +251,7 @@ def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
     seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
     inputs, outputs, gpus = sum(map(len, work.prompts)), sum(work.output_lens), llm.config.tensor_parallel_size
     return Result(
-        workload=work.name,
-        gpus=gpus,
-        input_tokens=inputs,
-        output_tokens=outputs,
-        seconds=seconds,
-        input_tokens_per_second=inputs / seconds,
-        output_tokens_per_second=outputs / seconds,
-        floor_seconds=floor,
-        floor_share=floor / seconds,
+        work.name, gpus, inputs, outputs, seconds, inputs / seconds, outputs / seconds, floor, floor / seconds
     )
 
 
@@ -291,13 +279,9 @@ def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
             options.model or shape_folder(options.shape),
             load_format="auto" if options.model else "dummy",
             tensor_parallel_size=tensor_parallel_size,
-            enforce_eager=options.enforce_eager,
-            attention_backend=options.attention_backend,
-            quantization=options.quantization,
-            kv_cache_dtype=options.kv_cache_dtype,
             max_num_seqs=LONG_NUM_SEQS if options.workload == LONG_WORKLOAD else Config.max_num_seqs,
-            gpu_memory_utilization=options.gpu_memory_utilization,
             seed=0,
+            **{name: getattr(options, name) for name in _ENGINE_FLAGS},
         )
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     print(f"imports {IMPORT_SECONDS:.2f} s, from LLM(...) to the first token {time.perf_counter() - started:.2f} s")

@@ -39,29 +39,21 @@ _MODEL_NAME = re.compile(r"[\w.~-]*(/[\w.-]+)+/?")
 """Matches a path or a Hub id, which is probably not meant as a prompt."""
 
 
-def check_flags(options: argparse.Namespace) -> tuple[Config, dict[str, Any]]:
-    """Return the engine's settings and the sampling parameters set by flags.
+def check_flags(options: argparse.Namespace, *, prints_answer: bool = False) -> tuple[Config, dict[str, Any]]:
+    """Return the engine's settings and the sampling parameters set by flags; ValueError if one is out of range.
 
-    Raises:
-        ValueError: a value is out of range.
+    With `prints_answer`, the answer is printed as it is generated, and there can be only one.
     """
     values = flag_values(options, SamplingParams)
     SamplingParams(**values)
-    return Config(**flag_values(options, Config)), values
-
-
-def check_single_output(values: Mapping[str, Any]) -> None:
-    """Raise if flags ask for several outputs, since the only one is printed as it is generated."""
-    if values.get("n", 1) != 1:
+    config = Config(**flag_values(options, Config))
+    if prints_answer and values.get("n", 1) != 1:
         raise ValueError("one answer is printed: n must be 1")
+    return config, values
 
 
-def sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters from flags, with the model's recommendations as defaults.
-
-    Raises:
-        ValueError: a value is out of range.
-    """
+def _sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters from flags, with the model's recommendations as defaults."""
     params = SamplingParams(**{"max_tokens": None, **llm.recommended_values(), **values})
     return llm.limits.check_params(params)
 
@@ -69,8 +61,7 @@ def sampling_params(llm: LLM, values: Mapping[str, Any]) -> SamplingParams:
 def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the command and return its exit code."""
     with user_errors(parser):
-        config, values = check_flags(options)
-        check_single_output(values)
+        config, values = check_flags(options, prints_answer=True)
         # The trailing line break is not part of the prompt.
         prompt = sys.stdin.read().removesuffix("\n") if options.prompt == "-" else options.prompt
         if not prompt:
@@ -82,7 +73,7 @@ def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         llm = LLM(**vars(config))
     with llm:
         with user_errors(parser):
-            params = sampling_params(llm, values)
+            params = _sampling_params(llm, values)
             if options.raw or not has_chat_template(llm.tokenizer):
                 stream = llm.stream([prompt], params)
             else:
@@ -96,20 +87,10 @@ def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 class Conversation:
-    """A conversation with a model.
-
-    Args:
-        llm: the model.
-        params: sampling parameters of answers.
-        system: the system message, if any.
-
-    Attributes:
-        messages: messages so far.
-    """
+    """A conversation with a model: its `messages` so far, with the system message, if any."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
-        self._llm = llm
-        self._params = params
+        self._llm, self._params = llm, params
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self.clear()
 
@@ -135,40 +116,31 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": "".join(parts)}]
 
 
-def talk(conversation: Conversation) -> None:
-    """Answer lines of the standard input until its end."""
-    while True:
-        try:
-            if not _turn(conversation):
-                return
-        except KeyboardInterrupt:
-            # As in Python's own prompt.
-            print()
-
-
 def _turn(conversation: Conversation) -> bool:
     """Read a line and execute it; return whether the conversation goes on."""
     try:
         text = input("> " if sys.stdin.isatty() else "").strip()
+        if text in ("/quit", "/exit"):
+            return False
         if text == "/clear":
             conversation.clear()
         elif text == "/help":
             print(HELP)
-        elif text in ("/quit", "/exit"):
-            return False
         elif re.fullmatch(r"/\w+", text):
             print(f"{text} is no command; /help lists them", file=sys.stderr)
         elif text:
             conversation.answer(text)
-        return True
     except EOFError:
         return False
+    except KeyboardInterrupt:
+        # As in Python's own prompt.
+        print()
     except ValueError as error:
         print(f"{error} (/clear forgets the conversation)", file=sys.stderr)
-        return True
+    return True
 
 
-def banner(llm: LLM) -> str:
+def _banner(llm: LLM) -> str:
     """Return the introduction: the model, its size, its device, and how to get help."""
     name, size = Path(llm.config.model).name, format_count(llm.num_parameters)
     device = torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "the CPU"
@@ -184,13 +156,13 @@ def chat(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         # Adds line editing to `input`; some systems lack it.
         import readline  # noqa: F401, PLC0415
     with user_errors(parser):
-        config, values = check_flags(options)
-        check_single_output(values)
+        config, values = check_flags(options, prints_answer=True)
         llm = LLM(**vars(config))
     with llm:
         with user_errors(parser):
-            params = sampling_params(llm, values)
+            conversation = Conversation(llm, _sampling_params(llm, values), options.system)
         if sys.stdin.isatty():
-            print(banner(llm))
-        talk(Conversation(llm, params, options.system))
+            print(_banner(llm))
+        while _turn(conversation):
+            pass
     return 0

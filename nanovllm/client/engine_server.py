@@ -51,7 +51,7 @@ from nanovllm.utils.processes import end_with_parent
 _MOST_CHARACTERS = 16000
 """Limit on a traceback."""
 _SWITCH_SECONDS = 0.0005
-"""Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.process`."""
+"""Longest wait for the interpreter of a thread that serves a front end; see `nanovllm.serve.app`."""
 _EXIT_SECONDS = 10.0
 _LAST_SECONDS = 2.0
 """Time limit for a front end to receive the last messages."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -10,16 +11,18 @@ from typing import Any
 from uuid import uuid4
 
 from anyio import to_thread
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from nanovllm.client.engine_thread import RequestStream
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import JsonResponse
-from nanovllm.serve.event_stream import DONE, EventStream, event
+from nanovllm.serve.errors import ApiError, JsonResponse, api_error, encode_json, error_body
 from nanovllm.serve.openai_format import AnswerMessage, ChatChoice, ChatCompletion, UsageCounts, usage
 from nanovllm.serve.protocol import StreamOptions
-from nanovllm.serve.service import Service
+from nanovllm.serve.service import Service, until_disconnect
+from nanovllm.serve.settings import ServeSettings
 
 Event = tuple[str, dict[str, Any]]
 """An event's type and other fields."""
@@ -27,39 +30,14 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuou
 """Fields of a chat whose chunks a `Translation` can process."""
 _LARGE_ANSWER = 10_000
 """Number of log-probabilities that takes about 20 ms to format, too long for other requests to wait."""
-
-
-class Usage:
-    """Counts the tokens of an answer incrementally.
-
-    Args:
-        num_prompt_tokens: number of tokens of all prompts.
-        options: the stream options.
-
-    Attributes:
-        is_shown: whether the stream ends with the counts.
-    """
-
-    def __init__(self, num_prompt_tokens: int, options: StreamOptions | None) -> None:
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_tokens = self._num_cached_tokens = 0
-        self.is_shown = options is not None and bool(options.include_usage)
-        self._is_continuous = self.is_shown and options is not None and bool(options.continuous_usage_stats)
-
-    def add(self, output: RequestOutput, *, is_shown: bool = True) -> None:
-        """Count an output; `is_shown`: whether its tokens are part of the answer."""
-        self._num_tokens += sum(len(choice.token_ids) for choice in output.outputs) if is_shown else 0
-        if output.finished:
-            self._num_cached_tokens += output.num_cached_tokens
-
-    def body(self) -> UsageCounts:
-        """Return the counts."""
-        counts = usage(self._num_prompt_tokens, self._num_tokens)
-        return {**counts, "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens}}
-
-    def so_far(self) -> UsageCounts | None:
-        """Return the counts for a chunk before the last one; None unless every chunk has them."""
-        return self.body() if self._is_continuous else None
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Keeps proxies such as nginx from buffering events.
+    (b"x-accel-buffering", b"no"),
+]
+_PING_SECONDS = 15.0
+"""Interval of pings: proxies close a connection that is silent for a minute, as during a long prefill."""
 
 
 class Answer(ABC):
@@ -80,20 +58,34 @@ class Answer(ABC):
     ) -> None:
         self.service, self.streams, self.head = service, streams, head
         self.requests = [stream.state.request for stream in streams]
-        self.usage = Usage(sum(len(request.token_ids) for request in self.requests), options)
+        self._num_prompt_tokens = sum(len(request.token_ids) for request in self.requests)
+        self._num_tokens = self._num_cached_tokens = 0
+        # Whether the last chunk has the counts of tokens, and whether all others have them too.
+        self._shows_usage = options is not None and bool(options.include_usage)
+        self._counts_chunks = self._shows_usage and options is not None and bool(options.continuous_usage_stats)
 
     @abstractmethod
     def _whole(self, outputs: list[RequestOutput]) -> Any:
-        """Return the body of the complete answer; `usage` has counted its outputs."""
+        """Return the body of the complete answer, whose outputs are counted."""
 
     @abstractmethod
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
         """Return new parts of a prompt's output, each as the choices of one chunk."""
 
+    def _usage(self) -> UsageCounts:
+        counts = usage(self._num_prompt_tokens, self._num_tokens)
+        return {**counts, "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens}}
+
+    def _count(self, output: RequestOutput) -> None:
+        if self.shows_output:
+            self._num_tokens += sum(len(choice.token_ids) for choice in output.outputs)
+        if output.finished:
+            self._num_cached_tokens += output.num_cached_tokens
+
     def _chunk(self, choices: list[Any]) -> dict[str, Any]:
         chunk = {**self.head, "choices": choices}
-        if self.usage.is_shown:
-            chunk["usage"] = self.usage.so_far()
+        if self._shows_usage:
+            chunk["usage"] = self._usage() if self._counts_chunks else None
         return chunk
 
     def _first_chunks(self) -> Iterator[Any]:
@@ -105,11 +97,11 @@ class Answer(ABC):
         for chunk in self._first_chunks():
             yield chunk
         async for index, output in self.service.read(self.streams):
-            self.usage.add(output, is_shown=self.shows_output)
+            self._count(output)
             for choices in self._new_chunks(index, output):
                 yield self._chunk(choices)
-        if self.usage.is_shown:
-            yield {**self._chunk([]), "usage": self.usage.body()}
+        if self._shows_usage:
+            yield {**self._chunk([]), "usage": self._usage()}
 
     async def respond(self, stream: bool | None, translation: Translation | None = None) -> Response:
         """Return the HTTP response.
@@ -123,7 +115,7 @@ class Answer(ABC):
             return EventStream(events, self.streams, self.service.settings, self.service.metrics.count_error)
         outputs = await self.service.outputs(self.streams)
         for output in outputs:
-            self.usage.add(output, is_shown=self.shows_output)
+            self._count(output)
 
         def build() -> Any:
             answer = self._whole(outputs)
@@ -138,26 +130,94 @@ def answer_head(service: Service, prefix: str, kind: str) -> dict[str, Any]:
     return {**head, "system_fingerprint": service.fingerprint}
 
 
-async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    async for chunk in chunks:
-        yield event(chunk)
-    yield DONE
-
-
 async def json_answer(build: Callable[[], Any], outputs: list[RequestOutput], params: SamplingParams) -> JsonResponse:
-    """Build an answer from outputs, in a thread if it is large.
-
-    Args:
-        build: returns the body.
-        outputs: outputs whose log-probabilities determine the size.
-        params: sampling parameters of the outputs.
-    """
+    """Return the body from `build`, called in a thread if the outputs have many log-probabilities."""
     choices = [choice for output in outputs for choice in output.outputs]
     count = sum(len(choice.logprobs or ()) for choice in choices) * (1 + (params.logprobs or 0))
     count += sum(len(output.prompt_logprobs or ()) for output in outputs) * (1 + (params.prompt_logprobs or 0))
     if count < _LARGE_ANSWER:
         return JsonResponse(build())
     return await to_thread.run_sync(lambda: JsonResponse(build(), in_pieces=True))
+
+
+def _event(data: Any, name: str | None = None) -> bytes:
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return b"%bdata: %b\n\n" % (head, encode_json(data))
+
+
+async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    async for chunk in chunks:
+        yield _event(chunk)
+    yield b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends events until the client disconnects or a time limit.
+
+    Args:
+        events: the answer's events.
+        streams: output streams behind the events; always closed at the end.
+        settings: the server's settings.
+        count_error: called with the kind of an error that ends the stream; "client_disconnect" for a disconnect.
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[bytes],
+        streams: Iterable[RequestStream],
+        settings: ServeSettings,
+        count_error: Callable[[str], None],
+    ) -> None:
+        super().__init__()
+        self._events, self._streams, self._settings, self._count_error = events, streams, settings, count_error
+        self._num_sent = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer."""
+        try:
+            await until_disconnect(receive, self._pump(scope, send), self._settings.max_request_seconds)
+        except ClientDisconnect:
+            self._count_error("client_disconnect")
+        except ApiError as error:
+            # The time limit passed. A client that reads slowly may still get the end of its answer.
+            await self._close()
+            await self._end(scope, send, error)
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        for stream in self._streams:
+            await stream.aclose()
+
+    async def _pump(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        pings = asyncio.ensure_future(self._ping(send))
+        try:
+            async for data in self._events:
+                self._num_sent += 1
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            pings.cancel()
+            await self._end(scope, send, api_error(error))
+        else:
+            pings.cancel()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            pings.cancel()
+
+    async def _ping(self, send: Send) -> None:
+        """Send a comment, which clients ignore, after a while without events."""
+        while True:
+            before = self._num_sent
+            await asyncio.sleep(_PING_SECONDS)
+            if self._num_sent == before:
+                await send({"type": "http.response.body", "body": b": ping\n\n", "more_body": True})
+
+    async def _end(self, scope: Scope, send: Send, error: ApiError) -> None:
+        """End with an error event, since the status was already sent."""
+        self._count_error(error.kind)
+        body = error_body(error, scope)
+        await send({"type": "http.response.body", "body": _event(body, body.get("type")), "more_body": False})
 
 
 class Translation(ABC):
@@ -170,6 +230,9 @@ class Translation(ABC):
         items: the answer so far.
         usage: the counts so far.
     """
+
+    is_never_empty = False
+    """Whether an answer has at least an empty text."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
@@ -213,9 +276,8 @@ class Translation(ABC):
         """Translate a chat's complete answer."""
         (choice,) = chat["choices"]
         self.usage = chat["usage"] or self.usage
-        for events in (self._add(choice["message"]), self._finish(choice)):
-            # Iterating over the events fills `items`.
-            deque(events, maxlen=0)
+        # Iterating over the events fills `items`.
+        deque(self._add(choice["message"], choice["finish_reason"] or ""), maxlen=0)
         return self._body(choice)
 
     async def events(self, chunks: AsyncIterator[ChatCompletion]) -> AsyncIterator[bytes]:
@@ -224,25 +286,37 @@ class Translation(ABC):
         async for chunk in chunks:
             self.usage = chunk["usage"] or self.usage
             for kind, fields in self._chunk_events(chunk, is_first):
-                yield event(self._event(kind, fields), kind)
+                yield _event(self._event(kind, fields), kind)
             is_first = False
 
     def _chunk_events(self, chunk: ChatCompletion, is_first: bool) -> Iterator[Event]:
         if is_first:
             yield from self._begin()
         for choice in chunk["choices"]:
-            yield from self._add(choice["delta"])
+            yield from self._add(choice["delta"], choice["finish_reason"])
             if choice["finish_reason"] is not None:
-                yield from self._finish(choice)
                 yield from self._end(choice)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Return an event's data."""
         return {"type": kind, **fields}
 
-    def _finish(self, choice: ChatChoice) -> Iterator[Event]:
-        """Complete the last item, if any."""
-        yield from self._end_last("completed" if choice["finish_reason"] in ("stop", "tool_calls") else "incomplete")
+    def _add(self, message: AnswerMessage, finish_reason: str | None) -> Iterator[Event]:
+        """Add a chat's message or delta, complete the last item if the chat is finished, and yield the events."""
+        if content := message.get("content"):
+            if not self._is_in_text:
+                yield from self._append(self._text_item(), is_text=True)
+            yield self._add_piece(content)
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            if "name" in function:
+                yield from self._append(self._call_item(call["id"], function["name"]), is_text=False)
+            if function["arguments"]:
+                yield self._add_piece(function["arguments"])
+        if finish_reason is not None:
+            if not self.items and self.is_never_empty:
+                yield from self._append(self._text_item(), is_text=True)
+            yield from self._end_last("completed" if finish_reason in ("stop", "tool_calls") else "incomplete")
 
     def _append(self, item: dict[str, Any], *, is_text: bool) -> Iterator[Event]:
         """Complete the last item and add another one."""
@@ -254,19 +328,6 @@ class Translation(ABC):
     def _end_last(self, status: str) -> Iterator[Event]:
         if self.items:
             yield from self._end_item(self.items[-1], "".join(self._pieces), status)
-
-    def _add(self, message: AnswerMessage) -> Iterator[Event]:
-        """Add a chat's message or delta, and yield its events."""
-        if content := message.get("content"):
-            if not self._is_in_text:
-                yield from self._append(self._text_item(), is_text=True)
-            yield self._add_piece(content)
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            if "name" in function:
-                yield from self._append(self._call_item(call["id"], function["name"]), is_text=False)
-            if function["arguments"]:
-                yield self._add_piece(function["arguments"])
 
     def _add_piece(self, piece: str) -> Event:
         self._pieces.append(piece)

@@ -8,15 +8,14 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.requests import Request
 from starlette.responses import Response
 
 from nanovllm.serve.answers import STREAMED, Event, Translation
 from nanovllm.serve.chat_completions import answer_options, begin_chat
+from nanovllm.serve.errors import ERRORS
 from nanovllm.serve.openai_format import ChatChoice
 from nanovllm.serve.protocol import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, Stops, TextOrObjects
-from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
-from nanovllm.serve.service import Service
+from nanovllm.serve.service import ServiceDep, make_router
 from nanovllm.text.chat_template import normal_content
 
 router = make_router()
@@ -125,31 +124,21 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 @router.post("/v1/messages", response_model=None, responses=_ERRORS)
-async def messages(body: MessagesBody, request: Request, service: ServiceDep) -> Response:
+async def messages(body: MessagesBody, service: ServiceDep) -> Response:
     """Answer messages in Anthropic's format."""
-    return await within_limits(request, service, answer_messages(service, body))
-
-
-@router.post("/v1/messages/count_tokens", responses=_ERRORS)
-async def num_tokens(body: CountTokensBody, request: Request, service: ServiceDep) -> dict[str, int]:
-    """Count the tokens of messages."""
-    return await within_limits(request, service, count_tokens(service, body))
-
-
-async def answer_messages(service: Service, body: MessagesBody) -> Response:
-    """Answer messages, with or without streaming."""
     form = None if body.output_config is None else body.output_config.format
-    schema = None if form is None else {"name": "answer", "schema": form.schema_}
     fields = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
     fields |= {"stop": body.stop_sequences or None, **(STREAMED if body.stream else {})}
-    if schema is not None:
+    if form is not None:
+        schema = {"name": "answer", "schema": form.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     chat = await begin_chat(service, messages_chat(body, **fields), cuts_output=True)
     return await chat.respond(body.stream, _MessagesTranslation(service.model))
 
 
-async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int]:
-    """Return the number of tokens of messages rendered with the chat template."""
+@router.post("/v1/messages/count_tokens", responses=_ERRORS)
+async def num_tokens(body: CountTokensBody, service: ServiceDep) -> dict[str, int]:
+    """Count the tokens of messages."""
     service.check_model(body.model)
     chat = messages_chat(body)
     template = service.template(chat, answer_options(service, chat).template_tools())
@@ -157,11 +146,7 @@ async def count_tokens(service: Service, body: CountTokensBody) -> dict[str, int
 
 
 def messages_chat(body: CountTokensBody, **fields: Any) -> ChatBody:
-    """Translate a request to a chat; `fields`: additional fields of the chat.
-
-    Raises:
-        ValueError, ApiError: a block is not text, a tool call or a tool result, or a value is invalid.
-    """
+    """Translate a request to a chat with additional `fields`; ValueError or ApiError if a block or value is invalid."""
     found: list[Block] = []
     if body.system is not None:
         found.append({"role": "system", "content": normal_content(body.system, _CONTENT)})
@@ -227,11 +212,7 @@ def _function(tool: MessagesTool) -> dict[str, Any]:
 
 
 class _MessagesTranslation(Translation):
-    """Translates a chat's answer to Anthropic's format.
-
-    Args:
-        model: the model's name.
-    """
+    """Translates a chat's answer to Anthropic's format."""
 
     def __init__(self, model: str) -> None:
         super().__init__()

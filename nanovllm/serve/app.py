@@ -1,12 +1,20 @@
-"""The HTTP application: routes, middlewares and error handlers."""
+"""The HTTP application, and the uvicorn server that runs it and shuts down within the grace period."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection
+import gc
+import logging
+import math
+import socket
+import ssl
+import sys
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, cast
 
+import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -19,28 +27,33 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Scope
 
 import nanovllm
-from nanovllm.serve import (
-    anthropic,
-    chat_completions,
-    completions,
-    control,
-    generate,
-    pooling,
-    responses,
-    state,
-    tokens,
-)
+from nanovllm.client.async_llm import AsyncLLM
+from nanovllm.client.model_client import ModelClient
+from nanovllm.serve import anthropic, chat_completions, completions, pooling, responses, state, tokens
 from nanovllm.serve.errors import ApiError, api_error, error_response, validation_error
-from nanovllm.serve.limits import Guard, give_back_memory
+from nanovllm.serve.limits import Connection, ConnectionPool, Guard, give_back_memory
 from nanovllm.serve.logs import RequestLogs, log_refusal
+from nanovllm.serve.protocol import MOST_PROMPTS
 from nanovllm.serve.service import Service
+from nanovllm.serve.settings import Counted, ServerCounts, ServeSettings
 
+_logger = logging.getLogger(__name__)
+_SWITCH_SECONDS = 0.0005
+"""Interpreter switch interval: time that a thread may run while another one waits.
+
+The engine's thread waits for the device several times in each step. With Python's default of 5 ms it could lose that
+time to answering threads at each wait.
+"""
+_ABORT_SHARE, _CUT_SHARE = 0.8, 0.95
+"""Shares of the grace period after which requests are aborted, and connections with unread answers are closed."""
+_UVICORN_SETTINGS = (
+    "host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "access_log",
+)  # fmt: skip
 _CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 
 def create_app(service: Service) -> ASGIApp:
     """Return a service's application, which closes the engine on shutdown."""
-
     settings = service.settings
     settings.check_access()
 
@@ -57,74 +70,181 @@ def create_app(service: Service) -> ASGIApp:
     app.state.service = service
     _add_error_handlers(app, service)
     # Routers are tried in order, so the most frequent requests come first.
-    modules = [chat_completions, completions, responses, tokens, generate, anthropic, pooling, state]
-    routers = [module.router for module in modules]
-    routers += [control.router] if settings.control else []
+    modules = [chat_completions, completions, responses, tokens, anthropic, pooling, state]
+    routers = [module.router for module in modules] + ([state.control] if settings.control else [])
     for router in routers:
         app.include_router(router)
     app.mount("/page", StaticFiles(directory=state.PAGE))
     routes = (route for router in (app.router, *routers) for route in router.routes if isinstance(route, Route))
-    return _protected(app, service, {route.path for route in routes if not route.param_convertors})
-
-
-def _protected(app: ASGIApp, service: Service, paths: Collection[str]) -> ASGIApp:
-    """Wrap an application in its middlewares; `paths`: its routes without parameters."""
-    settings = service.settings
-    # Outside of FastAPI, which dominates the cost of starting a request.
-    app = Guard(app, settings, service.metrics.count_error, service.counts)
-    app = TrustedHostMiddleware(app, settings.trusted_hosts, www_redirect=False)
+    paths = {route.path for route in routes if not route.param_convertors}
+    # Middlewares are outside of FastAPI, which dominates the cost of starting a request.
+    guarded: ASGIApp = Guard(app, settings, service.metrics.count_error, service.counts)
+    guarded = TrustedHostMiddleware(guarded, settings.trusted_hosts, www_redirect=False)
     if settings.allowed_origins:
         options: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": ["X-Request-Id"]}
-        app = CORSMiddleware(app, settings.allowed_origins, **options)
-    return RequestLogs(app, paths)
+        guarded = CORSMiddleware(guarded, settings.allowed_origins, **options)
+    return RequestLogs(guarded, paths)
 
 
 def _add_error_handlers(app: FastAPI, service: Service) -> None:
     """Add handlers that answer errors in OpenAI's or Anthropic's form and count them."""
 
-    def answer(request: Request, error: ApiError) -> Response:
-        service.metrics.count_error(error.kind)
-        log_refusal(request.scope, error)
-        return error_response(error, request.scope)
+    async def handle(request: Request, error: Exception) -> Response:
+        # FastAPI wraps errors of reading the body in one of its own.
+        cause = error.__cause__ if isinstance(error, HTTPException) else None
+        if isinstance(error, ClientDisconnect) or isinstance(cause, ClientDisconnect):
+            # The client is gone and does not read the answer.
+            service.metrics.count_error("client_disconnect")
+            return Response(status_code=499)
+        found = cause if isinstance(cause, ApiError) else _answered(error, request.scope, service)
+        service.metrics.count_error(found.kind)
+        log_refusal(request.scope, found)
+        return error_response(found, request.scope)
 
-    async def on_error(request: Request, error: Exception) -> Response:
-        found = api_error(error)
-        is_too_long = found.code == "context_length_exceeded"
-        return answer(request, _context_error(found, request.scope, service) if is_too_long else found)
-
-    async def on_validation(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return answer(request, validation_error(error.errors()[0], error.body))
-
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        if isinstance(error.__cause__, ApiError):
-            # Raised while reading the body, which FastAPI wraps in an error of its own.
-            return answer(request, error.__cause__)
-        if isinstance(error.__cause__, ClientDisconnect):
-            return await on_disconnect(request, error)
-        return answer(request, ApiError(error.status_code, str(error.detail), headers=error.headers))
-
-    async def on_disconnect(_: Request, error: Exception) -> Response:
-        # The client is gone and does not read the answer.
-        service.metrics.count_error("client_disconnect")
-        return Response(status_code=499)
-
-    handlers: dict[type[Exception], Callable[..., Any]] = {
-        RequestValidationError: on_validation,
-        HTTPException: on_http,
-        ClientDisconnect: on_disconnect,
-        ApiError: on_error,
-        ValueError: on_error,
-        RuntimeError: on_error,
-        Exception: on_error,
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
+    for kind in (
+        RequestValidationError,
+        HTTPException,
+        ClientDisconnect,
+        ApiError,
+        ValueError,
+        RuntimeError,
+        Exception,
+    ):
+        app.add_exception_handler(kind, handle)
 
 
-def _context_error(error: ApiError, scope: Scope, service: Service) -> ApiError:
-    """Return the error of an overlong prompt with the phrases of Anthropic, OpenAI and vLLM that clients search for."""
-    path = scope["path"].removeprefix(scope["root_path"])
+def _answered(error: Exception, scope: Scope, service: Service) -> ApiError:
+    if isinstance(error, RequestValidationError):
+        return validation_error(error.errors()[0], error.body)
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), headers=error.headers)
+    found = api_error(error)
+    if found.code != "context_length_exceeded":
+        return found
+    # Phrases of Anthropic, OpenAI and vLLM that clients search for.
     known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
-    return ApiError(400, f"{known}; {error}", error.param or _CONTENTS.get(path), code=error.code)
+    path = scope["path"].removeprefix(scope["root_path"])
+    return ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
+
+
+class SharedServer(NamedTuple):
+    """A front end's part in a server of several; `on_ready` is called once it is ready. See also `Service`."""
+
+    listener: socket.socket
+    on_ready: Callable[[], None]
+    counts: ServerCounts
+    metrics_folder: str
+    created: int
+
+
+def run_server(
+    llm: ModelClient, settings: ServeSettings, max_connections: int, shared: SharedServer | None = None
+) -> int:
+    """Serve until SIGINT or SIGTERM, or until the engine fails if settings say so; return the exit code."""
+    # At least the largest allowed request; texts to compare are two lists.
+    most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
+    llm.input_processor.constraints.grammars.bound(compiles_here=llm.engine_client.engine.is_in_process)
+    async_llm = AsyncLLM.over(llm, max_pending_requests=most_pending)
+    if shared is None:
+        service = Service(async_llm, settings)
+    else:
+        service = Service(async_llm, settings, shared.counts, shared.metrics_folder, shared.created)
+    app = create_app(service)
+    pool = ConnectionPool(settings, service.metrics.count_error, max_connections, service.counts)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    # Loaded objects stay alive: collecting garbage among them would block the event loop.
+    gc.collect()
+    gc.freeze()
+    server = _Server(_uvicorn_config(app, settings, pool), service, shared)
+    server.run(None if shared is None else [shared.listener])
+    return server.exit_code
+
+
+def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        **{name: getattr(settings, name) for name in _UVICORN_SETTINGS},
+        ssl_cert_reqs=ssl.CERT_REQUIRED if settings.ssl_ca_certs else ssl.CERT_NONE,
+        log_config=None,
+        proxy_headers=False,
+        # uvicorn calls it with arguments, like a class.
+        http=cast("type[asyncio.Protocol]", partial(Connection, pool)),
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(settings.grace_seconds) + 1,
+        # Clients keep connections for longer than uvicorn's 5 s, and fail when one closes while they send.
+        timeout_keep_alive=75,
+        lifespan="on",
+    )
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn server that prints its address and honours the grace period and `exit_when_engine_fails`."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, shared: SharedServer | None) -> None:
+        super().__init__(config)
+        self._service, self._shared = service, shared
+        self.exit_code = 0
+
+    async def startup(self, sockets: Any = None) -> None:
+        await _warm_up(self.config.app, self._service.settings)
+        await super().startup(sockets)
+        if self._shared is not None:
+            # The supervisor prints the address.
+            self._shared.on_ready()
+            return
+        scheme = "https" if self.config.is_ssl else "http"
+        for name in (listening.getsockname() for server in self.servers for listening in server.sockets):
+            place = f"{scheme}://{name[0]}:{name[1]}" if isinstance(name, tuple) else f"unix:{name}"
+            print(f"nanovllm serve: {self._service.model} at {place}", flush=True)
+            _logger.info("serving %s at %s", self._service.model, place)
+
+    async def on_tick(self, counter: int) -> bool:
+        self._service.counts.own[Counted.PENDING] = self._service.llm.num_pending_requests
+        if self._service.settings.exit_when_engine_fails and self._service.llm.errored:
+            _logger.error("ending, since the engine is lost")
+            self.exit_code = 1
+            return True
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        llm, grace = self._service.llm, self._service.settings.grace_seconds
+        _logger.info("ending within %g s; %d requests are running", grace, llm.num_pending_requests)
+        loop = asyncio.get_running_loop()
+        loop.call_later(grace * _ABORT_SHARE, llm.abort_all)
+        loop.call_later(grace * _CUT_SHARE, self._cut_connections)
+        await super().shutdown(sockets)
+        _logger.info("ended")
+
+    def _cut_connections(self) -> None:
+        left = list(self.server_state.connections)
+        if left:
+            _logger.warning("cutting %d connections, which have not ended", len(left))
+        for connection in left:
+            connection.transport.abort()
+
+
+async def _warm_up(app: Any, settings: ServeSettings) -> None:
+    """Answer a dummy request, since the first one imports modules and builds tables, for about 20 ms."""
+    key, path = settings.api_key[0] if settings.api_key else "", "/detokenize"
+    headers = {
+        "content-type": "application/json",
+        "host": settings.trusted_hosts[0].replace("*", "a"),
+        "authorization": f"Bearer {key}",
+    }
+    scope: dict[str, Any] = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+    }  # fmt: skip
+    messages, statuses = [{"type": "http.request", "body": b'{"tokens": []}', "more_body": False}], list[int]()
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop() if messages else await asyncio.Future()
+
+    async def send(message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await app(scope, receive, send)
+    if statuses != [200]:
+        raise RuntimeError(f"the server answered its own request with {statuses}")

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from starlette.requests import Request
 from starlette.responses import Response
 
+from nanovllm.client.engine_thread import RequestStream
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answers import Answer, answer_head
+from nanovllm.serve.errors import answers
 from nanovllm.serve.openai_format import (
     ENDPOINTS,
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
-    ShownTokens,
     chat_choice,
     chat_finish_reason,
     chat_logprobs,
     prompt_positions,
 )
 from nanovllm.serve.protocol import ChatBody
-from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
-from nanovllm.serve.service import Service, StreamList
+from nanovllm.serve.service import Service, ServiceDep, make_router
 from nanovllm.text.answer_parsers import ToolCallDelta
 from nanovllm.text.answers import AnswerOptions, AnswerSplitter
 from nanovllm.text.chat_template import plain_messages
@@ -33,13 +32,8 @@ router = make_router()
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion))
-async def chat_completions(body: ChatBody, request: Request, service: ServiceDep) -> Response:
+async def chat_completions(body: ChatBody, service: ServiceDep) -> Response:
     """Answer messages."""
-    return await within_limits(request, service, answer_chat(service, body))
-
-
-async def answer_chat(service: Service, body: ChatBody) -> Response:
-    """Answer messages, with or without streaming."""
     return await (await begin_chat(service, body)).respond(body.stream)
 
 
@@ -64,11 +58,7 @@ async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = Fa
 
 
 def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
-    """Return a request's options for tool calls and reasoning.
-
-    Raises:
-        ValueError: a required tool does not exist.
-    """
+    """Return a request's options for tool calls and reasoning; ValueError if a required tool does not exist."""
     settings, separates = service.settings, body.separate_reasoning
     if separates is None:
         separates = settings.separate_reasoning or settings.reasoning_parser is not None
@@ -78,32 +68,29 @@ def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
 
 
 class ChatAnswer(Answer):
-    """An answer to messages.
-
-    Args:
-        service: the service.
-        streams: output stream of the single prompt.
-        body: the request.
-        options: options for tool calls and reasoning.
-        params: the sampling parameters before `options` constrained them.
-    """
+    """An answer to messages; `params`: the sampling parameters before `options` constrained them."""
 
     def __init__(
-        self, service: Service, streams: StreamList, body: ChatBody, options: AnswerOptions, params: SamplingParams
+        self,
+        service: Service,
+        streams: list[RequestStream],
+        body: ChatBody,
+        options: AnswerOptions,
+        params: SamplingParams,
     ) -> None:
         head = answer_head(service, "chatcmpl", "chat.completion.chunk")
         super().__init__(service, streams, body.stream_options, head)
         self._echo, self._shows_prompt_logprobs = _echoed(body), body.prompt_logprobs is not None
-        self._shown = ShownTokens(body.top_logprobs, service.token_names(body), bool(body.return_token_ids))
+        self._shown = service.shown_tokens(body)
         self._splitters = options.splitters(self.requests[0].token_ids, params, body.n or 1)
 
     def _whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
         pairs = zip(output.outputs, self._splitters, strict=True)
         choices = [chat_choice(choice, splitter, self._shown, self._echo) for choice, splitter in pairs]
-        answer: Any = {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage.body()}
+        answer: Any = {**self.head, "object": "chat.completion", "choices": choices, "usage": self._usage()}
         if self._shows_prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_positions(output, self._shown.names)
+            answer["prompt_logprobs"] = prompt_positions(output, self._shown)
         return answer | self._prompt_ids()
 
     def _first_chunks(self) -> Iterator[dict[str, Any]]:
@@ -121,7 +108,7 @@ class ChatAnswer(Answer):
             if not items and (shows_ids or choice.logprobs):
                 items.append(_delta_choice(choice.index, {}))
             if items and choice.logprobs is not None:
-                items[0]["logprobs"] = chat_logprobs(choice, self._shown.num_logprobs, self._shown.names)
+                items[0]["logprobs"] = chat_logprobs(choice, self._shown)
             if items and shows_ids:
                 items[0]["token_ids"] = choice.token_ids
             yield from ([item] for item in items)

@@ -1,4 +1,4 @@
-"""Endpoint `/v1/completions`."""
+"""Endpoints `/v1/completions`, and `/inference/v1/generate` from token ids to token ids, vLLM's for trainers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
-from starlette.requests import Request
 from starlette.responses import Response
 
+from nanovllm.client.engine_thread import RequestStream
 from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answers import Answer, answer_head
-from nanovllm.serve.openai_format import ENDPOINTS, Completion, TextChoice, prompt_positions, text_logprobs
-from nanovllm.serve.protocol import CompletionBody, prompt_list
-from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
-from nanovllm.serve.service import Service, StreamList
+from nanovllm.serve.errors import ERRORS, answers
+from nanovllm.serve.openai_format import (
+    ENDPOINTS,
+    SAMPLING_FIELDS,
+    Completion,
+    ShownTokens,
+    TextChoice,
+    chat_logprobs,
+    make_params,
+    prompt_positions,
+    text_logprobs,
+)
+from nanovllm.serve.protocol import CompletionBody, GenerateBody, SamplingBody, prompt_list
+from nanovllm.serve.service import Service, ServiceDep, make_router
 from nanovllm.text.output_processor import TextOffsets, decode_options
 
 router = make_router()
@@ -25,13 +36,8 @@ Logprobs = dict[str, list[Any]]
 
 
 @router.post("/v1/completions", response_model=None, responses=answers(Completion))
-async def completions(body: CompletionBody, request: Request, service: ServiceDep) -> Response:
+async def completions(body: CompletionBody, service: ServiceDep) -> Response:
     """Complete prompts."""
-    return await within_limits(request, service, answer_completion(service, body))
-
-
-async def answer_completion(service: Service, body: CompletionBody) -> Response:
-    """Complete prompts, with or without streaming."""
     service.check_model(body.model)
     given = prompt_list(body.prompt)
     params = _sampling_params(service, body)
@@ -40,11 +46,6 @@ async def answer_completion(service: Service, body: CompletionBody) -> Response:
 
 
 def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
-    """Return a request's sampling parameters.
-
-    Raises:
-        ValueError: see `Service.sampling_params`, or parameters contradict each other.
-    """
     if not _shows_output(body):
         body = body.model_copy(update={"max_tokens": 1})
     params = service.sampling_params(body, ENDPOINTS["/v1/completions"])
@@ -67,21 +68,15 @@ def _shows_output(body: CompletionBody) -> bool:
 
 
 class CompletionAnswer(Answer):
-    """The completions of prompts. Choice `i * n + j` is answer j to prompt i.
+    """The completions of prompts. Choice `i * n + j` is answer j to prompt i."""
 
-    Args:
-        service: the service.
-        streams: output streams of the prompts.
-        body: the request.
-    """
-
-    def __init__(self, service: Service, streams: StreamList, body: CompletionBody) -> None:
+    def __init__(self, service: Service, streams: list[RequestStream], body: CompletionBody) -> None:
         super().__init__(service, streams, body.stream_options, answer_head(service, "cmpl", "text_completion"))
         self._params = self.requests[0].params
         self._num_answers = body.n or 1
         self.shows_output = _shows_output(body)
-        self._body = body.without_content()
-        self._names = service.token_names(body)
+        self._echo, self._shows_logprobs = bool(body.echo), body.logprobs is not None
+        self._shows_prompt_logprobs, self._shown = body.prompt_logprobs is not None, service.shown_tokens(body)
         # By choice: number of characters sent, token offsets, and tokens that wait for their text.
         self._lengths: dict[int, int] = {}
         self._offsets: dict[int, TextOffsets] = {}
@@ -92,12 +87,12 @@ class CompletionAnswer(Answer):
         for i, output in enumerate(outputs):
             for j, choice in enumerate(self._best(output)):
                 item = self._choice(i * self._num_answers + j, output, choice)
-                if self._body.echo and item["logprobs"] is not None:
+                if self._echo and item["logprobs"] is not None:
                     item["logprobs"] = _joined(self._prompt_logprobs(output), item["logprobs"])
-                if self._body.prompt_logprobs is not None:
-                    item["prompt_logprobs"] = prompt_positions(output, self._names)
+                if self._shows_prompt_logprobs:
+                    item["prompt_logprobs"] = prompt_positions(output, self._shown)
                 choices.append(item)
-        return {**self.head, "choices": choices, "usage": self.usage.body()}
+        return {**self.head, "choices": choices, "usage": self._usage()}
 
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
         """Yield new parts of each choice."""
@@ -107,28 +102,29 @@ class CompletionAnswer(Answer):
     def _best(self, output: RequestOutput) -> list[CompletionOutput]:
         if len(output.outputs) <= self._num_answers:
             return output.outputs
+
         # By mean log-probability per token, as in OpenAI's API.
-        key = [-(choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids)) for choice in output.outputs]
-        return [choice for _, _, choice in sorted(zip(key, range(len(key)), output.outputs, strict=True))][
-            : self._num_answers
-        ]
+        def key(choice: CompletionOutput) -> float:
+            return -(choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
+
+        return sorted(output.outputs, key=key)[: self._num_answers]
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
         """Return the new part of a choice; the first part includes an echoed prompt."""
         is_first = index not in self._lengths
-        text = self._prompt_text(output) if self._body.echo and is_first else ""
+        text = self._prompt_text(output) if self._echo and is_first else ""
         start = self._lengths.get(index, len(text))
         text += choice.text if self.shows_output else ""
         self._lengths[index] = self._lengths.get(index, 0) + len(text)
         item: TextChoice = {"index": index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
-        if choice.logprobs is not None and self._body.logprobs is not None:
+        if choice.logprobs is not None and self._shows_logprobs:
             if index not in self._offsets:
                 options, prompt = decode_options(self._params), output.prompt_token_ids
                 self._offsets[index] = TextOffsets(self.service.tokenizer, start, prompt, **options)
             item["logprobs"] = self._logprobs(index, choice)
         if choice.finish_reason is not None:
             item["stop_reason"] = choice.stop_reason
-        if self._body.return_token_ids:
+        if self._shown.ids:
             item["token_ids"] = choice.token_ids if self.shows_output else []
             if is_first:
                 item["prompt_token_ids"] = output.prompt_token_ids
@@ -137,10 +133,10 @@ class CompletionAnswer(Answer):
     def _logprobs(self, index: int, choice: CompletionOutput) -> Logprobs:
         """Return the log-probabilities of new tokens."""
         if not self.shows_output or choice.logprobs is None:
-            return text_logprobs([], [], [])
+            return text_logprobs([], [], self._shown)
         length = self._lengths[index]
         offsets = self._offsets[index].take(choice.token_ids)
-        logprobs = text_logprobs(choice.logprobs, choice.token_ids, offsets, names=self._names)
+        logprobs = text_logprobs(choice.logprobs, choice.token_ids, self._shown, offsets)
         logprobs = _joined(self._waiting.pop(index, None), logprobs)
         if choice.finish_reason is not None:
             # Tokens after a stop string have no text.
@@ -158,7 +154,7 @@ class CompletionAnswer(Answer):
         first = llm.output_processor.decode_token(token_ids[0]) or ""
         positions = output.prompt_logprobs or [None] * len(token_ids)
         places = [min(offset, len(text)) for offset in offsets.take(token_ids)]
-        return text_logprobs(positions, token_ids, places, first, self._names)
+        return text_logprobs(positions, token_ids, self._shown, places, first)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
@@ -173,3 +169,45 @@ def _joined(first: Logprobs | None, second: Logprobs) -> Logprobs:
 
 def _part(logprobs: Logprobs, part: slice) -> Logprobs:
     return {name: values[part] for name, values in logprobs.items()}
+
+
+@router.post("/inference/v1/generate", response_model=None, responses=ERRORS)
+async def generate(body: GenerateBody, service: ServiceDep) -> Response:
+    """Complete token ids with token ids."""
+    service.check_model(body.model)
+    values = {name: value for name, value in body.sampling_params.items() if value is not None}
+    if unknown := sorted(body.sampling_params.keys() - SAMPLING_FIELDS):
+        names = ", ".join(sorted(SAMPLING_FIELDS))
+        raise ValueError(f"sampling_params has {unknown[0]!r:.80}, which is none of {names}")
+    sampling = SamplingBody.model_validate({"stream": body.stream, "priority": body.priority})
+    streams = await service.submit([body.token_ids], make_params({"detokenize": False, **values}), sampling)
+    return await GenerateAnswer(service, streams, body).respond(body.stream)
+
+
+class GenerateAnswer(Answer):
+    """The answer to token ids, in the format of vLLM's API."""
+
+    def __init__(self, service: Service, streams: list[RequestStream], body: GenerateBody) -> None:
+        super().__init__(service, streams, body.stream_options, {"request_id": body.request_id or uuid4().hex})
+        self._shown = ShownTokens(self.requests[0].params.logprobs)
+
+    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,), (choices,) = outputs, self._new_chunks(0, outputs[0])
+        return {**self._chunk(choices), "prompt_logprobs": prompt_positions(output), "usage": self._usage()}
+
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[dict[str, Any]]]:
+        """Yield new parts of all choices together."""
+        yield [
+            {
+                "index": choice.index,
+                "token_ids": choice.token_ids,
+                "logprobs": chat_logprobs(choice, self._shown),
+                "finish_reason": choice.finish_reason,
+                "stop_reason": choice.stop_reason,
+            }
+            for choice in output.outputs
+        ]
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        # Without usage, which is sent once at the end.
+        return {**self.head, "choices": choices}

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.responses import Response
 from starlette.types import Scope
@@ -18,19 +19,7 @@ from nanovllm.engine.request import PromptTooLongError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.grammar_trials import GrammarError
 
-_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable",
-}
-
-_MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
-"""Prefix of an exception class's name in tracebacks."""
-_FIELD = re.compile(r"(?:an? [a-z ]*of |one of )?(\w+)")
+# OpenAI's codes and our names in the metrics, by status.
 _CODES = {
     401: "invalid_api_key",
     405: "method_not_allowed",
@@ -41,6 +30,20 @@ _CODES = {
     500: "internal_error",
     503: "service_unavailable",
 }
+_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable",
+}
+_ANTHROPIC_KINDS = _KINDS | {403: "permission_error", 500: "api_error", 503: "overloaded_error"}
+_ANTHROPIC_PATH = "/v1/messages"
+_MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
+"""Prefix of an exception class's name in tracebacks."""
+_FIELD = re.compile(r"(?:an? [a-z ]*of |one of )?(\w+)")
 _FIELDS = {item.name for item in fields(SamplingParams)} | {
     "response_format", "tool_choice", "best_of", "echo", "cache_salt", "priority", "chat_template_kwargs", "dimensions",
     "sampling_params", "prompt", "messages", "chat_template", "level",
@@ -67,9 +70,7 @@ class ApiError(Exception):
         code: str | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.param = param
-        self.headers = headers
+        self.status, self.param, self.headers = status, param, headers
         self.code = code or _CODES.get(status)
 
     @property
@@ -83,9 +84,41 @@ class ApiError(Exception):
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JsonResponse:
-        """Return the answer."""
-        return JsonResponse(self.body(), self.status, self.headers)
+
+class ErrorDetail(BaseModel):
+    """An error's message, type, field and code."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """An error answer."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text}
+    for status, text in (
+        (400, "a field is missing, or has a wrong value"),
+        (401, "the API key is missing or wrong"),
+        (404, "there is no such model"),
+        (408, "the request took too long"),
+        (413, "the body is too large"),
+        (429, "there are too many requests"),
+        (503, "the engine has failed or is shutting down"),
+        # Otherwise FastAPI would document its own errors of status 422.
+        ("4XX", "another fault of the request"),
+    )
+}
+
+
+def answers(model: Any) -> dict[int | str, dict[str, Any]]:
+    """Return the possible answers of a streaming endpoint: events, or `model`."""
+    return {200: {"model": model, "content": {"text/event-stream": {}}}, **ERRORS}
 
 
 class JsonResponse(Response):
@@ -99,25 +132,12 @@ class JsonResponse(Response):
         super().__init__(_encode_pieces(body) if in_pieces else encode_json(body), status, headers)
 
 
-_ANTHROPIC_PATH = "/v1/messages"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
-
-
 def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     """Return the body of the error answer to a request."""
     path = scope["path"].removeprefix(scope["root_path"])
     if path != _ANTHROPIC_PATH and not path.startswith(f"{_ANTHROPIC_PATH}/"):
         return error.body()
-    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    kind = _ANTHROPIC_KINDS.get(error.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
 
@@ -126,6 +146,8 @@ def error_response(error: ApiError, scope: Scope) -> JsonResponse:
     return JsonResponse(error_body(error, scope), error.status, error.headers)
 
 
+_PIECES_DEPTH = 5
+"""Depth of one token's log-probabilities in an answer: below choices, a choice, its logprobs and their lists."""
 _MOST_DEPTH = 128
 """Maximum nesting depth of a body, since functions that walk it recurse as deeply."""
 _MOST_DIGITS = 308
@@ -135,11 +157,7 @@ _TOO_MANY_ZEROS = b"0" * (_MOST_DIGITS + 1)
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse a body.
-
-    Raises:
-        ApiError: it is not JSON in UTF-8, is nested deeper than `_MOST_DEPTH`, or has a number outside a float's range.
-    """
+    """Parse a body; ApiError if it is not JSON in UTF-8, too deep, or has a number outside a float's range."""
     # A Python call for each of a million ids would take 0.1 s.
     parse_int = _short_int if _TOO_MANY_ZEROS in body.translate(_AS_ZEROS) else None
     try:
@@ -150,10 +168,12 @@ def parse_json(body: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise _invalid_json(str(error)) from None
     except RecursionError:
-        raise _too_deep() from None
-    # Most bodies have too few brackets to be that deep.
-    if body.count(b"[") + body.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH):
-        raise _too_deep()
+        is_deeper, value = True, None
+    else:
+        # Most bodies have too few brackets to be that deep.
+        is_deeper = body.count(b"[") + body.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH)
+    if is_deeper:
+        raise _invalid_json(f"it has more than {_MOST_DEPTH} lists and objects within each other")
     return value
 
 
@@ -181,16 +201,8 @@ def _is_deeper(value: Any, most: int) -> bool:
     return True
 
 
-def _too_deep() -> ApiError:
-    return _invalid_json(f"it has more than {_MOST_DEPTH} lists and objects within each other")
-
-
 def _invalid_json(problem: str) -> ApiError:
     return ApiError(400, f"what was sent cannot be read as JSON: {problem}", code="invalid_json")
-
-
-_PIECES_DEPTH = 5
-"""Depth of one token's log-probabilities in an answer: below choices, a choice, its logprobs and their lists."""
 
 
 def encode_json(value: Any) -> bytes:
@@ -243,9 +255,7 @@ def _sentence(text: str) -> str:
 def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
     """Return the answer to a malformed request.
 
-    Args:
-        first: pydantic's first error; its `loc` begins with a part of the request: "body", "query".
-        body: the parsed body.
+    `first`: pydantic's first error for the parsed `body`; its `loc` begins with a part of the request: "body", "query".
     """
     kind, is_missing = first["type"], first["type"] == "missing"
     place = _place(first["loc"], body, is_missing=is_missing)

@@ -25,10 +25,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from nanovllm.serve.errors import ApiError, error_response
+from nanovllm.serve.errors import ApiError, JsonResponse, error_response
 from nanovllm.serve.logs import log_refusal
-from nanovllm.serve.server_counts import Counted, ServerCounts
-from nanovllm.serve.settings import ServeSettings
+from nanovllm.serve.settings import Counted, ServerCounts, ServeSettings
 
 _logger = logging.getLogger(__name__)
 
@@ -45,6 +44,20 @@ _MIN_WAIT_SECONDS = 1.0
 _MAX_DESCRIPTORS = 2**17
 _OTHER_DESCRIPTORS = 8
 """Descriptors kept free for other files, besides `_MAX_LINGERING` for refused connections."""
+_OPEN_PATHS = ("/", "/health", "/ping", "/version", "/openapi.json", "/favicon.ico")
+"""Paths that need no key, since they reveal nothing about requests or the model."""
+_DISCARD_FACTOR = 8
+"""Maximum read from a refused client, in multiples of the maximum body."""
+_MAX_VALUES = 2**18
+"""Maximum quotes and brackets in a body. Each blocks all clients for about 0.5 us of parsing."""
+_DISCARD_SECONDS = 1.0
+_BEGIN_AT_ONCE = 8
+"""Maximum requests started in one turn of the event loop, so that hundreds at once do not block it."""
+_TRIM_SECONDS = 5.0
+_MAX_TRIM_PAUSE = 64
+"""Maximum periods of `_TRIM_SECONDS` between two attempts."""
+_MIN_GROWTH_BYTES = 64 * 2**20
+_STATM = Path("/proc/self/statm")
 
 
 class ConnectionPool:
@@ -56,9 +69,6 @@ class ConnectionPool:
             the kinds of refusals.
         max_connections: maximum at once; the connection idle for longest makes room for a new one.
         counts: counts of the whole server.
-
-    Attributes:
-        waiting: idle connections, longest first, with the start of their wait in seconds of the event loop.
     """
 
     def __init__(
@@ -68,32 +78,26 @@ class ConnectionPool:
         max_connections: int,
         counts: ServerCounts | None = None,
     ) -> None:
-        self.counts = counts or ServerCounts()
-        self.settings = settings
-        self.count_error = count_error
-        self.max_connections = max_connections
+        self.settings, self.count_error, self.counts = settings, count_error, counts or ServerCounts()
+        self._max_connections = max_connections
+        # Idle connections, longest first, with the start of their wait in seconds of the event loop.
         self.waiting: dict[Connection, float] = {}
 
     def make_room(self, newest: Connection) -> None:
         """Close a connection if there are too many."""
-        excess = self.counts.total(Counted.CONNECTIONS) - self.max_connections
+        excess = self.counts.total(Counted.CONNECTIONS) - self._max_connections
         if excess <= 0:
             return
         # Connections of this process; the newest one is idle too.
         oldest, since = next(iter(self.waiting.items()))
         # Otherwise clients without a key could occupy all connections, each for the time allowed for a head.
         loser = oldest if since < newest.loop.time() - _MIN_WAIT_SECONDS else newest
-        message = f"the server has {self.max_connections} connections already (max_connections)"
+        message = f"the server has {self._max_connections} connections already (max_connections)"
         loser.refuse(ApiError(503, message), lingers=excess <= _MAX_LINGERING)
 
 
 class Connection(HttpToolsProtocol):
-    """A connection with one request at a time, and limits of time and size; see `ServeSettings`.
-
-    Args:
-        pool: shared by all connections.
-        arguments: uvicorn's arguments.
-    """
+    """A connection with one request at a time, and limits of time and size; `arguments`: uvicorn's."""
 
     def __init__(self, pool: ConnectionPool, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -110,13 +114,13 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Wait for a request."""
         super().connection_made(transport)
-        self._pool.counts.add(Counted.CONNECTIONS, 1)
+        self._pool.counts.own[Counted.CONNECTIONS] += 1
         self._await_head()
         self._pool.make_room(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
-        self._pool.counts.add(Counted.CONNECTIONS, -1)
+        self._pool.counts.own[Counted.CONNECTIONS] -= 1
         self._pool.waiting.pop(self, None)
         for timer in (self._head_timer, self._write_timer, self._request_timer):
             _cancel(timer)
@@ -206,13 +210,9 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def refuse(self, error: ApiError, *, lingers: bool = True) -> None:
-        """Answer invalid input with an error, and close the connection.
+        """Answer invalid input with an error, and close the connection; `lingers`: the client gets time to read it.
 
         An answer in progress is completed and is the last one.
-
-        Args:
-            error: the error to answer with.
-            lingers: whether the client gets time to read it.
         """
         self._ignores_input = True
         self._pool.waiting.pop(self, None)
@@ -272,7 +272,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 def _answer(error: ApiError) -> bytes:
     """Return an answer as raw HTTP bytes."""
-    body = error.response().body
+    body = JsonResponse(error.body()).body
     phrase = HTTPStatus(error.status).phrase
     head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
     return (head + "Connection: close\r\n\r\n").encode() + bytes(body)
@@ -281,11 +281,7 @@ def _answer(error: ApiError) -> bytes:
 def raise_descriptor_limit(max_connections: int) -> int:
     """Raise the process's limit of open files to the maximum, and return the number of connections that it allows.
 
-    Args:
-        max_connections: upper bound of the result.
-
-    Raises:
-        ValueError: the limit does not allow a single connection.
+    The result is at most `max_connections`; ValueError if the limit does not allow a single one.
     """
     if sys.platform == "win32":
         return max_connections
@@ -304,35 +300,14 @@ def raise_descriptor_limit(max_connections: int) -> int:
     return min(max_connections, free // 2)
 
 
-_OPEN_PATHS = ("/", "/health", "/ping", "/version", "/openapi.json", "/favicon.ico")
-"""Paths that need no key, since they reveal nothing about requests or the model."""
-_DISCARD_FACTOR = 8
-"""Maximum read from a refused client, in multiples of the maximum body."""
-_MAX_VALUES = 2**18
-"""Maximum quotes and brackets in a body. Each blocks all clients for about 0.5 us of parsing."""
-_DISCARD_SECONDS = 1.0
-_BEGIN_AT_ONCE = 8
-"""Maximum requests started in one turn of the event loop, so that hundreds at once do not block it."""
-
-
 class Guard:
-    """ASGI middleware that refuses requests before their bodies are read or parsed.
-
-    Args:
-        app: application for accepted requests.
-        settings: the server's settings.
-        count_error: called with the kind of each refusal.
-        counts: counts of the whole server.
-    """
+    """ASGI middleware that refuses requests before their bodies are read or parsed."""
 
     def __init__(
         self, app: ASGIApp, settings: ServeSettings, count_error: Callable[[str], None], counts: ServerCounts
     ) -> None:
-        self._app = app
-        self._settings = settings
+        self._app, self._settings, self._count_error, self._counts = app, settings, count_error, counts
         self._keys = [key.encode() for key in settings.api_key or []]
-        self._count_error = count_error
-        self._counts = counts
         self._begin_gate = asyncio.Semaphore(_BEGIN_AT_ONCE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -354,11 +329,7 @@ class Guard:
             self._count_error("client_disconnect")
 
     def _takes_body(self, scope: Scope) -> bool:
-        """Whether a request is for the engine, and so is limited and may have a body.
-
-        Raises:
-            ApiError: the key is wrong, or the request must not have a body.
-        """
+        """Whether a request is for the engine, and so is limited and may have a body; ApiError if it is refused."""
         path, headers = scope["path"].removeprefix(scope["root_path"]), dict(scope["headers"])
         is_open = path in _OPEN_PATHS or path.startswith("/page/")
         if self._keys and not is_open:
@@ -379,13 +350,18 @@ class Guard:
         if self._counts.total(Counted.REQUESTS) >= self._settings.max_requests:
             message = f"the server has {self._settings.max_requests} requests already (max_requests)"
             raise ApiError(429, message, headers={"Retry-After": "1"})
-        self._counts.add(Counted.REQUESTS, 1)
+        self._counts.own[Counted.REQUESTS] += 1
         try:
             async with self._begin_gate:
                 await asyncio.sleep(0)
-            await self._app(scope, _replay(await self._read_body(receive), receive), send)
+            messages: list[Message] = [{"type": "http.request", "body": await self._read_body(receive)}]
+
+            async def replay() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self._app(scope, replay, send)
         finally:
-            self._counts.add(Counted.REQUESTS, -1)
+            self._counts.own[Counted.REQUESTS] -= 1
 
     async def _refuse(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer with an error, and close the connection without reading the body."""
@@ -429,23 +405,6 @@ class Guard:
         if body.count(b'"') - body.count(b'\\"') + body.count(b"[") + body.count(b"{") > _MAX_VALUES:
             raise ApiError(413, f"the body has more than {_MAX_VALUES} quotes and brackets")
         return body
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body already read, then later messages."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
-
-
-_TRIM_SECONDS = 5.0
-_MAX_TRIM_PAUSE = 64
-"""Maximum periods of `_TRIM_SECONDS` between two attempts."""
-_MIN_GROWTH_BYTES = 64 * 2**20
-_STATM = Path("/proc/self/statm")
 
 
 async def give_back_memory() -> None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from nanovllm.serve.errors import ApiError
 
 _logger = logging.getLogger(__name__)
@@ -43,38 +43,28 @@ class _Request:
 _current: ContextVar[_Request | None] = ContextVar("request", default=None)
 
 
-class _RequestIdFilter(logging.Filter):
-    """Adds the current request's id to each record."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        current = _current.get()
-        record.request_id = "-" if current is None else current.id
-        return True
+def _add_request_id(record: logging.LogRecord) -> bool:
+    current = _current.get()
+    record.request_id = "-" if current is None else current.id
+    return True
 
 
-class _PathFilter(logging.Filter):
-    """Replaces path and query in uvicorn's access log."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        current = _current.get()
-        if current is not None and isinstance(record.args, tuple):
-            client, method, _, *others = record.args
-            record.args = client, method, current.path, *others
-        return True
+def _replace_path(record: logging.LogRecord) -> bool:
+    """Replace path and query in uvicorn's access log."""
+    current = _current.get()
+    if current is not None and isinstance(record.args, tuple):
+        client, method, _, *others = record.args
+        record.args = client, method, current.path, *others
+    return True
 
 
 def log_config(access_log: bool, log_requests: bool = False) -> dict[str, Any]:
-    """Return the argument of `logging.config.dictConfig`.
-
-    Args:
-        access_log: whether uvicorn logs each request.
-        log_requests: whether names of unknown fields are logged.
-    """
+    """Return the argument of `logging.config.dictConfig`; `log_requests`: log names of unknown fields."""
     own = {"handlers": ["stderr"], "propagate": False}
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "filters": {"request_id": {"()": _RequestIdFilter}, "path": {"()": _PathFilter}},
+        "filters": {"request_id": {"()": lambda: _add_request_id}, "path": {"()": lambda: _replace_path}},
         "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s [%(request_id)s] %(message)s"}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line", "filters": ["request_id"]}},
         "loggers": {
@@ -101,18 +91,13 @@ def one_line(text: str) -> str:
 
 
 class RequestLogs:
-    """ASGI middleware that sets the current request for the logs.
+    """ASGI middleware that sets the current request for the logs, and its id, which answers get as a header.
 
-    It gives each request an id, the client's `X-Request-Id` if valid.
-
-    Args:
-        app: the wrapped application; its answers get the id as a header.
-        paths: the API's paths without parameters.
+    The id is the client's `X-Request-Id` if valid. `paths`: the API's paths without parameters.
     """
 
     def __init__(self, app: ASGIApp, paths: Collection[str]) -> None:
-        self._app = app
-        self._paths = paths
+        self._app, self._paths = app, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""

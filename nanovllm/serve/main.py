@@ -1,4 +1,9 @@
-"""Command `nanovllm serve`: checks the options, loads the model, and runs the server."""
+"""Command `nanovllm serve`: loads the model, and runs the server in this process or in several.
+
+With several front ends, this process supervises them and the engines, which have no HTTP, and answers no requests. A
+front end that exits is restarted, and only its clients notice; each has its own listening socket on the port, and the
+kernel distributes connections. A front end's process starts in `run_front_end`, and exits with the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +12,63 @@ import asyncio
 import faulthandler
 import logging
 import logging.config
+import mmap
 import os
+import shutil
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from types import FrameType
 
+from nanovllm.client.engine_process import EngineProcesses
 from nanovllm.config import Config
-from nanovllm.serve.settings import ServeSettings
+from nanovllm.engine.request import RequestSeeds
+from nanovllm.serve.logs import log_config
+from nanovllm.serve.settings import ServerCounts, ServeSettings
 from nanovllm.utils.display import install_hint
 from nanovllm.utils.flags import flag_values, user_errors
 from nanovllm.utils.host import num_gpus
+from nanovllm.utils.hub import resolve_model
+from nanovllm.utils.processes import describe_exit, end_with_parent, start_python
 
-_INSTALL = f"nanovllm serve needs further packages: {install_hint('serve')}"
 _logger = logging.getLogger(__name__)
+_READY = "ready"
+"""Message of a front end that is ready."""
+_POLL_SECONDS = 0.05
+_START_SECONDS = 300.0
+_EXTRA_SECONDS = 3.0
+"""Extra time for a front end's exit after the grace period."""
+_CAUSE_SECONDS = 2.0
+"""Time that a front end waits for the cause of an engine's exit."""
 
 
 def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the server until SIGINT or SIGTERM, and return the exit code."""
-    try:
-        # Only look for them: with several front ends, only the front ends' processes import them.
-        for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
-            if find_spec(package) is None:
-                raise ImportError(f"No module named {package!r}")
-        from nanovllm.serve.logs import log_config  # noqa: PLC0415
-    except ImportError as error:
-        parser.error(f"{_INSTALL} ({error})")
+    # Only look for them: with several front ends, only the front ends' processes import them.
+    for package in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
+        if find_spec(package) is None:
+            hint = install_hint("serve")
+            parser.error(f"nanovllm serve needs further packages: {hint} (No module named {package!r})")
     # Prints a traceback when native code crashes.
     faulthandler.enable()
     with user_errors(parser):
         settings = ServeSettings(**flag_values(options, ServeSettings))
-        settings = replace(settings, api_key=settings.api_key or _environment_keys())
+        key = os.environ.get("NANOVLLM_API_KEY")
+        settings = replace(settings, api_key=settings.api_key or ([key] if key else None))
         settings.check_access()
         config = Config(**flag_values(options, Config))
         logging.config.dictConfig(log_config(settings.access_log, settings.log_requests))
@@ -46,14 +76,11 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         if settings.uds is None:
             asyncio.run(_check_port(settings.host, settings.port))
         _logger.info("loading %s", config.model)
-        size = _num_front_ends(config, settings)
-        run = _load(config, settings) if size == 1 else _load_front_ends(config, settings, size)
+        is_on_gpu = settings.front_ends is None and config.device != "cpu" and num_gpus() > 0
+        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        size = settings.num_front_ends(is_on_gpu, num_cores)
+        run = _load(config, settings) if size == 1 else FrontEnds(config, settings, size).load()
     return run()
-
-
-def _environment_keys() -> list[str] | None:
-    key = os.environ.get("NANOVLLM_API_KEY")
-    return [key] if key else None
 
 
 async def _check_port(host: str, port: int) -> None:
@@ -62,30 +89,298 @@ async def _check_port(host: str, port: int) -> None:
     server.close()
 
 
-def _num_front_ends(config: Config, settings: ServeSettings) -> int:
-    is_on_gpu = settings.front_ends is None and config.device != "cpu" and num_gpus() > 0
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return settings.num_front_ends(is_on_gpu, num_cores)
-
-
-def _load_front_ends(config: Config, settings: ServeSettings, size: int) -> Callable[[], int]:
-    """Load the model in separate processes, and return the function that runs a server of several front ends."""
-    from nanovllm.serve.front_ends import FrontEnds  # noqa: PLC0415
-
-    front_ends = FrontEnds(config, settings, size)
-    front_ends.load()
-    return front_ends.run
-
-
 def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
     """Load the model, report if it runs on the CPU, and return the function that runs the server."""
     import torch  # noqa: PLC0415
 
     from nanovllm.llm import LLM  # noqa: PLC0415
+    from nanovllm.serve.app import run_server  # noqa: PLC0415
     from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
-    from nanovllm.serve.process import run_server  # noqa: PLC0415
 
     llm = LLM(**vars(config))
     if config.device == "auto" and not torch.cuda.is_available():
         print("nanovllm serve: no GPU was found; the model runs on the CPU, slowly", file=sys.stderr)
     return partial(run_server, llm, settings, raise_descriptor_limit(settings.max_connections))
+
+
+@dataclass(frozen=True)
+class FrontEndPlan:
+    """The first message to a front end.
+
+    Attributes:
+        config, settings: the engine's and the server's settings.
+        folder: folder of the model.
+        index, size: index of this front end, and number of front ends.
+        number: number of front ends started before it, including replaced ones.
+        listener: descriptor of the listening socket.
+        counts: descriptor of the memory of the `ServerCounts`.
+        metrics_folder: folder of all front ends' counters.
+        created: start time of the server, in seconds since 1970.
+    """
+
+    config: Config
+    settings: ServeSettings
+    folder: str
+    index: int
+    size: int
+    number: int
+    listener: int
+    counts: int
+    metrics_folder: str
+    created: int
+
+
+@dataclass
+class FrontEndProcess:
+    """A front end's process with a connection to it; `is_ready`: whether it has ever been ready."""
+
+    process: subprocess.Popen[bytes]
+    control: Connection
+    is_ready: bool = False
+
+    def poll_ready(self) -> None:
+        """Check whether it is ready."""
+        with suppress(EOFError, OSError):
+            if not self.is_ready and self.control.poll():
+                self.is_ready = self.control.recv() == _READY
+
+
+class FrontEnds:
+    """Supervises the processes of a server with `size` front ends.
+
+    Raises:
+        OSError: the server cannot listen on the address.
+        ValueError: the system cannot share a port, or see `EngineProcesses`.
+    """
+
+    def __init__(self, config: Config, settings: ServeSettings, size: int) -> None:
+        if not hasattr(socket, "SO_REUSEPORT"):
+            raise ValueError(f"front_ends={size} needs Linux or macOS")
+        self._config, self._settings, self._size = config, settings, size
+        # Reserves the port without listening.
+        self._place = _bound(settings.host, settings.port)
+        self._folder = resolve_model(
+            config.model, config.revision, config.load_format != "dummy", config.trust_remote_code
+        )
+        self._engines = EngineProcesses(config)
+        # A file without a name, inherited by front ends.
+        self._memory = tempfile.TemporaryFile()  # noqa: SIM115
+        self._memory.truncate(ServerCounts.size(size))
+        self._metrics_folder = ""
+        self._created = int(time.time())
+        self._num_started = 0
+        self._front_ends: list[FrontEndProcess] = []
+        self._ended_engines: set[int] = set()
+        self._signal: int | None = None
+
+    def load(self) -> Callable[[], int]:
+        """Load the model while the front ends start, and return `run`; see `EngineProcesses.load`."""
+        with self._engines.stopped_on_error(), ExitStack() as stack:
+            stack.callback(self._stop_front_ends, 0.0)
+            self._metrics_folder = tempfile.mkdtemp(prefix="nanovllm-metrics-")
+            for index in range(self._size):
+                self._front_ends.append(self._start(index))
+            self._engines.load(self._folder)
+            stack.pop_all()
+        for front_end in self._front_ends:
+            self._connect(front_end)
+        return self.run
+
+    def run(self) -> int:
+        """Serve until SIGINT or SIGTERM, which is re-raised, or a failure; return the exit code."""
+        before = {number: signal.signal(number, self._note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            code = self._wait_for_all()
+            if code is None:
+                self._announce()
+                code = self._watch()
+        finally:
+            self._stop_front_ends(self._settings.grace_seconds + _EXTRA_SECONDS)
+            self._engines.exit()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if self._signal is not None:
+            signal.raise_signal(self._signal)
+        return code
+
+    def _note_signal(self, number: int, _: FrameType | None) -> None:
+        self._signal = number
+
+    def _start(self, index: int) -> FrontEndProcess:
+        """Start a front end with its own socket, which then waits for `_connect`."""
+        control, other = Pipe()
+        listener = _bound(*self._place.getsockname()[:2])
+        plan = FrontEndPlan(
+            self._config, self._settings, self._folder, index, self._size, self._num_started,
+            listener.fileno(), self._memory.fileno(), self._metrics_folder, self._created,
+        )  # fmt: skip
+        self._num_started += 1
+        with other, listener:
+            descriptors = [other.fileno(), listener.fileno(), self._memory.fileno()]
+            arguments, title = (other.fileno(), os.getpid()), f"nanovllm front end {index}"
+            process = start_python("nanovllm.serve.main", "run_front_end", arguments, title, descriptors)
+        control.send(plan)
+        return FrontEndProcess(process, control)
+
+    def _connect(self, front_end: FrontEndProcess) -> None:
+        """Connect a front end, which may have exited meanwhile, to each live engine."""
+        engines = [engine for engine in self._engines.all if not engine.has_ended()]
+        with suppress(OSError):
+            front_end.control.send([engine.index for engine in engines])
+            for engine in engines:
+                with engine.connect() as connection:
+                    send_handle(front_end.control, connection.fileno(), front_end.process.pid)
+
+    def _stop_front_ends(self, seconds: float) -> None:
+        """Terminate the front ends, and kill them after `seconds`."""
+        for front_end in self._front_ends:
+            front_end.process.terminate()
+        deadline = time.monotonic() + seconds
+        for front_end in self._front_ends:
+            with suppress(subprocess.TimeoutExpired):
+                front_end.process.wait(max(0.0, deadline - time.monotonic()))
+            front_end.process.kill()
+            front_end.process.wait()
+        shutil.rmtree(self._metrics_folder, ignore_errors=True)
+
+    def _wait_for_all(self) -> int | None:
+        """Wait until all front ends are ready; return an exit code if one exits before, or on a signal."""
+        deadline = time.monotonic() + _START_SECONDS
+        while not all(front_end.is_ready for front_end in self._front_ends):
+            if self._signal is not None:
+                return 0
+            if time.monotonic() > deadline or any(f.process.poll() is not None for f in self._front_ends):
+                print("nanovllm serve: error: a front end could not be started", file=sys.stderr)
+                return 1
+            for front_end in self._front_ends:
+                front_end.poll_ready()
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def _announce(self) -> None:
+        name, port = self._place.getsockname()[:2]
+        scheme = "https" if self._settings.ssl_certfile else "http"
+        model = (self._settings.served_model_name or [os.path.basename(self._config.model)])[0]
+        place = f"{scheme}://{name}:{port}"
+        print(f"nanovllm serve: {model} at {place}", flush=True)
+        _logger.info("serving %s at %s by %d front ends", model, place, self._size)
+
+    def _watch(self) -> int:
+        """Restart front ends and report exited engines to them, until a signal; return the exit code."""
+        while self._signal is None:
+            for engine in self._engines.all:
+                if engine.has_ended() and engine.index not in self._ended_engines:
+                    self._report_end(engine.index, engine.exit_text())
+            is_lost = len(self._ended_engines) == len(self._engines.all)
+            if is_lost and self._settings.exit_when_engine_fails:
+                _logger.error("ending, since the engine is lost")
+                return 1
+            for index, front_end in enumerate(self._front_ends):
+                front_end.poll_ready()
+                if (code := front_end.process.poll()) is not None and not self._restart(index, code, is_lost):
+                    return 1
+            time.sleep(_POLL_SECONDS)
+        return 0
+
+    def _report_end(self, index: int, text: str) -> None:
+        """Tell all front ends why an engine exited."""
+        self._ended_engines.add(index)
+        _logger.error("%s", text)
+        for front_end in self._front_ends:
+            with suppress(OSError):
+                front_end.control.send((index, text))
+
+    def _restart(self, index: int, code: int, is_lost: bool) -> bool:
+        """Restart a front end, and return whether the server can continue."""
+        ended = self._front_ends[index]
+        _logger.error("front end %d %s", index, describe_exit(code))
+        if is_lost or not ended.is_ready:
+            # There is no engine left, or the front end failed at its last start.
+            return False
+        ended.control.close()
+        size = ServerCounts.size(1)
+        os.pwrite(self._memory.fileno(), bytes(size), index * size)
+        self._front_ends[index] = self._start(index)
+        self._connect(self._front_ends[index])
+        return True
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket bound to a port that this server's other sockets share; OSError if the port is taken."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
+            bound.setsockopt(socket.SOL_SOCKET, option, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
+
+
+class EngineCauses:
+    """Causes of engine exits, as reported to a front end by the supervisor."""
+
+    def __init__(self, control: Connection, engines: Iterable[int]) -> None:
+        self._texts = dict.fromkeys(engines, "the engine's process has ended")
+        self._known = {index: threading.Event() for index in self._texts}
+        threading.Thread(target=self._read, args=(control,), name="nanovllm-control", daemon=True).start()
+
+    def text(self, index: int) -> str:
+        """Return the cause of an engine's exit."""
+        self._known[index].wait(_CAUSE_SECONDS)
+        return self._texts[index]
+
+    def _read(self, control: Connection) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                index, text = control.recv()
+                if index in self._texts:
+                    self._texts[index] = text
+                    self._known[index].set()
+
+
+def run_front_end(descriptor: int, parent: int) -> None:
+    """Run a front end's process, given the socket to the supervisor, and the supervisor's process id."""
+    faulthandler.enable()
+    control = Connection(descriptor)
+    try:
+        plan: FrontEndPlan = control.recv()
+    except EOFError:
+        return
+    end_with_parent(parent, partial(shutil.rmtree, plan.metrics_folder, ignore_errors=True))
+    # The engines print these messages.
+    warnings.filterwarnings("ignore", "max_model_len=.* is capped")
+    # Prometheus' client reads it at import.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = plan.metrics_folder
+    logging.config.dictConfig(log_config(plan.settings.access_log, plan.settings.log_requests))
+    sys.exit(_answer(plan, control))
+
+
+def _answer(plan: FrontEndPlan, control: Connection) -> int:
+    """Start while the engines load, then serve; return the exit code."""
+    # These import torch and Prometheus' client.
+    from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
+    from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
+    from nanovllm.serve.app import SharedServer, run_server  # noqa: PLC0415
+    from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
+
+    # The engines report problems with the model.
+    reading = ThreadPoolExecutor(1).submit(read_model_files, replace(plan.config, model=plan.folder))
+    try:
+        engines: list[int] = control.recv()
+        connections = [Connection(recv_handle(control)) for _ in engines]
+    except EOFError:
+        # The engines failed to start, which the supervisor reports.
+        return 1
+    causes = EngineCauses(control, engines)
+    # Requests without a seed get different noise on each front end.
+    seeds = RequestSeeds(plan.config.seed, first=plan.number << 40)
+    exit_texts = [partial(causes.text, index) for index in engines]
+    engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None)
+    llm = ModelClient(plan.config, over_replicas(engine, reading.result(), seeds))
+    counts = ServerCounts(mmap.mmap(plan.counts, ServerCounts.size(plan.size)), plan.index)
+    listener, on_ready = socket.socket(fileno=plan.listener), partial(control.send, _READY)
+    place = SharedServer(listener, on_ready, counts, plan.metrics_folder, plan.created)
+    return run_server(llm, plan.settings, raise_descriptor_limit(plan.settings.max_connections), place)

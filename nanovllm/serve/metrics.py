@@ -63,7 +63,7 @@ _HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts requests, times and errors, and renders them together with the engine's counters.
 
     Args:
@@ -83,6 +83,9 @@ class Metrics:
         get_steps: Callable[[], StepHistograms] = StepHistograms,
         folder: str | None = None,
     ) -> None:
+        self._get_stats, self._get_steps = get_stats, get_steps
+        self._cache_config = {name: str(value) for name, value in cache_config.items()}
+        self._labels = labels = {"model_name": model, "engine": "0"}
         self._registry = own = CollectorRegistry()
         if folder is None:
             for collector in (ProcessCollector, GCCollector):
@@ -90,8 +93,7 @@ class Metrics:
         else:
             own = CollectorRegistry()
             MultiProcessCollector(self._registry, folder)
-        self._registry.register(_EngineCollector(get_stats, get_steps, model, cache_config))
-        self._labels = labels = {"model_name": model, "engine": "0"}
+        self._registry.register(self)
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, list(labels), buckets=buckets, registry=own).labels(**labels)
             for name, (text, buckets) in _HISTOGRAMS.items()
@@ -114,30 +116,31 @@ class Metrics:
         self._requests.labels(**self._labels, finished_reason=output.outputs[0].finish_reason).inc()
         if num_tokens is None:
             num_tokens = max(len(completion.token_ids) for completion in output.outputs)
-        self._observe("request_prompt_tokens", len(output.prompt_token_ids))
-        num_computed = len(output.prompt_token_ids) - output.num_cached_tokens
-        self._observe("request_prefill_kv_computed_tokens", num_computed)
-        self._observe("request_generation_tokens", num_tokens)
-        self._observe("request_max_num_generation_tokens", num_tokens)
-        times = output.metrics
+        num_prompt_tokens, times = len(output.prompt_token_ids), output.metrics
+        self._observe(
+            request_prompt_tokens=num_prompt_tokens,
+            request_prefill_kv_computed_tokens=num_prompt_tokens - output.num_cached_tokens,
+            request_generation_tokens=num_tokens,
+            request_max_num_generation_tokens=num_tokens,
+        )
         if times is None:
             return
         queue, first, total = times.queue_time, times.time_to_first_token, times.total_time
-        self._observe("request_queue_time_seconds", queue)
-        self._observe("time_to_first_token_seconds", first)
-        self._observe("e2e_request_latency_seconds", total)
+        self._observe(
+            request_queue_time_seconds=queue, time_to_first_token_seconds=first, e2e_request_latency_seconds=total
+        )
         if queue is None or first is None or total is None:
             return
-        self._observe("request_prefill_time_seconds", first - queue)
-        self._observe("request_decode_time_seconds", total - first)
-        self._observe("request_inference_time_seconds", total - queue)
-        if num_tokens > 1:
-            self._observe("request_time_per_output_token_seconds", (total - first) / (num_tokens - 1))
+        self._observe(
+            request_prefill_time_seconds=first - queue,
+            request_decode_time_seconds=total - first,
+            request_inference_time_seconds=total - queue,
+            request_time_per_output_token_seconds=(total - first) / (num_tokens - 1) if num_tokens > 1 else None,
+        )
 
     def observe_params(self, params: SamplingParams) -> None:
         """Record a request's sampling parameters."""
-        self._observe("request_params_n", params.n)
-        self._observe("request_params_max_tokens", params.max_tokens)
+        self._observe(request_params_n=params.n, request_params_max_tokens=params.max_tokens)
 
     def count_aborted(self, count: int) -> None:
         """Count requests aborted because their client disconnected."""
@@ -151,43 +154,32 @@ class Metrics:
         """Return all metrics in Prometheus' text format, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def _observe(self, name: str, value: float | None) -> None:
-        if value is not None:
-            self._histograms[name].observe(value)
-
-
-class _EngineCollector(Collector):
-    """Reads the engine's counters on each scrape; for the arguments see `Metrics`."""
-
-    def __init__(
-        self,
-        get_stats: Callable[[], Mapping[str, int]],
-        get_steps: Callable[[], StepHistograms],
-        model: str,
-        cache_config: Mapping[str, object],
-    ) -> None:
-        self._get_stats = get_stats
-        self._get_steps = get_steps
-        self._labels = {"model_name": model, "engine": "0"}
-        self._cache_config = {name: str(value) for name, value in cache_config.items()}
+    def _observe(self, **values: float | None) -> None:
+        for name, value in values.items():
+            if value is not None:
+                self._histograms[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics, from a single snapshot."""
         stats = self._get_stats()
         absent = _HOST_CACHE_STATS - stats.keys()
-        for name, (key, text) in _GAUGES.items():
-            if key not in absent:
-                yield self._values(GaugeMetricFamily, name, text, stats[key])
+        for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
+            for name, (key, text) in metrics.items():
+                if key not in absent:
+                    yield self._values(kind, name, text, {"": stats[key]})
         num_used, num_free = stats["num_used_blocks"], stats["num_free_blocks"]
         text, use = (
             "Fraction of the cache's blocks that are in use, from 0 to 1.",
             num_used / max(1, num_used + num_free),
         )
-        yield self._values(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, use)
-        for name, (key, text) in _COUNTERS.items():
-            if key not in absent:
-                yield self._values(CounterMetricFamily, name, text, stats[key])
-        yield from self._by_cause(stats)
+        yield self._values(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, {"": use})
+        # By vLLM's causes: transfers from host memory count as capacity, and prefixes in the host cache as local hits.
+        name, text = "vllm:num_requests_waiting_by_reason", "Sequences that wait, by cause."
+        waiting = {"capacity": stats["num_waiting"], "deferred": 0}
+        yield self._values(GaugeMetricFamily, name, text, waiting, "reason")
+        name, text, num_cached = "vllm:prompt_tokens_by_source", "Prompt tokens by origin.", stats["num_cached_tokens"]
+        sources = {"local_compute": stats["num_prompt_tokens"] - num_cached, "local_cache_hit": num_cached}
+        yield self._values(CounterMetricFamily, name, text, {**sources, "external_kv_transfer": 0}, "source")
         steps = self._get_steps()
         text = "Prompt tokens and generated tokens of a step."
         yield self._histogram("vllm:iteration_tokens_total", text, steps.step_tokens)
@@ -197,32 +189,18 @@ class _EngineCollector(Collector):
         info.add_sample(info.name, {**self._labels, **self._cache_config}, 1)
         yield info
 
-    def _by_cause(self, stats: Mapping[str, int]) -> Iterator[Metric]:
-        """Yield waiting sequences and prompt tokens by vLLM's causes.
-
-        Waiting for transfers from host memory counts as capacity, and a prefix in the host cache as a local hit.
-        """
-        waiting = {"capacity": stats["num_waiting"], "deferred": 0}
-        name, text = "vllm:num_requests_waiting_by_reason", "Sequences that wait, by cause."
-        yield self._values(GaugeMetricFamily, name, text, waiting, "reason")
-        num_cached = stats["num_cached_tokens"]
-        sources = {"local_compute": stats["num_prompt_tokens"] - num_cached, "local_cache_hit": num_cached}
-        sources["external_kv_transfer"] = 0
-        name, text = "vllm:prompt_tokens_by_source", "Prompt tokens by origin."
-        yield self._values(CounterMetricFamily, name, text, sources, "source")
-
     def _values(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         text: str,
-        values: float | Mapping[str, float],
-        label: str = "",
+        values: Mapping[str, float],
+        label: str | None = None,
     ) -> Metric:
-        """Return a gauge or a counter; with a `label`, `values` maps the label's values to numbers."""
+        """Return a gauge or a counter, with a value for each value of `label`, or one without a label."""
         family = kind(name, text, labels=[*self._labels, *([label] if label else [])])
-        for own, value in values.items() if isinstance(values, Mapping) else [(None, values)]:
-            family.add_metric([*self._labels.values(), *([] if own is None else [own])], value)
+        for own, value in values.items():
+            family.add_metric([*self._labels.values(), *([own] if label else [])], value)
         return family
 
     def _histogram(self, name: str, text: str, histogram: StepHistogram) -> Metric:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -84,12 +84,12 @@ class Completion(_Head):
     choices: list[TextChoice]
 
 
-# Fields without effect on the answer; the model is fixed.
-_IGNORED = frozenset(
-    {
-        "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "request_id", "priority", "stream_options", "verbosity",
-    }
+# Fields of both endpoints; those up to "verbosity" have no effect on the answer, and the model is fixed.
+_SHARED = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "request_id", "priority", "stream_options", "verbosity",
+    "response_format", "add_special_tokens", "truncate_prompt_tokens", "cache_salt", "return_token_ids",
+    "return_tokens_as_token_ids",
 )  # fmt: skip
 # Unsupported fields may have one of these neutral values.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -110,13 +110,13 @@ class Endpoint:
 
     Attributes:
         content: name of the field with the messages or the prompt.
-        defaults: the API's default sampling parameters where they differ from ours.
         own_fields: fields that the other endpoint lacks.
+        defaults: the API's default sampling parameters where they differ from ours.
     """
 
     content: str
-    defaults: Mapping[str, Any]
-    own_fields: frozenset[str]
+    own_fields: Collection[str] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def is_chat(self) -> bool:
@@ -126,28 +126,19 @@ class Endpoint:
     @property
     def fields(self) -> frozenset[str]:
         """Names of fields other than the content and our sampling parameters."""
-        return self.own_fields | _IGNORED | _NEUTRAL.keys() | _SHARED
+        return frozenset({*self.own_fields, *_SHARED, *_NEUTRAL})
 
 
-_SHARED = frozenset(
-    {
-        "response_format", "add_special_tokens", "truncate_prompt_tokens", "cache_salt", "return_token_ids",
-        "return_tokens_as_token_ids",
-    }
-)  # fmt: skip
 ENDPOINTS = {
     "/v1/chat/completions": Endpoint(
         "messages",
-        {},
-        frozenset(
-            {
-                "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
-                "reasoning_effort", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-                "continue_final_message", "separate_reasoning",
-            }
+        (
+            "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
+            "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
+            "separate_reasoning",
         ),
     ),
-    "/v1/completions": Endpoint("prompt", {"max_tokens": 16}, frozenset()),
+    "/v1/completions": Endpoint("prompt", defaults={"max_tokens": 16}),
 }  # fmt: skip
 
 
@@ -174,59 +165,44 @@ def request_params(
     Raises:
         ValueError: a value is out of range or not supported.
     """
-    given = sampling_values(body, endpoint, SAMPLING_FIELDS, supported)
+    for name, neutral in _NEUTRAL.items():
+        if name in body and name not in supported and body[name] not in neutral:
+            raise ValueError(f"{name}={body[name]!r:.80} is not supported")
+    named = {_RENAMED.get(name, name): value for name, value in body.items()}
+    given = {name: value for name, value in named.items() if name in SAMPLING_FIELDS}
+    if "response_format" in body:
+        structured = _structured_outputs(body["response_format"])
+        if structured is not None and "structured_outputs" in given:
+            raise ValueError("response_format and structured_outputs exclude each other")
+        given |= {} if structured is None else {"structured_outputs": structured}
+    if endpoint.is_chat:
+        wanted = given.pop("logprobs", False)
+        if not isinstance(wanted, bool) or (body.get("top_logprobs") and not wanted):
+            raise ValueError("logprobs must be true or false, and true with top_logprobs")
+        given |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
     values = {"max_tokens": None, **recommended, **endpoint.defaults, **(chosen or {}), **given}
-    if isinstance(values.get("structured_outputs"), dict):
-        values["structured_outputs"] = StructuredOutputsParams(**values["structured_outputs"])
     seed = values.get("seed")
     if isinstance(seed, int) and not isinstance(seed, bool) and seed != -1:
         # Seeds are signed in the API.
         values["seed"] = seed % 2**64
+    return make_params(values)
+
+
+def make_params(values: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters whose `structured_outputs` may be a dict."""
+    structured = values.get("structured_outputs")
+    if isinstance(structured, dict):
+        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
     return SamplingParams(**values)
 
 
 def template_values(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of the chat template that a request sets.
-
-    Raises:
-        ValueError: `chat_template_kwargs` is not an object.
-    """
+    """Return the variables of the chat template that a request sets; ValueError if they are no object."""
     named = {name: body[name] for name in ("documents", "reasoning_effort") if name in body}
     further = body.get("chat_template_kwargs", {})
     if not isinstance(further, Mapping):
         raise ValueError(f"chat_template_kwargs must be an object, not {further!r:.80}")
     return {**named, **further}
-
-
-def sampling_values(
-    body: Mapping[str, Any], endpoint: Endpoint, names: set[str], supported: Collection[str] = ()
-) -> dict[str, Any]:
-    """Return the sampling parameters in a request's body, by our names.
-
-    Args:
-        body: the request without null values.
-        endpoint: the request's endpoint.
-        names: names of all sampling parameters.
-        supported: additional API fields that the caller handles.
-
-    Raises:
-        ValueError: a value is not supported.
-    """
-    for name, neutral in _NEUTRAL.items():
-        if name in body and name not in supported and body[name] not in neutral:
-            raise ValueError(f"{name}={body[name]!r:.80} is not supported")
-    values = {_RENAMED.get(name, name): value for name, value in body.items() if _RENAMED.get(name, name) in names}
-    if "response_format" in body:
-        structured = _structured_outputs(body["response_format"])
-        if structured is not None and "structured_outputs" in values:
-            raise ValueError("response_format and structured_outputs exclude each other")
-        values |= {} if structured is None else {"structured_outputs": structured}
-    if endpoint.is_chat:
-        wanted = values.pop("logprobs", False)
-        if not isinstance(wanted, bool) or (body.get("top_logprobs") and not wanted):
-            raise ValueError("logprobs must be true or false, and true with top_logprobs")
-        values |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
-    return values
 
 
 def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
@@ -242,16 +218,26 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class TokenNames:
-    """Names tokens in log-probabilities.
+class ShownTokens:
+    """Options for showing tokens in an answer.
 
     Attributes:
+        num_logprobs: number of most likely tokens at each position.
+        as_ids: whether log-probabilities name tokens by ids, such as "token_id:123", instead of texts.
+        ids: whether to include token ids.
         get_bytes: returns a token's bytes, or None if unknown; None uses the bytes of its text.
-        as_ids: whether to show ids, such as "token_id:123", instead of texts.
     """
 
-    get_bytes: Callable[[int], bytes | None] | None = None
+    num_logprobs: int | None = None
     as_ids: bool = False
+    ids: bool = False
+    get_bytes: Callable[[int], bytes | None] | None = None
+
+    @classmethod
+    def of(cls, body: Mapping[str, Any], get_bytes: Callable[[int], bytes | None] | None = None) -> ShownTokens:
+        """Return the options of a request."""
+        as_ids, ids = (bool(body.get(name)) for name in ("return_tokens_as_token_ids", "return_token_ids"))
+        return cls(body.get("top_logprobs"), as_ids, ids, get_bytes)
 
     def name(self, token_id: int, text: str | None) -> str:
         """Return a token's name."""
@@ -266,7 +252,7 @@ class TokenNames:
         return None if "\ufffd" in (text or "") else list((text or "").encode())
 
 
-_BY_TEXT = TokenNames()
+_TEXTS = ShownTokens()
 
 
 def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
@@ -278,36 +264,8 @@ def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
     }
 
 
-@dataclass(frozen=True)
-class ShownTokens:
-    """Options for showing tokens in an answer.
-
-    Attributes:
-        num_logprobs: number of most likely tokens at each position.
-        names: names of tokens in log-probabilities.
-        ids: whether to include token ids.
-    """
-
-    num_logprobs: int | None = None
-    names: TokenNames = _BY_TEXT
-    ids: bool = False
-
-    @classmethod
-    def of(cls, body: Mapping[str, Any], get_bytes: Callable[[int], bytes | None] | None = None) -> ShownTokens:
-        """Return the options of a request."""
-        names = TokenNames(get_bytes, bool(body.get("return_tokens_as_token_ids")))
-        return cls(body.get("top_logprobs"), names, bool(body.get("return_token_ids")))
-
-
 def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: ShownTokens, echo: str = "") -> ChatChoice:
-    """Return one complete answer to messages.
-
-    Args:
-        choice: the output.
-        splitter: splits the output's text; unused so far.
-        shown: options for showing tokens.
-        echo: text before the answer's text.
-    """
+    """Return one complete answer to messages, split by an unused `splitter`; `echo`: text before the answer's."""
     new = splitter.append(choice.text, final=True)
     message: AnswerMessage = {"role": "assistant", "content": echo + new.content, "refusal": None}
     calls = zip(splitter.call_ids, whole_calls(new.calls), strict=True)
@@ -322,7 +280,7 @@ def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: Shown
     answer: ChatChoice = {
         "index": choice.index,
         "message": message,
-        "logprobs": chat_logprobs(choice, shown.num_logprobs, shown.names),
+        "logprobs": chat_logprobs(choice, shown),
         "finish_reason": chat_finish_reason(choice, splitter),
         "stop_reason": choice.stop_reason,
     }
@@ -336,88 +294,80 @@ def chat_finish_reason(choice: CompletionOutput, splitter: AnswerSplitter) -> st
     return "tool_calls" if splitter.call_ids and choice.finish_reason == "stop" else choice.finish_reason
 
 
-def chat_logprobs(
-    choice: CompletionOutput, num_logprobs: int | None, names: TokenNames = _BY_TEXT
-) -> dict[str, Any] | None:
+def chat_logprobs(choice: CompletionOutput, shown: ShownTokens) -> dict[str, Any] | None:
     """Return an answer's log-probabilities; None if not requested."""
     if choice.logprobs is None:
         return None
     positions = zip(choice.logprobs, choice.token_ids, strict=True)
-    return {
-        "content": [_chat_position(logprobs, token_id, num_logprobs or 0, names) for logprobs, token_id in positions]
-    }
+    return {"content": [_chat_position(logprobs, token_id, shown) for logprobs, token_id in positions]}
 
 
-def _chat_position(
-    logprobs: Mapping[int, Logprob], own_id: int, num_logprobs: int, names: TokenNames
-) -> dict[str, Any]:
+def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, shown: ShownTokens) -> dict[str, Any]:
     def entry(token_id: int) -> dict[str, Any]:
         item = logprobs[token_id]
         return {
-            "token": names.name(token_id, item.decoded_token),
+            "token": shown.name(token_id, item.decoded_token),
             "logprob": max(item.logprob, LEAST_LOGPROB),
-            "bytes": names.bytes_of(token_id, item.decoded_token),
+            "bytes": shown.bytes_of(token_id, item.decoded_token),
         }
 
     # The position's own token is included even if it is unlikely.
     top = sorted(logprobs, key=lambda token_id: logprobs[token_id].rank or 0)
-    top = top if num_logprobs == -1 else top[:num_logprobs]
+    top = top if shown.num_logprobs == -1 else top[: shown.num_logprobs or 0]
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
-def prompt_positions(output: RequestOutput, names: TokenNames = _BY_TEXT) -> list[Any] | None:
+def prompt_positions(output: RequestOutput, shown: ShownTokens = _TEXTS) -> list[Any] | None:
     """Return the log-probabilities of a prompt's tokens in vLLM's format, by token id; None if not requested."""
-    if output.prompt_logprobs is None:
-        return None
-    return [
-        None
-        if logprobs is None
-        else {
+
+    def position(logprobs: Mapping[int, Logprob]) -> dict[str, Any]:
+        return {
             str(token_id): {
                 "logprob": max(item.logprob, LEAST_LOGPROB),
                 "rank": item.rank,
-                "decoded_token": names.name(token_id, item.decoded_token),
+                "decoded_token": shown.name(token_id, item.decoded_token),
             }
             for token_id, item in logprobs.items()
         }
-        for logprobs in output.prompt_logprobs
-    ]
+
+    positions = output.prompt_logprobs
+    return None if positions is None else [None if found is None else position(found) for found in positions]
 
 
-def text_choice(choice: CompletionOutput, names: TokenNames = _BY_TEXT) -> TextChoice:
+def text_choice(choice: CompletionOutput, shown: ShownTokens) -> TextChoice:
     """Return one answer to a prompt."""
     found = choice.logprobs
-    logprobs = None if found is None else text_logprobs(found, choice.token_ids, names=names)
+    logprobs = None if found is None else text_logprobs(found, choice.token_ids, shown)
     return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
 def text_logprobs(
     positions: Sequence[Mapping[int, Logprob] | None],
     token_ids: Sequence[int],
+    shown: ShownTokens,
     offsets: list[int] | None = None,
     first_token: str = "",
-    names: TokenNames = _BY_TEXT,
 ) -> dict[str, list[Any]]:
     """Return log-probabilities of tokens.
 
     Args:
         positions: log-probabilities of each token; None for a token without any, such as a prompt's first.
         token_ids: the tokens.
+        shown: options for showing tokens.
         offsets: their offsets in the answer's text; None computes them from the lengths of their texts.
         first_token: text of a first token without log-probabilities.
-        names: names of tokens.
     """
     own = [None if found is None else found[token_id] for found, token_id in zip(positions, token_ids, strict=True)]
     texts = [first_token if item is None else item.decoded_token or "" for item in own]
     if offsets is None:
         offsets = [0, *accumulate(map(len, texts[:-1]))] if texts else []
     return {
-        "tokens": [names.name(token_id, text) for token_id, text in zip(token_ids, texts, strict=True)],
+        "tokens": [shown.name(token_id, text) for token_id, text in zip(token_ids, texts, strict=True)],
         "token_logprobs": [None if item is None else max(item.logprob, LEAST_LOGPROB) for item in own],
         "top_logprobs": [
             None
             if logprobs is None
-            else {names.name(i, item.decoded_token): max(item.logprob, LEAST_LOGPROB) for i, item in logprobs.items()}
+            else {shown.name(i, item.decoded_token): max(item.logprob, LEAST_LOGPROB) for i, item in logprobs.items()}
             for logprobs in positions
         ],
         "text_offset": offsets,

@@ -9,12 +9,11 @@ from uuid import uuid4
 
 import torch
 from pydantic import BaseModel, Field
-from starlette.requests import Request
 
 from nanovllm.outputs import RequestOutput
+from nanovllm.serve.errors import ERRORS
 from nanovllm.serve.protocol import Body, IsObject, Prompts, Text, TextOrTexts, one_of, prompt_list
-from nanovllm.serve.routing import ERRORS, ServiceDep, make_router, within_limits
-from nanovllm.serve.service import Service
+from nanovllm.serve.service import ServiceDep, make_router
 from nanovllm.tasks.ranking import ranked
 
 router = make_router()
@@ -125,30 +124,10 @@ class RerankAnswer(BaseModel):
 
 
 @router.post("/v1/embeddings", responses=ERRORS)
-async def embeddings(body: EmbeddingBody, request: Request, service: ServiceDep) -> EmbeddingAnswer:
+async def embeddings(body: EmbeddingBody, service: ServiceDep) -> EmbeddingAnswer:
     """Return embeddings of prompts."""
-    return await within_limits(request, service, embed(service, body))
-
-
-@router.post("/score", responses=ERRORS)
-@router.post("/v1/score", responses=ERRORS)
-async def scores(body: ScoreBody, request: Request, service: ServiceDep) -> ScoreAnswer:
-    """Return the similarity of pairs of texts, or the relevance of the second to the first."""
-    return await within_limits(request, service, score(service, body))
-
-
-@router.post("/rerank", responses=ERRORS)
-@router.post("/v1/rerank", responses=ERRORS)
-@router.post("/v2/rerank", responses=ERRORS)
-async def rank(body: RerankBody, request: Request, service: ServiceDep) -> RerankAnswer:
-    """Return documents by relevance to a query."""
-    return await within_limits(request, service, rerank(service, body))
-
-
-async def embed(service: Service, body: EmbeddingBody) -> EmbeddingAnswer:
-    """Return normalised embeddings of prompts."""
     service.check_model(body.model)
-    size = service.hidden_size
+    size = service.llm.llm.model_config.hidden_size
     if body.dimensions not in (None, size):
         raise ValueError(f"dimensions={body.dimensions}: this model's embeddings have {size}")
     vectors, outputs = await service.embed(prompt_list(body.input), body.pooling, body.priority)
@@ -164,30 +143,35 @@ def _encoded(vector: torch.Tensor, encoding: str) -> list[float] | str:
     return values if encoding == "float" else base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
 
 
-async def score(service: Service, body: ScoreBody) -> ScoreAnswer:
-    """Return the similarity of each pair of texts, or of one text with each of several."""
+@router.post("/score", responses=ERRORS)
+@router.post("/v1/score", responses=ERRORS)
+async def scores(body: ScoreBody, service: ServiceDep) -> ScoreAnswer:
+    """Return the similarity of pairs of texts, or the relevance of the second to the first."""
     service.check_model(body.model)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise ValueError(f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one or as many")
-    scores, outputs = await service.relevance(first, second, body.pooling, body.priority)
-    data = [ScoreItem(index=index, score=value) for index, value in enumerate(scores)]
+    found, outputs = await service.relevance(first, second, body.pooling, body.priority)
+    data = [ScoreItem(index=index, score=value) for index, value in enumerate(found)]
     return ScoreAnswer(id=f"score-{uuid4().hex}", created=int(time.time()), model=service.model, data=data,
                        usage=_usage(outputs))  # fmt: skip
 
 
-async def rerank(service: Service, body: RerankBody) -> RerankAnswer:
-    """Return documents by descending relevance to the query."""
+@router.post("/rerank", responses=ERRORS)
+@router.post("/v1/rerank", responses=ERRORS)
+@router.post("/v2/rerank", responses=ERRORS)
+async def rank(body: RerankBody, service: ServiceDep) -> RerankAnswer:
+    """Return documents by relevance to a query."""
     service.check_model(body.model)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    scores, outputs = await service.relevance([body.query], texts, body.pooling, body.priority)
+    found, outputs = await service.relevance([body.query], texts, body.pooling, body.priority)
     results = [
         RerankItem(
-            index=found.index,
-            document=RerankDocument(text=found.document) if body.return_documents else None,
-            relevance_score=found.score,
+            index=item.index,
+            document=RerankDocument(text=item.document) if body.return_documents else None,
+            relevance_score=item.score,
         )
-        for found in ranked(scores, texts, body.top_n or None)
+        for item in ranked(found, texts, body.top_n or None)
     ]
     return RerankAnswer(id=f"rerank-{uuid4().hex}", model=service.model, results=results, usage=_usage(outputs))
 

@@ -11,37 +11,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from typing_extensions import Self
 
 from nanovllm.serve.errors import ApiError, validation_error
 from nanovllm.serve.logs import one_line
 
 _logger = logging.getLogger(__name__)
-_MOST_FIELDS = 128
-_MOST_IDS = 4096
 MOST_CHOICES = 10_000
 """Maximum choices in `structured_outputs`, which take 0.2 s."""
-MOST_TOOLS = 256
-
-_MOST_LOGGED = 256
-_LONGEST_NAME = 80
+MOST_MESSAGES, MOST_PROMPTS, MOST_TOOLS = 4096, 1024, 256
+_MOST_FIELDS, _MOST_IDS, _MOST_STOPS, _MOST_TOKENS = 128, 4096, 64, 2**20
+_MOST_LOGGED, _LONGEST_NAME = 256, 80
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 """Maps vLLM's retired fields to the fields of `structured_outputs` that replace them."""
-
-MOST_PROMPTS = 1024
-_MOST_TOKENS = 2**20
-MOST_MESSAGES = 4096
-_MOST_STOPS = 64
 # The value's type selects the form by which a field is validated, so that the error is about that form.
 # Validation of a list stops at the first error: an error for each of a million entries would take minutes.
 _FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
@@ -91,14 +74,13 @@ _Value = TypeVar("_Value")
 
 
 def _at_most(count: int, given: _Value) -> _Value:
-    """Return a value, or raise if it has too many fields, each of which could become a pydantic error."""
+    """Return a value, or raise if it has too many fields: each could become a pydantic error."""
     if isinstance(given, dict) and len(given) > count:
         raise ValueError(f"{len(given)} fields are over {count}")
     return given
 
 
 def _invalid(name: str, problem: str) -> ApiError:
-    """Return the error of a field that conflicts with another one."""
     return ApiError(400, f"{name} {problem}", name, code="invalid_value")
 
 
@@ -113,20 +95,17 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, given: Any) -> Any:
-        if isinstance(_at_most(_MOST_FIELDS, given), dict):
-            known = {field.alias or name for name, field in cls.model_fields.items()}
-            for name in given.keys() - known - _logged:
-                cls._log_unknown(str(name))
+        if not isinstance(_at_most(_MOST_FIELDS, given), dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        for name in map(str, given.keys() - known - _logged):
+            # Clients choose the names, which must fill neither memory nor log.
+            if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
+                if not _logged:
+                    _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
+                _logged.add(name)
+                _logger.info("ignored: requests have an unknown field %s (%s)", one_line(name), cls.__name__)
         return given
-
-    @classmethod
-    def _log_unknown(cls, name: str) -> None:
-        # Clients choose the names, which must fill neither memory nor log.
-        if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
-            if not _logged:
-                _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
-            _logged.add(name)
-            _logger.info("ignored: requests have an unknown field %s (%s)", one_line(name), cls.__name__)
 
 
 class StreamOptions(Body):
@@ -166,7 +145,19 @@ class StructuredOutputs(Body):
     disable_additional_properties: bool | None = None
 
 
-class SamplingBody(Body):
+class IgnoredFields(Body):
+    """Fields of OpenAI's APIs without effect."""
+
+    user: str | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class SamplingBody(IgnoredFields):
     """Common fields of chats and completions."""
 
     model: str | None = None
@@ -208,15 +199,7 @@ class SamplingBody(Body):
     add_special_tokens: bool | None = Field(
         None, description="whether encoding a text adds special tokens, such as BOS"
     )
-    # Fields without effect.
-    user: str | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    request_id: str | None = None
+    request_id: str | None = Field(None, description="without effect")
     # Not supported.
     use_beam_search: Literal[False] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -241,16 +224,6 @@ class SamplingBody(Body):
         if self.stream_options is not None and not self.stream:
             raise _invalid("stream_options", "needs stream: true")
         return self
-
-    def without_content(self) -> Self:
-        """Return a copy without large fields, to keep for an answer that may take minutes."""
-        return self.model_copy(update=dict.fromkeys(_LARGE_FIELDS & set(type(self).model_fields)))
-
-
-_LARGE_FIELDS = {
-    "messages", "prompt", "tools", "chat_template_kwargs", "logit_bias", "response_format", "structured_outputs",
-    "stop", "bad_words", "allowed_token_ids", "stop_token_ids", "metadata", "documents", "chat_template",
-}  # fmt: skip
 
 
 class ChatMessage(BaseModel):
@@ -337,11 +310,7 @@ class ChatBody(SamplingBody):
 
     @classmethod
     def translated(cls, values: dict[str, Any]) -> Self:
-        """Return another API's request as a chat; null values are dropped.
-
-        Raises:
-            ApiError: a value is invalid.
-        """
+        """Return another API's request as a chat, without its null values; ApiError if a value is invalid."""
         given = {name: value for name, value in values.items() if value is not None}
         try:
             return cls.model_validate(given)

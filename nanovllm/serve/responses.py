@@ -9,28 +9,26 @@ from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import Field
-from starlette.requests import Request
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from nanovllm.serve.answers import STREAMED, Event, Translation
 from nanovllm.serve.chat_completions import begin_chat
-from nanovllm.serve.errors import encode_json
+from nanovllm.serve.errors import answers, encode_json
 from nanovllm.serve.openai_format import ChatChoice
 from nanovllm.serve.protocol import (
     MOST_TOOLS,
     TOOL_CHOICE,
     Body,
     ChatBody,
+    IgnoredFields,
     IsObject,
-    Metadata,
     StreamOptions,
     TextOrObjects,
     ToolChoiceMode,
     ToolFunction,
 )
-from nanovllm.serve.routing import ServiceDep, answers, make_router, within_limits
-from nanovllm.serve.service import Service
+from nanovllm.serve.service import Service, ServiceDep, make_router
 from nanovllm.text.chat_template import normal_content
 
 router = make_router()
@@ -57,7 +55,7 @@ class ResponseToolChoice(Body):
     name: str
 
 
-class ResponseBody(Body):
+class ResponseBody(IgnoredFields):
     """A request for a text response."""
 
     model: str | None = None
@@ -76,14 +74,7 @@ class ResponseBody(Body):
     conversation: None = None
     prompt: None = None
     background: Literal[False] | None = None
-    # Fields without effect.
-    user: str | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    # Without effect.
     stream_options: StreamOptions | None = None
     reasoning: dict[str, Any] | None = None
     max_tool_calls: int | None = None
@@ -107,24 +98,14 @@ class ResponseAnswer(TypedDict):
 
 
 @router.post("/v1/responses", response_model=None, responses=answers(ResponseAnswer))
-async def responses(body: ResponseBody, request: Request, service: ServiceDep) -> Response:
+async def responses(body: ResponseBody, service: ServiceDep) -> Response:
     """Answer a text input."""
-    return await within_limits(request, service, answer_response(service, body))
-
-
-async def answer_response(service: Service, body: ResponseBody) -> Response:
-    """Answer an input, with or without streaming."""
     translation = _ResponseTranslation(_begun(service, body))
     return await (await begin_chat(service, response_chat(body))).respond(body.stream, translation)
 
 
 def response_chat(body: ResponseBody) -> ChatBody:
-    """Translate a request to a chat.
-
-    Raises:
-        ValueError, ApiError: an item is not a text message, a function call or a function's output, or a value is
-            invalid.
-    """
+    """Translate a request to a chat; ValueError or ApiError if an item or a value is invalid."""
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolChoice):
         choice = {"type": "function", "function": {"name": choice.name}}
@@ -134,15 +115,12 @@ def response_chat(body: ResponseBody) -> ChatBody:
     tools = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in body.tools or []]
     return ChatBody.translated(
         {
-            "model": body.model,
+            **{name: getattr(body, name) for name in ("model", "temperature", "top_p", "parallel_tool_calls")},
             "messages": [*_messages(body)],
             "max_tokens": body.max_output_tokens,
-            "temperature": body.temperature,
-            "top_p": body.top_p,
             "response_format": form,
             "tools": [{"type": "function", "function": tool} for tool in tools],
             "tool_choice": choice,
-            "parallel_tool_calls": body.parallel_tool_calls,
             "separate_reasoning": False,
             **(STREAMED if body.stream else {}),
         }
@@ -171,10 +149,9 @@ def _messages(body: ResponseBody) -> list[dict[str, Any]]:
 
 
 def _call(item: dict[str, Any]) -> dict[str, Any]:
-    name, arguments = item.get("name"), item.get("arguments")
-    if not isinstance(name, str) or not isinstance(arguments, str):
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    if not all(isinstance(value, str) for value in function.values()):
         raise ValueError(f"a function_call has a name and arguments as text, not {item!r:.80}")
-    function = {"name": name, "arguments": arguments}
     return {"id": str(item.get("call_id")), "type": "function", "function": function}
 
 
@@ -186,11 +163,9 @@ def _message(item: dict[str, Any]) -> dict[str, Any]:
 
 
 class _ResponseTranslation(Translation):
-    """Translates a chat's answer to a response.
+    """Translates a chat's answer to a response; `begun`: the response before any output."""
 
-    Args:
-        begun: the response before any output.
-    """
+    is_never_empty = True
 
     def __init__(self, begun: dict[str, Any]) -> None:
         super().__init__()
@@ -207,10 +182,11 @@ class _ResponseTranslation(Translation):
             yield kind, {"response": json.loads(self._begun)}
 
     def _text_item(self) -> dict[str, Any]:
-        return {**_head("msg", "message"), "role": "assistant", "status": "in_progress", "content": []}
+        head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
+        return {**head, "status": "in_progress", "content": []}
 
     def _call_item(self, call_id: str, name: str) -> dict[str, Any]:
-        head = {**_head("fc", "function_call"), "call_id": call_id, "name": name}
+        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call_id, "name": name}
         return {**head, "arguments": "", "status": "in_progress"}
 
     def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
@@ -219,12 +195,10 @@ class _ResponseTranslation(Translation):
             yield "response.content_part.added", {**self._place(), "content_index": 0, "part": _part("")}
 
     def _piece_event(self, item: dict[str, Any], piece: str) -> Event:
+        fields = {**self._place(), "delta": piece}
         if item["type"] == "message":
-            return (
-                "response.output_text.delta",
-                {**self._place(), "content_index": 0, "delta": piece, "logprobs": []},
-            )
-        return "response.function_call_arguments.delta", {**self._place(), "delta": piece}
+            return "response.output_text.delta", {**fields, "content_index": 0, "logprobs": []}
+        return "response.function_call_arguments.delta", fields
 
     def _end_item(self, item: dict[str, Any], content: str, status: str) -> Iterator[Event]:
         item["status"], place = status, self._place()
@@ -236,12 +210,6 @@ class _ResponseTranslation(Translation):
             item["arguments"] = content
             yield "response.function_call_arguments.done", {**place, "arguments": content, "name": item["name"]}
         yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
-
-    def _finish(self, choice: ChatChoice) -> Iterator[Event]:
-        """Complete the last item; without items, add an empty message."""
-        if not self.items:
-            yield from self._append(self._text_item(), is_text=True)
-        yield from super()._finish(choice)
 
     def _end(self, choice: ChatChoice) -> Iterator[Event]:
         response = self._body(choice)
@@ -270,10 +238,6 @@ class _ResponseTranslation(Translation):
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
 
-def _head(prefix: str, kind: str) -> dict[str, Any]:
-    return {"id": f"{prefix}_{uuid4().hex}", "type": kind}
-
-
 def _begun(service: Service, body: ResponseBody) -> dict[str, Any]:
     """Return the response to a request, before any output."""
     choice = body.tool_choice
@@ -283,10 +247,7 @@ def _begun(service: Service, body: ResponseBody) -> dict[str, Any]:
         "object": "response",
         "created_at": int(time.time()),
         "model": service.model,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "temperature": body.temperature,
-        "top_p": body.top_p,
+        **{name: getattr(body, name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
         "text": {"format": {"type": "text"}, **text},
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,

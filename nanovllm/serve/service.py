@@ -7,14 +7,20 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from fastapi import APIRouter, Depends
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive
 
 import nanovllm
 from nanovllm.client.async_llm import AsyncLLM
@@ -23,13 +29,12 @@ from nanovllm.config import Pooling
 from nanovllm.engine.request import Request
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import ApiError
+from nanovllm.serve.errors import ApiError, parse_json
 from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.openai_format import Endpoint, TokenNames, request_params, template_values
+from nanovllm.serve.openai_format import Endpoint, ShownTokens, request_params, template_values
 from nanovllm.serve.protocol import MOST_CHOICES, ChatBody, ChatMessage, SamplingBody, TokenizeBody
-from nanovllm.serve.server_counts import ServerCounts
-from nanovllm.serve.settings import ServeSettings
+from nanovllm.serve.settings import ServerCounts, ServeSettings
 from nanovllm.tasks.ranking import Judge, cosines, embeddings, rank_method, text_pairs
 from nanovllm.text.answers import AnswerFormat
 from nanovllm.text.chat_template import one_conversation, render_text, template_options
@@ -40,7 +45,7 @@ _SUPPORTED = frozenset({"stream", "echo", "best_of"})
 _CONTENTS = {"messages", "prompt", "tools", "documents", "chat_template_kwargs"}
 _TEMPLATE_FIELDS = {"chat_template_kwargs", "documents", "reasoning_effort"}
 Template = Callable[[list[ChatMessage]], str]
-StreamList = list[RequestStream]
+Result = TypeVar("Result")
 
 
 class Service:
@@ -54,14 +59,8 @@ class Service:
         created: start time of the server; now if None.
 
     Attributes:
-        config: the engine's settings.
-        limits: bounds of requests.
-        tokenizer: a transformers tokenizer; None if the model lacks one.
-        hidden_size: the length of an embedding.
-        names: the model's names in the API.
-        model: the first name, used in answers.
+        names: the model's names in the API; `model`, the first one, is used in answers.
         chat_template: a chat template that replaces the tokenizer's, or None.
-        device: name of the device or devices.
         fingerprint: hash of the version and the engine's settings; equal fingerprints and seeds give equal answers.
         created: start time in seconds since 1970.
         metrics: counts requests, times and errors.
@@ -76,17 +75,14 @@ class Service:
         metrics_folder: str | None = None,
         created: int | None = None,
     ) -> None:
-        self.llm = llm
-        self.settings = settings
+        self.llm, self.settings = llm, settings
         self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.limits, llm.llm.tokenizer
-        self.hidden_size = llm.llm.model_config.hidden_size
         self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]
         # vLLM's clients use the model's name as given on the command line.
         self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
         self.counts = counts or ServerCounts()
         self.created = int(time.time()) if created is None else created
-        self.device = llm.llm.device_name
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,
@@ -117,32 +113,16 @@ class Service:
             message = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
             raise ApiError(404, message, "model", code="model_not_found")
 
-    def describe(self, name: str) -> dict[str, Any]:
-        """Return the API's description of the model under one of its names."""
-        return {
-            "id": name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "nanovllm",
-            "root": self.config.model,
-            "parent": None,
-            "max_model_len": self.limits.max_model_len,
-        }
-
     def sampling_params(self, body: SamplingBody, endpoint: Endpoint) -> SamplingParams:
-        """Return a request's sampling parameters.
-
-        Raises:
-            ValueError: a value is out of range or not supported.
-        """
+        """Return a request's sampling parameters; ValueError if a value is out of range or not supported."""
         if body.stream and body.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot be streamed")
         given = body.model_dump(exclude=_CONTENTS, exclude_none=True, by_alias=True)
         return request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED)
 
-    def token_names(self, body: SamplingBody) -> TokenNames:
-        """Return the names of tokens in an answer's log-probabilities."""
-        return TokenNames(self.llm.llm.output_processor.token_bytes, bool(body.return_tokens_as_token_ids))
+    def shown_tokens(self, body: SamplingBody) -> ShownTokens:
+        """Return a request's options for showing tokens."""
+        return ShownTokens.of(vars(body), self.llm.llm.output_processor.token_bytes)
 
     def template(self, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> Template:
         """Return a function that renders messages.
@@ -169,14 +149,14 @@ class Service:
         return lambda messages: render_text(self.tokenizer, _plain(messages), **options)
 
     async def encode(self, prompt: Any, add_special_tokens: bool | None, template: Template | None) -> list[int]:
-        """Return the token ids of a text, or of messages with `template`.
-
-        Raises:
-            ValueError: the prompt cannot be encoded, or is too long.
-        """
+        """Return the token ids of a text, or of messages with `template`; ValueError if that fails or is too long."""
         encode = partial(self.llm.llm.input_processor.encode, [prompt], add_special_tokens, template=template)
         (found,) = await self.llm.run_beside(encode, work_of([_as_text(prompt)], None))
         return list(found["prompt_token_ids"])
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, with special tokens."""
+        return "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
     async def submit(
         self,
@@ -186,7 +166,8 @@ class Service:
         *,
         template: Template | None = None,
         max_tokens: int | None = None,
-    ) -> StreamList:
+        is_own: bool = False,
+    ) -> list[RequestStream]:
         """Queue requests for all prompts, or raise.
 
         Args:
@@ -196,23 +177,12 @@ class Service:
             template: renders conversations.
             max_tokens: the request's number of output tokens, for which the model must have room; None reduces
                 `params` to the available room.
+            is_own: whether the server chose the number of prompts and the parameters, without limits for clients.
 
         Raises:
             ValueError, ApiError: a prompt or a parameter is out of bounds.
         """
-        most = self.settings.max_outputs
-        if (count := params.n * len(prompts)) > most:
-            raise ValueError(f"{count} outputs are over the server's {most} (max_outputs)")
-        return await self._queue(prompts, self._limited(params), body, template, max_tokens)
-
-    async def _queue(
-        self,
-        prompts: list[Any],
-        params: SamplingParams,
-        body: SamplingBody,
-        template: Template | None = None,
-        max_tokens: int | None = None,
-    ) -> StreamList:
+        params = params if is_own else self._limited(params, len(prompts))
         self._check_priority(body.priority)
         count, most = len(prompts), self._max_prompt_tokens(body, params)
 
@@ -237,12 +207,10 @@ class Service:
         self._note([len(stream.state.request.token_ids) for stream in streams], params)
         return streams
 
-    def _limited(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters with the server's `max_output_tokens` as the default.
-
-        Raises:
-            ValueError, ApiError: a value exceeds the server's limits.
-        """
+    def _limited(self, params: SamplingParams, num_prompts: int) -> SamplingParams:
+        """Return sampling parameters with the server's `max_output_tokens` as the default, or raise over a limit."""
+        if (count := params.n * num_prompts) > self.settings.max_outputs:
+            raise ValueError(f"{count} outputs are over the server's {self.settings.max_outputs} (max_outputs)")
         most, structured = self.settings.max_output_tokens, params.structured_outputs
         if most is not None and (params.max_tokens or 0) > most:
             raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
@@ -263,10 +231,8 @@ class Service:
         params, longest = requests[0].params, self.limits.max_model_len
         lengths = [len(request.token_ids) for request in requests]
         if max(lengths) + (max_tokens or 0) > longest:
-            message = (
-                f"{max(lengths)} tokens of the prompt and max_tokens={max_tokens} are over max_model_len={longest}"
-            )
-            raise ApiError(400, message, code="context_length_exceeded")
+            problem = f"{max(lengths)} tokens of the prompt and max_tokens={max_tokens} are over"
+            raise ApiError(400, f"{problem} max_model_len={longest}", code="context_length_exceeded")
         num_tokens = len(requests) * params.n * min(params.max_tokens or longest, longest)
         count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
         count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
@@ -275,11 +241,7 @@ class Service:
             message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
             raise ValueError(f"{message}: ask for fewer of them, or give a smaller max_tokens or n")
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text of token ids, with special tokens."""
-        return "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
-
-    async def outputs(self, streams: StreamList) -> list[RequestOutput]:
+    async def outputs(self, streams: list[RequestStream]) -> list[RequestOutput]:
         """Return the complete outputs of requests, which are aborted on cancellation or if one of them fails."""
         return await self._observed(self.llm.gather(streams), len(streams))
 
@@ -292,7 +254,7 @@ class Service:
         lengths = [min(len(prompt), self.limits.max_model_len) for prompt in prompts]
         self._note(lengths, SamplingParams(max_tokens=1))
         outputs = await self._observed(self.llm.pool(prompts, pooling, priority=priority or 0), len(prompts))
-        return embeddings(outputs, self.hidden_size), outputs
+        return embeddings(outputs, self.llm.llm.model_config.hidden_size), outputs
 
     async def relevance(
         self, queries: list[str], documents: list[str], pooling: Pooling | None, priority: int | None
@@ -302,10 +264,8 @@ class Service:
         if rank_method(None, self.config.model) == "embedding":
             vectors, outputs = await self.embed([*queries, *documents], pooling, priority)
             return cosines(vectors, len(queries)), outputs
-        judge = Judge(self.llm.llm.input_processor)
-        outputs = await self.outputs(
-            await self._queue(judge.prompts(pairs), judge.params, SamplingBody.model_validate({"priority": priority}))
-        )
+        judge, body = Judge(self.llm.llm.input_processor), SamplingBody.model_validate({"priority": priority})
+        outputs = await self.outputs(await self.submit(judge.prompts(pairs), judge.params, body, is_own=True))
         return judge.scores(outputs), outputs
 
     def _check_priority(self, priority: int | None) -> None:
@@ -320,7 +280,7 @@ class Service:
             _logger.info("%d prompts, at most %d tokens: %s", len(lengths), sum(lengths), one_line(repr(params)))
 
     async def _observed(self, work: Awaitable[list[RequestOutput]], count: int) -> list[RequestOutput]:
-        """Yield the outputs of `count` requests, and count them as finished or aborted."""
+        """Return the outputs of `count` requests, and count them as finished or aborted."""
         try:
             outputs = await work
         except asyncio.CancelledError:
@@ -337,7 +297,7 @@ class Service:
             reasons = [choice.finish_reason for choice in output.outputs]
             _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
 
-    async def read(self, streams: StreamList) -> AsyncIterator[tuple[int, RequestOutput]]:
+    async def read(self, streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield new parts of all streams, each with its stream's index."""
         counts: dict[tuple[int, int], int] = {}
         num_finished = 0
@@ -353,12 +313,6 @@ class Service:
         except (GeneratorExit, asyncio.CancelledError):
             self.metrics.count_aborted(len(streams) - num_finished)
             raise
-
-    def state(self) -> dict[str, Any]:
-        """Return the engine's state for the page; may wait for an engine in another process."""
-        stats, sample = self.llm.llm.stats(), self.llm.llm.stats_history()[-1]
-        head = {"model": self.model, "device": self.device}
-        return {**head, **sample._asdict(), "num_preemptions": stats["num_preemptions"]}
 
 
 def _as_text(prompt: Any) -> Any:
@@ -392,6 +346,86 @@ async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, Requ
                     waiting[asyncio.ensure_future(anext(streams[index]))] = index
                 yield index, output
     finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
+        await _cancel(*waiting)
+
+
+async def until_disconnect(receive: Receive, work: Awaitable[Result], seconds: float) -> Result:
+    """Return the result of a coroutine; cancel it if the client disconnects or it takes too long.
+
+    Raises:
+        ClientDisconnect: the client disconnected.
+        ApiError: it took longer than `seconds`.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ClientDisconnect
+        raise ApiError(408, f"the request took longer than {seconds} s (max_request_seconds)")
+    finally:
+        await _cancel(task, gone)
+        # The traceback of an error holds this frame, and so would keep the task, the error and the request's body.
+        del task, gone
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Wait until the client disconnects, after its request was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait for them; their errors are handled or irrelevant."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Request(HttpRequest):
+    """A request whose body is parsed by `parse_json`."""
+
+    async def json(self) -> Any:
+        """Return the body's value."""
+        return parse_json(await self.body())
+
+
+class BodyRoute(APIRoute):
+    """A route whose requests drop their cached body before a streamed answer ends."""
+
+    is_limited = False
+
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        """Return the handler of a request."""
+        handle = super().get_route_handler()
+
+        async def answer(given: HttpRequest) -> Response:
+            request = _Request(given.scope, given.receive)
+            if not self.is_limited:
+                return await handle(request)
+            # Later messages tell of a disconnect.
+            await request.body()
+            settings: ServeSettings = request.app.state.service.settings
+            return await until_disconnect(request.receive, handle(request), settings.max_request_seconds)
+
+        return answer
+
+
+class LimitedRoute(BodyRoute):
+    """A route whose requests end when their client disconnects or a time limit passes, before a stream begins."""
+
+    is_limited = True
+
+
+async def _service(request: HttpRequest) -> Service:
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(_service)]
+
+
+def make_router() -> APIRouter:
+    """Return a router of requests with limits."""
+    return APIRouter(route_class=LimitedRoute)

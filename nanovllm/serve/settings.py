@@ -1,15 +1,21 @@
-"""Settings of the HTTP server, each a flag of `nanovllm serve`."""
+"""Settings of the HTTP server, each a flag of `nanovllm serve`, and counts for the limits of the whole server."""
 
 from __future__ import annotations
 
+import mmap
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from enum import IntEnum
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from nanovllm.text.answers import AnswerFormat
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
+
+_MOST_FRONT_ENDS = 4
+_CORES_PER_FRONT_END = 4
+_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 
 
 @strict_keywords
@@ -103,25 +109,19 @@ class ServeSettings:
     exit_when_engine_fails: bool = False
 
     def __post_init__(self) -> None:
-        self._check_numbers()
+        for item in fields(self):
+            name, value = item.name, getattr(self, item.name)
+            if item.type == "bool":
+                check_bool(name, value)
+            elif item.type == "float":
+                check_number(name, value, 0, above=name != "grace_seconds")
+            elif name == "port":
+                check_int(name, value, 0, 65535)
+            elif item.type == "int" or (item.type == "int | None" and value is not None):
+                check_int(name, value, 1)
         self._check_texts()
         self.template_text()
         AnswerFormat(None, self.tool_call_parser, self.reasoning_parser or "auto")
-
-    def _check_numbers(self) -> None:
-        check_int("port", self.port, 0, 65535)
-        for name in (
-            "separate_reasoning", "allow_priority", "access_log", "log_requests", "exit_when_engine_fails", "control",
-        ):  # fmt: skip
-            check_bool(name, getattr(self, name))
-        for name in ("max_body_bytes", "max_outputs", "max_logprobs_per_request", "max_requests", "max_connections"):
-            check_int(name, getattr(self, name), 1)
-        for name in ("front_ends", "max_output_tokens"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1)
-        for name in ("max_request_seconds", "max_read_seconds", "max_write_seconds"):
-            check_number(name, getattr(self, name), 0, above=True)
-        check_number("grace_seconds", self.grace_seconds, 0)
 
     def _check_texts(self) -> None:
         for name in ("api_key", "served_model_name"):
@@ -140,11 +140,7 @@ class ServeSettings:
                 raise ValueError(f"allowed_hosts has {pattern!r}, which is neither a name nor *.NAME nor *")
 
     def template_text(self) -> str | None:
-        """Return the chat template, read from a file if necessary; None: the tokenizer's.
-
-        Raises:
-            ValueError: the setting is neither a file nor a template.
-        """
+        """Return the chat template, read from a file if necessary; None: the tokenizer's. ValueError if it is none."""
         given = self.chat_template
         if given is None or "{" in given:
             return given
@@ -166,11 +162,7 @@ class ServeSettings:
             raise ValueError(f"control=True needs an api_key: the server listens to others, on host={self.host!r}")
 
     def num_front_ends(self, is_on_gpu: bool, num_cores: int) -> int:
-        """Return the number of HTTP processes; see `front_ends`.
-
-        Raises:
-            ValueError: several front ends are not possible with these settings.
-        """
+        """Return the number of HTTP processes; ValueError if several are not possible with these settings."""
         if self.front_ends is not None:
             if self.front_ends > 1 and self.uds is not None:
                 raise ValueError(f"front_ends={self.front_ends}: a server with uds has one")
@@ -187,13 +179,44 @@ class ServeSettings:
         return [*_LOOPBACK_HOSTS, self.host] if self.api_key is None and _is_loopback(self.host) else ["*"]
 
 
-_MOST_FRONT_ENDS = 4
-_CORES_PER_FRONT_END = 4
-_LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+class Counted(IntEnum):
+    """Counted quantities: requests with a body, connections, and requests in the engine."""
+
+    REQUESTS = 0
+    CONNECTIONS = 1
+    PENDING = 2
+
+
+class ServerCounts:
+    """Counts of all front ends, for limits of the whole server, in shared memory.
+
+    A front end writes only its own numbers, so that no locks are needed; front ends that check a limit at the same time
+    may slightly exceed it.
+
+    Args:
+        memory: memory shared by all front ends, of `size` bytes; private if there is only one.
+        index: index of this front end.
+
+    Attributes:
+        own: numbers of this front end, by `Counted`.
+    """
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None, index: int = 0) -> None:
+        self._all = memoryview(bytearray(self.size(1)) if memory is None else memory).cast("q")
+        self.own = self._all[index * len(Counted) : (index + 1) * len(Counted)]
+
+    @staticmethod
+    def size(num_front_ends: int) -> int:
+        """Return the size of a server's counts in bytes."""
+        return 8 * len(Counted) * num_front_ends
+
+    def total(self, counted: Counted) -> int:
+        """Return a number's total over all front ends."""
+        return sum(self._all[counted :: len(Counted)])

@@ -26,9 +26,8 @@ from unittest.mock import patch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.cli.batch_input import InputFile, UnansweredLines
+from nanovllm.cli.batch_files import InputFile, ResultFile, UnansweredLines
 from nanovllm.cli.batch_lines import RequestParser
-from nanovllm.cli.batch_output import ResultFile
 from nanovllm.cli.run import BatchRun
 from tests.null_runner import NullRunner
 

@@ -17,7 +17,7 @@ from nanovllm.kernels.collective.all_reduce_rms_norm import all_reduce_rms_norm,
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 from nanovllm.parallel.communicator import DistributedCommunicator, find_store, open_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator, connect
-from tests.tools.compile_vs_kernels import graph_microseconds
+from tests.tools.decode_bandwidth import graph_microseconds
 
 HIDDEN, CALLS = 4096, 21
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4000)

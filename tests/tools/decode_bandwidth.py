@@ -7,6 +7,7 @@ nothing is asserted. A call is all that a layer does between its products: norm,
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -20,7 +21,6 @@ from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from tests.tools.compile_vs_kernels import graph_microseconds
 
 DEVICE = torch.device("cuda")
 DTYPE = torch.bfloat16
@@ -28,8 +28,26 @@ ROWS = (1, 8, 64, 256, 512)
 CONTEXTS = (1, 256, 1024, 4096, 32768)
 HEADS = {"Qwen3-0.6B": (16, 8), "Qwen3-8B": (32, 8)}
 HEAD_DIM, BLOCK_SIZE = 128, 256
+REPEATS = 20
 MOST_LAYERS, MOST_BYTES = 28, 2**34
 """Each call reads memory of its own, as a model's layers do, unless it is so much that no cache holds any of it."""
+
+
+def graph_microseconds(step: Callable[[], None]) -> float:
+    """Least time of a warm step as a CUDA graph."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    times = []
+    for _ in range(REPEATS):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after) * 1e3)
+    return min(times)
 
 
 def make_pages(cache: torch.Tensor, dtype: torch.dtype) -> KVPages:

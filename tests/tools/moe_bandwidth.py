@@ -17,7 +17,7 @@ from nanovllm.kernels.moe.grouped_gemm import choose_tile, grouped_gemm
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.moe.sort_slots import sort_slots
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
-from tests.tools.compile_vs_kernels import graph_microseconds
+from tests.tools.decode_bandwidth import graph_microseconds
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 HIDDEN, SIZE, NUM_EXPERTS, TOP_K, NUM_LAYERS = 2048, 768, 128, 8, 8

@@ -26,12 +26,11 @@ from nanovllm.layers.fused_experts import FusedExperts
 from nanovllm.models import count_parameters
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import experts_shard
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint
-from tests.test_families import FAMILIES
-from tests.test_greedy import Reference, check, make_llm, prompts
+from tests.reference import complete, make_llm, prompts
 from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
+from tests.test_tokens import FAMILIES
 
 # Experts of each token and of all; in features, and those of an expert: no multiples of what a kernel takes at a time.
 MIXTURES = [(2, 8), (1, 5), *([(8, 128)] if GPU else [])]
@@ -176,26 +175,6 @@ def folder_of(make_checkpoint: MakeCheckpoint, name: str, **changes: Any) -> Pat
     return make_checkpoint(name.removesuffix("ForCausalLM"), **(FAMILIES[name] | changes))
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "is_parallel"), [("Qwen3MoeForCausalLM", 2, True), ("MixtralForCausalLM", 2, False)]
-)
-def test_ranks_say_what_transformers_says(
-    make_checkpoint: MakeCheckpoint, name: str, size: int, is_parallel: bool
-) -> None:
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
-    folder, batch = folder_of(make_checkpoint, name, **heads), prompts((1, 16, 33, 90), seed=5)
-    reference = Reference(folder)
-    settings = {"tensor_parallel_size": size, "enable_expert_parallel": is_parallel, "device": "cpu"}
-    with make_llm(folder, max_num_batched_tokens=48, max_num_seqs=3, **settings) as llm:
-        runner: Any = llm.llm_engine._runner
-        shards = [shard.experts for shard in runner.call(ModelRunner.__getattribute__, "shard")]
-        num_experts = [shard.experts.size for shard in shards]
-        total = shards[0].experts.total
-        assert sum(num_experts) == total if is_parallel else num_experts == [total] * size
-        assert sum(check(llm, reference, batch)) == 0
-        assert sum(check(llm, reference, batch)) > 100
-
-
 @pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")
 def test_an_engine_on_the_kernels_says_what_transformers_says(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
@@ -204,12 +183,12 @@ def test_an_engine_on_the_kernels_says_what_transformers_says(
     for op in (route_op, experts_op):
         monkeypatch.setattr(op, "uses_triton", lambda device: True)
     folder = folder_of(make_checkpoint, "Qwen3MoeForCausalLM", num_experts_per_tok=3)
-    reference, batch = Reference(folder), prompts((1, 30), seed=6)
+    batch = prompts((1, 30), seed=6)
     with make_llm(folder, device="cpu") as llm:
         for group in (batch[:1], batch):
             outputs = llm.generate(group, SamplingParams(0, max_tokens=4, ignore_eos=True), use_tqdm=False)
             for prompt, output in zip(group, outputs, strict=True):
-                assert output["token_ids"] == reference.complete(tuple(prompt))[:4]
+                assert output["token_ids"] == complete(folder, tuple(prompt))[:4]
 
 
 def test_an_expert_that_is_missing_is_named_before_weights_are_read(
@@ -288,6 +267,5 @@ def test_graphs_and_eager_steps_give_the_same_tokens(
         tokens.append([output["token_ids"] for group in outputs for output in group])
     assert tokens[0] == tokens[1]
     if dtype == "float32" and quantization is None:
-        reference = Reference(folder)
-        want = [reference.complete(tuple(prompt)) for batch in batches[:2] for prompt in batch]
+        want = [complete(folder, tuple(prompt)) for batch in batches[:2] for prompt in batch]
         assert tokens[0][: len(want)] == want

@@ -20,7 +20,6 @@ import pytest
 
 from tests.bank_conflicts import most_conflicts
 from tests.fake_device import SHARED_KIB
-from tests.kernel_counts import CASE, changes, count_kernels, known_counts
 
 ROOT = Path(__file__).parents[1]
 MAX_SPILLED_BYTES = 64
@@ -88,10 +87,7 @@ def test_kernels_fit_the_device(
     assert not size.startswith("30B-A3B") or mixture <= {kernel["name"] for kernel in kernels}
     assert not is_hopper or all(kernel["launch_pdl"] for kernel in kernels if kernel["name"] in EARLY)
     check_fit(kernels, capability)
-    known = known_counts(version)
-    if (capability, size, dtype) == CASE and (triton or known is not None):
-        assert known is not None, f"no row for Triton {version}: see kernel_counts.py"
-        assert not changes(count_kernels(kernels), known), "if it is meant, see kernel_counts.py"
+    assert (capability, size, dtype) != SOME[0] or all(kernel["conflicts"] <= 1 for kernel in kernels), kernels
 
 
 def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(
@@ -113,15 +109,6 @@ def test_a_shared_layout_in_which_rows_lie_in_the_same_banks_is_found() -> None:
     assert most_conflicts(code.replace("maxPhase = 8", "maxPhase = 1") % "1, 2, 0") == 8
     assert most_conflicts(code.replace("bf16", "f32") % "1, 2, 0") == 2
     assert most_conflicts("") == 0
-
-
-def test_a_count_that_has_changed_is_named() -> None:
-    known = {"_kernel": {"registers": 50, "LDS": 0}}
-    assert changes({"_kernel": {"registers": 60, "LDS": 0}}, known) == []
-    assert changes({"_kernel": {"registers": 39, "LDS": 1}}, known) == [
-        "_kernel: LDS 0 -> 1", "_kernel: registers 50 -> 39"
-    ]  # fmt: skip
-    assert changes({"_other": {"registers": 50, "LDS": 0}}, known)[0] == "_kernel is compiled in one of the two only"
 
 
 def test_a_setting_that_is_none_is_refused(tmp_path: Path) -> None:

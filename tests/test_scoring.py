@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,6 +14,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import LogprobsMode, Pooling
 from nanovllm.outputs import RequestOutput
+from nanovllm.runner.messages import Chunk
+from nanovllm.runner.prompt_outputs import prompt_outputs
 from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.tasks.ranking import rank_method
 from tests.reference import check_position, prompt, reference_logits, reference_model
@@ -219,3 +222,15 @@ def test_beam_search_equals_transformers(llm: LLM, folder: Path, width: int, len
                 scores = torch.tensor([sequence.score for sequence in output.sequences])
                 torch.testing.assert_close(scores, want.sequences_scores, rtol=1e-4, atol=1e-4)
     assert llm.stats()["num_used_blocks"] == 0
+
+
+# The mean of a prompt's hidden states is of more than 16-bit floats can add up.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_of_many_hidden_states_is_float32(dtype: torch.dtype) -> None:
+    # From 2048 on float16 has no odd numbers, and from 256 on bfloat16 has none.
+    hidden = torch.ones(3001, 2, dtype=dtype)
+    chunk = Chunk(0, 0, array("i", [0]) * 3001, False, True, pooling="mean")
+    nothing: Any = None
+    (total,) = prompt_outputs(nothing, nothing, [chunk], hidden)
+    assert isinstance(total, torch.Tensor) and total.dtype == torch.float32
+    assert total.tolist() == [3001.0, 3001.0]

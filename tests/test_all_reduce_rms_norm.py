@@ -180,8 +180,7 @@ def test_logits_are_gathered_in_an_even_number_of_calls_after_those_of_the_forwa
 
 
 @pytest.mark.parametrize(
-    ("device", "reachable", "want"),
-    [("cuda:1", True, "symmetric"), ("cuda:1", False, "plain"), ("cpu", True, "plain")],
+    ("device", "reachable", "want"), [("cuda:1", True, "symmetric"), ("cuda:1", False, "plain"), ("cpu", True, "plain")]
 )
 def test_all_ranks_take_what_rank_0_chooses(
     device: str, reachable: bool, want: str, monkeypatch: pytest.MonkeyPatch

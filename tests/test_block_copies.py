@@ -1,4 +1,4 @@
-"""Copies between the device and the host, on streams that run what is queued in any order; and what the driver is asked."""
+"""Copies between device and host, on streams that run what is queued in any order; and what the driver is asked for."""
 
 from __future__ import annotations
 

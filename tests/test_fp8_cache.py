@@ -26,48 +26,34 @@ from nanovllm.kernels.attention.widen_pages import plan_wide_tables, widen_pages
 from nanovllm.kernels.e4m3 import from_e4m3, to_e4m3
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows_ref
 from nanovllm.kernels.policy import KernelPolicy
-from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.runner import model_runner
 from tests.conftest import MakeCheckpoint
 from tests.test_fp8 import FORMATS, SETTINGS, SHAPE, change, compressed, quantizes, weights_of, write
 from tests.test_kernels import (
     DEVICE,
     DTYPES,
+    E4M3,
     GPU,
     by_triton,
     check_attention,
     chunk_rows,
+    in_e4m3,
+    make_scales,
     needs_hopper,
     new_slots,
-    over_dtypes,
     paged,
     randn,
-    uneven_case,
     unfilled,
     with_shared_prefixes,
 )
 
-E4M3 = torch.float8_e4m3fn
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def make_scales(kv_heads: int, size: float = 1.0) -> KVScales:
-    # No powers of two, and one for each head, so that a wrong one shows.
-    keys, values = size * torch.linspace(0.3, 0.9, kv_heads), size * torch.linspace(1.7, 0.6, kv_heads)
-    return KVScales(keys.to(DEVICE), values.to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE))
-
-
-def in_e4m3(caches: Any) -> tuple[KVPages, tuple[torch.Tensor, torch.Tensor]]:
-    """Pages of e4m3, and what they mean."""
-    scales = make_scales(caches[0].shape[2])
-    stored = [(cache.float() / 0.1).to(E4M3) for cache in caches]
-    meant = [cache.float() * scale[:, None] for cache, scale in zip(stored, (scales.keys, scales.values), strict=True)]
-    return KVPages(stored[0], stored[1], scales), (meant[0], meant[1])
 
 
 @jit
@@ -139,35 +125,6 @@ def test_stores_saturate_and_count(dtype: torch.dtype) -> None:
         assert 0.05 < their_count / (mine != 0).sum().item() < 0.5
 
 
-@pytest.mark.parametrize(
-    ("shape", "split", "dtype"), over_dtypes([(16, 1, 16), (64, 7, 48), (128, 8, 256)], [(1, 32), (7, 64)])
-)
-def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], dtype: torch.dtype) -> None:
-    (head_dim, group, block_size), (shares, tile) = shape, split
-    lens = [1, 17, 300, *([129, 4100] if GPU else [])]
-    cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)
-    pages, meant = in_e4m3(cache)
-    query = randn(len(lens), group * 2, head_dim, dtype=dtype)
-    out = unfilled(query)
-    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares)
-    decode_attention(query, pages, out, tables, plan, 0.1 * head_dim**-0.5)
-    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=0.1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[-1:])
-@pytest.mark.parametrize(("shares", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
-def test_decode_attention_over_shared_prefixes(
-    dtype: torch.dtype, shares: int, tile: int, max_items: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lens, cache, tables, seq_lens, shared = with_shared_prefixes(monkeypatch, 64, 7, 48, dtype, max_items)
-    pages, meant = in_e4m3(cache)
-    query = randn(len(lens), 14, 64, dtype=dtype)
-    out = unfilled(query)
-    plan = plan_decode(seq_lens, 14, 2, 64, tile, shares, shared=shared)
-    decode_attention(query, pages, out, tables, plan, 0.1 * 64**-0.5)
-    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=0.1)
-
-
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[-1:])
 @pytest.mark.parametrize(("kv_heads", "block_size"), [(2, 256), (3, 16)])
 def test_widened_contexts(kv_heads: int, block_size: int, dtype: torch.dtype) -> None:
@@ -204,27 +161,6 @@ def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
     out = backend.run(query, pages, metadata, 0.1 * 128**-0.5)
     assert isinstance(out, torch.Tensor)
     check_attention(out, query, meant, tables, query_lens, lens, share=0.1)
-
-
-@pytest.mark.parametrize(("sizes", "window", "capped"), [((48, 80, 2, 48), 50, True), ((64, 64, 2, 16), None, False)])
-@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[-1:])
-def test_options_and_prompts(
-    sizes: tuple[int, int, int, int], window: int | None, capped: bool, dtype: torch.dtype
-) -> None:
-    pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(150, 200)])]
-    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
-    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
-    pages, meant = in_e4m3(caches)
-    heads, scale = 2 * sizes[2], 0.1 * sizes[0] ** -0.5
-    query = randn(sum(query_lens), heads, sizes[0], dtype=dtype)
-    out, chunks = unfilled(query, sizes[1]), chunk_rows(tables, seq_lens, query_lens)
-    prefill_attention(query, pages, out, chunks, scale, options)
-    check_attention(out, query, meant, tables, query_lens, lens, options, 0.1)
-    last = query[chunks.cu_seqlens_q[1:] - 1].contiguous()
-    out = unfilled(last, sizes[1])
-    plan = plan_decode(seq_lens, heads, 2, sizes[1], 16, 20, window=window)
-    decode_attention(last, pages, out, tables, plan, scale, options)
-    check_attention(out, last, meant, tables, [1] * len(lens), lens, options, 0.1)
 
 
 @needs_hopper

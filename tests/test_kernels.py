@@ -27,7 +27,7 @@ from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
 from nanovllm.kernels.linear import norm_linear, skinny_gemm
 from nanovllm.kernels.linear.gemv import gemv
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
 from nanovllm.kernels.rms_norm import Norm
 
 GPU = torch.cuda.is_available()
@@ -41,16 +41,20 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def over_dtypes(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+E4M3 = torch.float8_e4m3fn
+CACHED = (*((dtype, dtype) for dtype in DTYPES), *((dtype, E4M3) for dtype in (DTYPES if GPU else DTYPES[-1:])))
+"""Dtypes of queries, and of keys and values."""
+
+
+def over_dtypes(*axes: Sequence[Any], dtypes: Sequence[Any] = DTYPES) -> list[tuple[Any, ...]]:
     """Each combination with each dtype; in the interpreter, where a dtype changes little else, with one in turn.
 
-    There each value of one of several axes still meets every dtype.
+    There each value of one of several axes still meets every dtype, if the others have as many values.
     """
     cases = []
     for places in product(*map(range, map(len, axes))):
         values = [axis[place] for axis, place in zip(axes, places, strict=True)]
-        dtypes = DTYPES if GPU else (DTYPES[sum(places) % len(DTYPES)],)
-        cases += [(*values, dtype) for dtype in dtypes]
+        cases += [(*values, dtype) for dtype in (dtypes if GPU else (dtypes[sum(places) % len(dtypes)],))]
     return cases
 
 
@@ -544,6 +548,27 @@ def dense_attention(
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., :length], value)
 
 
+def make_scales(kv_heads: int, size: float = 1.0) -> KVScales:
+    # No powers of two, and one for each head, so that a wrong one shows.
+    keys, values = size * torch.linspace(0.3, 0.9, kv_heads), size * torch.linspace(1.7, 0.6, kv_heads)
+    return KVScales(keys.to(DEVICE), values.to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE))
+
+
+def in_e4m3(caches: Any) -> tuple[KVPages, tuple[torch.Tensor, torch.Tensor]]:
+    """Pages of e4m3 whose values are ten times a cache's, and what they mean."""
+    scales = make_scales(caches[0].shape[2])
+    stored = [(cache.float() / 0.1).to(E4M3) for cache in caches]
+    meant = [cache.float() * scale[:, None] for cache, scale in zip(stored, (scales.keys, scales.values), strict=True)]
+    return KVPages(stored[0], stored[1], scales), (meant[0], meant[1])
+
+
+def pages_of(caches: Any, dtype: torch.dtype) -> tuple[KVPages, Any, float]:
+    """Pages in a dtype, what they mean, and the share of a query by which they are attended to."""
+    if dtype == E4M3:
+        return *in_e4m3(caches), 0.1
+    return KVPages(caches[0], caches[1]), caches, 1.0
+
+
 def check_attention(
     out: torch.Tensor, query: torch.Tensor, cache: Any, tables: torch.Tensor, query_lens: list[int], lens: list[int],
     options: AttentionOptions = PLAIN, share: float = 1.0,
@@ -582,19 +607,22 @@ if GPU:
     SHAPES += [(64, 4, 32), (128, 2, 256), (64, 3, 16)]
 
 
-@pytest.mark.parametrize(("shape", "split", "dtype"), over_dtypes(SHAPES, [(1, 32), (7, 64), (100, 16)]))
-def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], dtype: torch.dtype) -> None:
-    (head_dim, group, block_size), (shares, tile), kv_heads = shape, split, 2
+@pytest.mark.parametrize(
+    ("shape", "split", "dtypes"), over_dtypes(SHAPES, [(1, 32), (7, 64), (100, 16)], dtypes=CACHED)
+)
+def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], dtypes: Any) -> None:
+    (head_dim, group, block_size), (shares, tile), kv_heads, (dtype, cached) = shape, split, 2, dtypes
     lens = [1, 2, 16, 17, 300, *([15, 129, 1000, 2047, 4100] * 3 if GPU else [])]
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
+    pages, meant, share = pages_of(cache, cached)
     query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out = unfilled(query)
     plan = plan_decode(seq_lens, group * kv_heads, kv_heads, head_dim, tile, shares)
     assert (plan.partial is None) == (shares == 1)
     for part in plan.partial or ():
         part.fill_(float("nan"))
-    decode_attention(query, KVPages(cache[0], cache[1]), out, tables, plan, head_dim**-0.5)
-    check_attention(out, query, cache, tables, [1] * len(lens), lens)
+    decode_attention(query, pages, out, tables, plan, share * head_dim**-0.5)
+    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=share)
 
 
 SMALL, WIDE, LARGE = (48, 80, 2, 48), (192, 128, 3, 16), (512, 512, 2, 64)
@@ -615,9 +643,9 @@ def uneven_case(
     return caches, tables, seq_lens, AttentionOptions(window, 0.7 if capped else None, sinks)
 
 
-@pytest.mark.parametrize(("case", "split", "dtype"), over_dtypes(UNEVEN, [(1, 32), (20, 16)]))
-def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dtype: torch.dtype) -> None:
-    (sizes, window, capped), (shares, tile) = case, split
+@pytest.mark.parametrize(("case", "split", "dtypes"), over_dtypes(UNEVEN, [(1, 32), (20, 16)], dtypes=CACHED))
+def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dtypes: Any) -> None:
+    (sizes, window, capped), (shares, tile), (dtype, cached) = case, split, dtypes
     lens = [1, 49, 50, 51, 200, *([1000, 4100] if GPU else [])]
     caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
     query = randn(len(lens), 2 * sizes[2], sizes[0], dtype=dtype)
@@ -625,20 +653,22 @@ def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dty
     plan = plan_decode(seq_lens, 2 * sizes[2], 2, sizes[1], tile, shares, window=window)
     for part in plan.partial or ():
         part.fill_(float("nan"))
-    decode_attention(query, KVPages(*caches), out, tables, plan, sizes[0] ** -0.5, options)
-    check_attention(out, query, caches, tables, [1] * len(lens), lens, options)
+    pages, meant, share = pages_of(caches, cached)
+    decode_attention(query, pages, out, tables, plan, share * sizes[0] ** -0.5, options)
+    check_attention(out, query, meant, tables, [1] * len(lens), lens, options, share)
 
 
-@pytest.mark.parametrize(("case", "dtype"), over_dtypes(UNEVEN))
-def test_prefill_attention_with_options(case: Uneven, dtype: torch.dtype) -> None:
-    sizes, window, capped = case
+@pytest.mark.parametrize(("case", "dtypes"), over_dtypes(UNEVEN, dtypes=CACHED))
+def test_prefill_attention_with_options(case: Uneven, dtypes: Any) -> None:
+    (sizes, window, capped), (dtype, cached) = case, dtypes
     pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(150, 300)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
     query = randn(sum(query_lens), 2 * sizes[2], sizes[0], dtype=dtype)
     out, chunks = unfilled(query, sizes[1]), chunk_rows(tables, seq_lens, query_lens)
-    prefill_attention(query, KVPages(*caches), out, chunks, sizes[0] ** -0.5, options)
-    check_attention(out, query, caches, tables, query_lens, lens, options)
+    pages, meant, share = pages_of(caches, cached)
+    prefill_attention(query, pages, out, chunks, share * sizes[0] ** -0.5, options)
+    check_attention(out, query, meant, tables, query_lens, lens, options, share)
 
 
 def with_shared_prefixes(
@@ -662,24 +692,25 @@ def with_shared_prefixes(
 
 
 @pytest.mark.parametrize(
-    ("shape", "split", "dtype"),
-    over_dtypes(SHAPES if GPU else [(16, 1, 16), (64, 7, 48)], [(1, 32, 3), (100, 16, 64)]),
+    ("shape", "split", "dtypes"),
+    over_dtypes(SHAPES if GPU else [(16, 1, 16), (64, 7, 48)], [(1, 32, 3), (100, 16, 64)], dtypes=CACHED),
 )
 def test_decode_attention_over_shared_prefixes(
-    shape: tuple[int, int, int], split: tuple[int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int], split: tuple[int, int, int], dtypes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The result is that of the whole contexts."""
-    (head_dim, group, block_size), (shares, tile, max_items) = shape, split
+    (head_dim, group, block_size), (shares, tile, max_items), (dtype, cached) = shape, split, dtypes
     case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
     lens, cache, tables, seq_lens, shared = case
+    pages, meant, share = pages_of(cache, cached)
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = unfilled(query)
     plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares, shared=shared)
     assert plan.prefix is not None
     for part in (*(plan.partial or ()), plan.prefix.partial, plan.prefix.lse):
         part.fill_(float("nan"))
-    decode_attention(query, KVPages(cache[0], cache[1]), out, tables, plan, head_dim**-0.5)
-    check_attention(out, query, cache, tables, [1] * len(lens), lens)
+    decode_attention(query, pages, out, tables, plan, share * head_dim**-0.5)
+    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=share)
 
 
 def hopper_prefill_attention(

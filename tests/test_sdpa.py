@@ -17,15 +17,7 @@ from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.qkv_rope_store import KVPages
-from tests.test_kernels import (
-    DEVICE,
-    DTYPES,
-    check_error,
-    dense_attention,
-    paged,
-    randn,
-    with_shared_prefixes,
-)
+from tests.test_kernels import DEVICE, DTYPES, check_error, dense_attention, paged, randn, with_shared_prefixes
 
 
 # 20 queries of 30 take three pieces, the last of which is not full; 8 take one, and 9 one more of a single query.

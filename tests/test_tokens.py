@@ -14,15 +14,7 @@ from nanovllm.configs.model import MODELS, TRANSFORMERS
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampled
 from tests.conftest import MakeCheckpoint
-from tests.reference import (
-    check,
-    check_position,
-    make_llm,
-    prompts,
-    reference_logits,
-    reference_model,
-    set_depth,
-)
+from tests.reference import check, check_position, make_llm, prompts, reference_logits, reference_model, set_depth
 from tests.test_kernels import check_error
 from tests.tools.sweep_models import run
 
@@ -129,8 +121,7 @@ def test_families_by_transformers_code(name: str, make_checkpoint: MakeCheckpoin
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    [name if name in UNLIKE else pytest.param(name, marks=pytest.mark.compat) for name in BY_TRANSFORMERS],
+    "model_type", [name if name in UNLIKE else pytest.param(name, marks=pytest.mark.compat) for name in BY_TRANSFORMERS]
 )
 def test_other_models_by_transformers_code(model_type: str) -> None:
     result = run(model_type)

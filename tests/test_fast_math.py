@@ -40,6 +40,7 @@ def test_rounding(dtype: torch.dtype, size: int) -> None:
     assert torch.equal(pairs.nan_to_num(7.0), torch.stack((wanted, -wanted), 1).nan_to_num(7.0))
 
 
+@pytest.mark.compat
 def test_one_element_compiles_too() -> None:
     # Compiling needs no GPU, and the interpreter sees nothing of it.
     program = """

@@ -361,7 +361,8 @@ def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint,
     """Ranks have whole blocks of it and parts of them, and some of them padding."""
     stored, meant = write_with_head(make_checkpoint, name, tmp_path)
     tokens, _ = tokens_and_logits(stored)
-    assert tokens == tokens_and_logits(meant)[0] == tokens_and_logits(stored, tensor_parallel_size=2)[0]
+    assert tokens == tokens_and_logits(meant)[0]
+    assert name != "fp8-block" or tokens == tokens_and_logits(stored, tensor_parallel_size=2)[0]
     config, wide = ModelConfig.from_folder(str(stored)), load_file(meant / "model.safetensors")["lm_head.weight"]
     for size in (1, 2, 3):
         for model in shards(with_stored_head(config, str(stored)), size):
@@ -453,14 +454,11 @@ def test_a_checkpoint_is_quantised_while_it_loads(
     check_parts(folder, meant, config.with_expert_parallel() if is_parallel else config, size)
 
 
-@pytest.mark.parametrize("kind", ["base", "mixture"])
-def test_several_ranks_say_the_same(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    folder: Path = request.getfixturevalue(kind)
-    (tmp_path / "by hand").mkdir()
-    want = tokens_and_logits(quantised(folder, tmp_path / "by hand")[0])[0]
-    assert tokens_and_logits(folder, quantization="fp8")[0] == want
-    assert tokens_and_logits(folder, quantization="fp8", tensor_parallel_size=2)[0] == want
-    stored, meant = write(folder, FORMATS["fp8-block"], tmp_path)
+def test_several_ranks_say_the_same(base: Path, mixture: Path, tmp_path: Path) -> None:
+    for folder, size in ((base, 2), (mixture, 1)):
+        want = tokens_and_logits(quantised(folder, tmp_path / folder.name)[0])[0]
+        assert tokens_and_logits(folder, quantization="fp8", tensor_parallel_size=size)[0] == want
+    stored, meant = write(mixture, FORMATS["fp8-block"], tmp_path)
     assert tokens_and_logits(stored, tensor_parallel_size=3)[0] == tokens_and_logits(meant)[0]
 
 
@@ -721,11 +719,18 @@ TENSOR_CORE_LOSS = (FP8_INS + FP8_INS // 32) * 2**-13
 cuts all of them 13 bits after the largest one's first; after FP8_INS products the sum is added up in float32."""
 
 
-@pytest.mark.parametrize("block", [(1, 0), (128, 128), (1, 128)])
 @pytest.mark.parametrize(
-    ("rows", "gated", "parts"), [(17, True, 1), (41, False, 2), (300, False, 1), *([(2100, False, 1)] if GPU else [])]
+    ("block", "rows", "gated", "parts", "positive"),
+    [
+        (block, *shape, positive)
+        for i, block in enumerate(BLOCKS)
+        for j, shape in enumerate(
+            [(17, True, 1), (41, False, 2), (300, False, 1), *([(2100, False, 1)] if GPU else [])]
+        )
+        for positive in (False, True)
+        if GPU or ((i + j) % 2 == positive and (shape[0] < 300 or i == 1))
+    ],
 )
-@pytest.mark.parametrize("positive", [False, True])
 def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int, positive: bool) -> None:
     """Against float64 of the same values and scales."""
     torch.manual_seed(0)
@@ -835,9 +840,14 @@ def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypa
         assert again.shape == out.shape and (again - out).abs().max() < 0.05 * out.abs().max()
 
 
-def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
         monkeypatch.setattr(policy, name, lambda device: True)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def kernel(rows: int, size: tuple[int, int], block: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> str:
         weight = quantize(torch.ones(size), block[0], block[1] or size[1])
@@ -854,12 +864,9 @@ def test_torchs_product_has_what_it_supports(monkeypatch: pytest.MonkeyPatch) ->
     assert kernel(65, (256, 1024), (128, 128)) == "SCALED_GEMM"
 
 
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("block", [(1, 0), (128, 128)])
-def test_parts_take_rows_that_were_rounded_for_torchs_product(
-    block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
-        monkeypatch.setattr(policy, name, lambda device: True)
+def test_parts_take_rows_that_were_rounded_for_torchs_product(block: tuple[int, int]) -> None:
     # 66 rows become 68 for torch's product.
     made = make_product(66, (512, 144), block, torch.bfloat16, gated=False, positive=True)
     assert FASTEST.fp8_linear(66, torch.bfloat16, made.weight) is policy.LinearKernel.SCALED_MM
@@ -870,12 +877,9 @@ def test_parts_take_rows_that_were_rounded_for_torchs_product(
     torch.testing.assert_close(parts.sum(0), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("dtype", "last"), [(torch.bfloat16, 129), (torch.float16, 257)])
-def test_choices_change_at_the_numbers_of_rows_that_captures_know(
-    dtype: torch.dtype, last: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("uses_triton", "converts_e4m3", "is_hopper", "_scales_blocks"):
-        monkeypatch.setattr(policy, name, lambda device: True)
+def test_choices_change_at_the_numbers_of_rows_that_captures_know(dtype: torch.dtype, last: int) -> None:
     weight = quantize(torch.ones(256, 512), 1, 512)
 
     def choice(rows: int) -> tuple[Any, ...]:

@@ -99,7 +99,7 @@ def test_floats_are_rounded_to_the_nearest(native: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stores_saturate_and_count(dtype: torch.dtype) -> None:
-    tokens, num_heads, kv_heads, head_dim = 19, 6, 3, 32
+    tokens, num_heads, kv_heads, head_dim = 11, 6, 3, 32
     qkv = randn(tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype) * 200
     slots = torch.randperm(64, device=DEVICE)[:tokens].int()
     slots[::5] = -1

@@ -75,9 +75,8 @@ def params(rows: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1
         ({"min_p": 0.001, "top_p": 0.95}, [MinPLogitsWarper(0.001), TopPLogitsWarper(0.95)]),
     ],
 )
-@pytest.mark.parametrize("temperature", [0.7, 1.5])
 # Peaked, like a trained model's, and nearly flat, where a nucleus is most of the vocabulary.
-@pytest.mark.parametrize("scale", [4.0, 0.3])
+@pytest.mark.parametrize(("temperature", "scale"), [(0.7, 4.0), (1.5, 0.3)])
 def test_cutoffs_keep_what_transformers_keeps(
     given: dict[str, Any], processors: list[LogitsProcessor], temperature: float, scale: float
 ) -> None:

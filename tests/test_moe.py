@@ -35,7 +35,7 @@ from tests.test_tokens import FAMILIES
 # Experts of each token and of all; in features, and those of an expert: no multiples of what a kernel takes at a time.
 MIXTURES = [(2, 8), (1, 5), *([(8, 128)] if GPU else [])]
 SIZES = (2048, 768) if GPU else (80, 48)
-ROWS = (1, 2, 3, 16, 17, 100, *((200, 500, 1500, 4096) if GPU else ()))
+ROWS = (1, 2, 16, 17, *((100, 200, 500, 1500, 4096) if GPU else (60,)))
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +68,13 @@ def test_kernels(rows: int, mixture: tuple[int, int], dtype: torch.dtype) -> Non
     check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
 
 
-@pytest.mark.parametrize("rows", [1, 12, 19])
+@pytest.mark.parametrize("rows", [9, 17])
 def test_all_rows_of_one_expert_and_experts_of_one_row(rows: int) -> None:
     dtype = DTYPES[-1]
-    gate_up, down = make_experts(20, dtype)
+    gate_up, down = make_experts(18, dtype)
     x, weights = randn(rows, SIZES[0], dtype=dtype), torch.rand(rows, 1, device=DEVICE)
-    for chosen in (torch.full((rows, 1), 19), torch.arange(rows).flip(0).unsqueeze(1)):
-        check_experts(x, Routing(chosen.int().to(DEVICE), weights, 20), gate_up, down, 0)
+    for chosen in (torch.full((rows, 1), 17), torch.arange(rows).flip(0).unsqueeze(1)):
+        check_experts(x, Routing(chosen.int().to(DEVICE), weights, 18), gate_up, down, 0)
 
 
 def test_a_router_normalises_what_it_takes() -> None:
@@ -105,7 +105,7 @@ def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
 def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     # More chunks than are added up at a time, and the last one not full.
     monkeypatch.setattr(sort_slots, "_CHUNK", 16)
-    chosen = torch.randint(0, 20, (150, 3), dtype=torch.int32, device=DEVICE)
+    chosen = torch.randint(0, 20, (90, 3), dtype=torch.int32, device=DEVICE)
     for first, count in ((0, 20), (4, 9), (17, 3)):
         got = sort_slots.sort_slots(Routing(chosen, chosen.float(), 20), first, count)
         flat = chosen.flatten().cpu()

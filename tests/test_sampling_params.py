@@ -121,7 +121,7 @@ def test_min_tokens_gives_way_where_nothing_else_may_come(llm: LLM) -> None:
     assert (item.token_ids, item.finish_reason) == ([EOS], "stop")
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", [pytest.param("raw_logprobs", marks=pytest.mark.compat), "processed_logprobs"])
 def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: Any) -> None:
     params = [*SAMPLED, SamplingParams(0, 2, prompt_logprobs=3)]
     prompts = [*PROMPTS, prompt(70, seed=30)]

@@ -6,6 +6,9 @@ A kernel passes if its error against float32 is at most twice that of the same o
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,11 +23,12 @@ import torch
 from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import plan_cascade_groups
 from nanovllm.kernels import policy, qk_norm, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors, store_kv
-from nanovllm.kernels._triton import device_limits, is_hopper
+from nanovllm.kernels._triton import device_limits, is_hopper, jit, tl
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
+from nanovllm.kernels.fast_math import pack_pair, round_to
 from nanovllm.kernels.linear import norm_linear, skinny_gemm
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
@@ -788,3 +792,47 @@ def test_noise_is_keyed_by_the_seeds_bits_and_counted_by_group_and_token() -> No
         for noise, drawn in ((groups[row], of_groups), (tokens[row], of_tokens)):
             uniform = (torch.tensor(drawn, dtype=torch.float64) + 0.5) / 2**32
             torch.testing.assert_close(noise.double(), -(-(-uniform).log1p()).log(), rtol=1e-5, atol=1e-5)
+
+
+@jit
+def _round_kernel(x_ptr, rounded_ptr, packed_ptr, like_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    dtype: tl.constexpr = like_ptr.dtype.element_ty
+    offsets = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + offsets)
+    tl.store(rounded_ptr + offsets, round_to(x, dtype))
+    tl.store(packed_ptr + offsets, pack_pair(x, -x, dtype))
+
+
+@pytest.mark.parametrize("size", [1, 16, 1024])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_rounding(dtype: torch.dtype, size: int) -> None:
+    largest, spacing = torch.finfo(dtype).max, torch.finfo(dtype).eps
+    # Halfway to the next of an even and of an odd value, and beyond what is finite, for float16.
+    awkward = [1 + spacing / 2, 1 + 1.5 * spacing, -(1 + spacing / 2), torch.finfo(dtype).tiny / 3, 70_000.0]
+    awkward += [float("nan"), float("inf"), -float("inf"), largest, -largest, -0.0, 3e38, 1e-40, 1e-7, 0.1, -2.5]
+    x = torch.cat((torch.tensor(awkward), torch.randn(1008)))[:size].to(DEVICE)
+    rounded, packed = torch.empty_like(x), torch.empty(size, dtype=torch.int32, device=DEVICE)
+    _round_kernel[(1,)](x, rounded, packed, torch.empty(1, dtype=dtype, device=DEVICE), SIZE=size)
+    wanted = x.to(dtype)
+    assert torch.equal(rounded.nan_to_num(7.0), wanted.float().nan_to_num(7.0))
+    assert torch.equal(rounded.isnan(), x.isnan()) and torch.equal(rounded.signbit(), wanted.float().signbit())
+    pairs = packed.view(torch.int16).view(dtype).view(size, 2)
+    assert torch.equal(pairs.nan_to_num(7.0), torch.stack((wanted, -wanted), 1).nan_to_num(7.0))
+
+
+@pytest.mark.compat
+def test_one_element_compiles_too() -> None:
+    # Compiling needs no GPU, and the interpreter sees nothing of it.
+    program = """
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tests.test_kernels import _round_kernel
+for kind in ("bf16", "fp16"):
+    signature = {"x_ptr": "*fp32", "rounded_ptr": "*fp32", "packed_ptr": "*i32", "like_ptr": f"*{kind}"}
+    source = ASTSource(_round_kernel, {**signature, "SIZE": "constexpr"}, {(4,): 1})
+    triton.compile(source, target=GPUTarget("cuda", 90, 32))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

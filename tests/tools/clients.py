@@ -1,8 +1,8 @@
 """Runs agents' and extraction clients against a server, unchanged: `python clients.py http://127.0.0.1:8000/v1`.
 
-It needs none of nanovllm, so it runs in an environment of its own, with `pip install openai langchain-openai instructor
+It needs none of nanovllm, so it runs in an environment of its own, with `pip install openai instructor
 'pydantic-ai-slim[openai]' openai-agents litellm`. A client that is not installed is left out; the tests of the server
-use the clients of OpenAI and Anthropic. What a model calls when it may choose depends on the
+use the clients of OpenAI, Anthropic and LangChain. What a model calls when it may choose depends on the
 model; what is checked here holds for any.
 """
 
@@ -43,36 +43,6 @@ class Weather(BaseModel):
 
     city: Literal["Paris", "Rome"]
     is_warm: bool
-
-
-def with_langchain() -> None:
-    """`bind_tools`, and `with_structured_output` by its default and by each of its methods; by responses too."""
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_core.tools import tool
-    from langchain_openai import ChatOpenAI
-
-    @tool
-    def weather(city: Literal["Paris", "Rome"]) -> str:
-        """Say what the weather is like."""
-        return f"sunny in {city}"
-
-    model = ChatOpenAI(base_url=URL, api_key=KEY, model=_model(), max_retries=0, max_tokens=400)
-    bound = model.bind_tools([weather], tool_choice="weather", parallel_tool_calls=False)
-    message = bound.invoke(ASK)
-    (call,) = message.tool_calls
-    assert call["name"] == "weather" and call["args"]["city"] in ("Paris", "Rome")
-    parts = list(bound.stream(ASK))
-    whole = parts[0]
-    for part in parts[1:]:
-        whole += part
-    assert whole.tool_calls[0]["args"]["city"] in ("Paris", "Rome")
-    returned = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
-    model.bind_tools([weather]).invoke([HumanMessage(ASK), message, returned])
-    for options in ({}, {"method": "json_schema"}, {"method": "function_calling"}):
-        assert isinstance(model.with_structured_output(Weather, **options).invoke(ASK), Weather)
-    responses = ChatOpenAI(base_url=URL, api_key=KEY, model=_model(), max_retries=0, use_responses_api=True)
-    assert responses.bind_tools([weather], tool_choice="weather").invoke(ASK).tool_calls[0]["name"] == "weather"
-    assert isinstance(responses.with_structured_output(Weather).invoke(ASK), Weather)
 
 
 def with_instructor() -> None:
@@ -180,7 +150,6 @@ def _model() -> str:
 
 
 CLIENTS: list[tuple[str, str, Callable[[], None]]] = [
-    ("langchain-openai", "langchain_openai", with_langchain),
     ("instructor", "instructor", with_instructor),
     ("pydantic-ai-slim", "pydantic_ai", with_pydantic_ai),
     ("openai-agents", "agents", with_openai_agents),

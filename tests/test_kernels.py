@@ -682,7 +682,7 @@ def with_shared_prefixes(
     """Two groups of rows with common blocks, among rows of their own: lengths, then as `paged`, and the work."""
     monkeypatch.setattr(shared_prefix, "_MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(shared_prefix, "_MIN_SPLIT_KEYS", 32)
-    shared_blocks = max(1, (448 if GPU else 160) // block_size)
+    shared_blocks = max(1, (448 if GPU else 96) // block_size)
     own_lens = [1, 300, 64, 70, 700, 65, 1200, 90] * 4 if GPU else [1, 2, 40, 70, 33, 5, 17, 90]
     lens = [shared_blocks * block_size + n for n in own_lens]
     cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)

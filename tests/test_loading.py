@@ -702,8 +702,8 @@ def test_tekken_alone(tekken: Path) -> None:
             assert output.outputs[0].text == right.decode(ids, skip_special_tokens=True)
             assert output.outputs[0].logprobs is not None
         assert token_bytes_function(llm.tokenizer)(3) == b"[INST]"
-        (streamed, *_) = list(llm.stream(texts[0], GREEDY))[-1:]
-        assert streamed.outputs[0].text == llm.generate(texts[0], GREEDY, use_tqdm=False)[0].outputs[0].text
+        streamed = "".join(part.outputs[0].text for part in llm.stream(texts[0], GREEDY))
+        assert streamed == llm.generate(texts[0], GREEDY, use_tqdm=False)[0].outputs[0].text
         params = SamplingParams(0, 4, skip_special_tokens=False)
         (chat,) = llm.chat(messages, params, use_tqdm=False)
         assert chat.prompt_token_ids == right.apply_chat_template(messages, return_dict=False)

@@ -139,9 +139,7 @@ def test_what_fits_into_the_buffer() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_takes_part(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_go_in_an_odd_number_of_calls_that_fit(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)
     communicator.size, communicator._end_call = size, 99
     buffer = make_buffer(word_bytes=2**19, row_bytes=2**25, max_rows=4096)
@@ -167,7 +165,7 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit_and_in_which_every_rank_take
 
 
 @pytest.mark.parametrize("shape", [(1, 7), (3, 5000), (256, 76032)])
-def test_logits_are_gathered_in_an_even_number_of_calls_after_those_of_the_forward_pass(
+def test_logits_are_gathered_in_an_even_number_of_calls(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     communicator = SymmetricCommunicator.__new__(SymmetricCommunicator)
@@ -237,7 +235,7 @@ AT_THE_LAST = [*[MANY] * 2, Move(FEW.rows, number=-1), *[MANY] * 2]
 
 
 @pytest.mark.skipif(GPU, reason="kernels are compiled where there is a GPU, and run there alone")
-def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path) -> None:
+def test_words_of_old_calls_are_not_taken_for_new(tmp_path: Path) -> None:
     runs = [AFTER_MANY, AT_THE_LAST]
     stores: list[TCPStore] = [open_store(NUM_RANKS) for _ in runs]
     memory = torch.zeros(len(runs), NUM_RANKS, 2**21, dtype=torch.uint8).share_memory_()
@@ -266,7 +264,7 @@ def test_words_of_old_calls_do_not_pass_for_new_ones(tmp_path: Path) -> None:
             assert torch.equal(next(result), broadcast_tensor())
 
 
-def test_the_numbers_of_a_step_are_positive_and_follow_those_of_the_step_before() -> None:
+def test_call_numbers_are_positive_and_consecutive() -> None:
     for limits in (
         LIMITS,
         StepLimits(73, 33_280, 4096, 1024, 40, 18_432, 151_936),

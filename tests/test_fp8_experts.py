@@ -155,7 +155,7 @@ def test_many_rows_are_rounded_before_each_product(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")
-def test_an_engine_on_the_kernels_says_what_the_dequantised_model_says(
+def test_an_engine_on_the_kernels(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Products of many rows, and of one."""

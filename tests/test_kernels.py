@@ -779,7 +779,7 @@ def test_every_key_and_counter(counter: list[int], key: list[int]) -> None:
     assert words(*counter, *key) == philox([*counter, 0], key)
 
 
-def test_noise_is_keyed_by_the_seeds_bits_and_counted_by_group_and_token() -> None:
+def test_noise_by_seed_group_and_token() -> None:
     """Seeds are words with a sign; group 3 has the tokens 192 ... 255, whose counters are 48 ... 63."""
     seeds = torch.tensor([[-1, -1], [-(2**31), 7]], dtype=torch.int32)
     keys = [[ONES, ONES], [2**31, 7]]

@@ -128,7 +128,7 @@ def test_one_memory_holds_more_sequences(mixed: Path) -> None:
         assert llm.llm_engine.block_manager.num_blocks == 20 and most_running(llm) == 1
 
 
-def test_a_rank_whose_layers_differ_in_their_pages_keeps_all_from_groups(mixed: Path) -> None:
+def test_ranks_whose_pages_differ_have_one_group(mixed: Path) -> None:
     with make_llm(mixed) as llm:
         runner = cast("ModelRunner", llm.llm_engine._runner)
         assert runner.cache_kinds == window_kinds(None, 20, 20)

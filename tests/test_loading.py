@@ -177,9 +177,7 @@ def test_odd_files(copy: Path, file: str, content: str, message: str) -> None:
         load(copy)
 
 
-def test_floats_are_converted_and_a_warning_says_so_where_the_config_has_others(
-    copy: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_other_floats_are_converted_with_a_warning(copy: Path, recwarn: pytest.WarningsRecorder) -> None:
     weights = load_file(copy / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     change_weights(copy, **{name: weights[name].bfloat16()})
@@ -263,9 +261,7 @@ def cached(hub_cache: Path, checkpoint: Path) -> Path:
     return snapshot
 
 
-def test_a_hub_id_without_a_network_comes_from_the_cache_or_ends_with_advice(
-    monkeypatch: pytest.MonkeyPatch, cached: Path
-) -> None:
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert Path(resolve_model("me/tiny", None)) == cached
     with pytest.raises(

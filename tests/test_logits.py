@@ -92,7 +92,7 @@ def test_cutoffs_keep_what_transformers_keeps(
     assert not kept[:, VOCAB:].any()
 
 
-def test_a_nucleus_with_a_top_k_of_minus_one_is_of_the_whole_vocabulary() -> None:
+def test_a_nucleus_with_a_top_k_of_minus_one() -> None:
     asked = SamplingExtra(SamplingParams(top_k=-1, top_p=0.9), array("i"), 1)
     state = SamplingState(VOCAB, DEVICE, "raw_logprobs")
     state.add(0, asked)

@@ -114,7 +114,7 @@ def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch
         assert got.slots[: got.starts[-1]].tolist() == [slot for slots in want for slot in slots]
 
 
-def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other() -> None:
+def test_rows_of_nan_disturb_no_other() -> None:
     gate_up, down = make_experts(5, torch.float32)
     x, weight = randn(19, SIZES[0]), randn(5, SIZES[0])
     x[3] = float("nan")
@@ -176,9 +176,7 @@ def folder_of(make_checkpoint: MakeCheckpoint, name: str, **changes: Any) -> Pat
 
 
 @pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")
-def test_an_engine_on_the_kernels_says_what_transformers_says(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_on_the_kernels(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of one row, of few and of many, and parts of sums on their way to the next norm."""
     for op in (route_op, experts_op):
         monkeypatch.setattr(op, "uses_triton", lambda device: True)

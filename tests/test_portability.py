@@ -100,7 +100,7 @@ def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(
     check_fit(kernels, "86")
 
 
-def test_a_shared_layout_in_which_rows_lie_in_the_same_banks_is_found() -> None:
+def test_a_layout_with_bank_conflicts_is_found() -> None:
     """One-shot linears as Triton 3.6 and 3.7.1 compiled `tl.dot`: with 8 rows 0.6B became slower by a third."""
     code = """#shared = #ttg.swizzled_shared<{vec = 8, perPhase = 1, maxPhase = 8, order = [%s]}>
     %%4 = ttg.local_load %%3 : !ttg.memdesc<16x64x32xbf16, #shared, #smem> -> tensor<16x64x32xbf16, #ttg.dot_op<{0}>>"""
@@ -118,7 +118,7 @@ def test_a_setting_that_is_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.compat
-def test_kernels_wait_if_told_to_and_words_for_other_gpus_go_by_relaxed_accesses(tmp_path: Path) -> None:
+def test_kernels_wait_and_use_relaxed_accesses(tmp_path: Path) -> None:
     """A plain store may be taken apart, and races with the other GPU's load."""
     words = ["ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"]
     signals, abort = ["ld.acquire.sys.global.u32", "st.release.sys.global.u32"], ["ld.volatile.global.b32"]

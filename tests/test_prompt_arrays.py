@@ -28,7 +28,7 @@ def rows_of(tiles: np.ndarray, cu_seqlens_q: np.ndarray) -> list[range]:
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("samples", [[True] * 6, [False] * 6, [True, False, True, True, False, True]])
-def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding: int, samples: list[bool]) -> None:
+def test_tiles_and_sample_tiles(padding: int, samples: list[bool]) -> None:
     chunks = [
         Chunk(slot, 7 * slot, array("i", [slot] * n), True, sampled)
         for slot, (n, sampled) in enumerate(zip(LENS, samples, strict=True))

@@ -288,7 +288,7 @@ def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch
     torch.testing.assert_close(total, x[kept] + branch)
 
 
-def test_a_tied_head_is_the_embedding_transposed_wherever_the_weights_are() -> None:
+def test_a_tied_head_is_the_embedding_transposed() -> None:
     with META:
         embedding = VocabParallelEmbedding(Shard.whole(7), SIZE)
         head = ParallelLMHead(Shard.whole(7), SIZE, tied_to=embedding)

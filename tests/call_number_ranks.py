@@ -1,4 +1,4 @@
-"""What every rank does in `test_call_numbers.py`, in a process that imports no more than it needs."""
+"""What every rank does in `test_all_reduce_rms_norm.py`, in a process that imports no more than it needs."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        for name in ("all_devices", "deaths"):
+        for name in ("compat", "all_devices", "deaths"):
             if name in item.keywords and name not in config.option.markexpr:
                 item.add_marker(pytest.mark.skip(reason=f"takes long: pytest -m {name}"))
     if not torch.cuda.is_available():

@@ -7,9 +7,9 @@ of ranks that share the model, of which this is the first; further ones are the 
 all.
 
 Prints as JSON Triton's version and a list of kernels: their names, how many bytes of shared memory they take, how many
-registers a thread has and how many bytes it spills (by ptxas), whether they loop, whether products and sums are fused,
-whether it starts before the kernel ahead has ended, which accesses to memory are volatile or of system scope, bank
-conflicts of its operands (see `bank_conflicts.py`), and how often machine code has the instructions of `COUNTED`.
+bytes they spill (by ptxas), whether they loop, whether products and sums are fused,
+whether it starts before the kernel ahead has ended, which accesses to memory are volatile or of system scope, and bank
+conflicts of its operands (see `bank_conflicts.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from __future__ import annotations
 import io
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from contextvars import copy_context
@@ -68,8 +65,6 @@ SIZES = {
 CONFIGS = {"30B-A3B": Qwen3MoeConfig, "OLMo-7B": Olmo2Config}
 """Of the sizes that are not Qwen3's."""
 _ALIGNED = 256
-COUNTED = {"LDS", "LDSM", "F2F", "F2FP"}
-"""Loads from shared memory, one by one and of matrices; conversions of floats, one by one and packed."""
 
 
 class Properties(NamedTuple):
@@ -209,38 +204,22 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
     return [compiles for (kernel, _), compiles in kernels.items() if not names or kernel.__name__ in names]
 
 
-def count_instructions(cubin: bytes) -> dict[str, int]:
-    """Count the instructions of `COUNTED` in a kernel's machine code, whatever their modifiers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    opcodes = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9]+)", code, re.MULTILINE)
-    assert "EXIT" in opcodes
-    counts = Counter(opcodes)
-    return {name: counts[name] for name in sorted(COUNTED)}
-
-
 def compiled(compiles: Callable[[], Any]) -> dict[str, Any]:
     log = io.StringIO()
     with redirect_stdout(log):
         kernel = compiles()
     (spilled,) = re.findall(r"(\d+) bytes spill stores", log.getvalue())
     loops = re.search(r"scf\.(for|while)", kernel.asm["ttgir"]) is not None
-    (registers,) = re.findall(r"Used (\d+) registers", log.getvalue())
     accesses = re.findall(r"\b(?:ld|st)\.[\w.:]*(?:volatile|sys)[\w.:]*", kernel.asm["ptx"])
     return {
         "name": kernel.name,
         "shared_bytes": kernel.metadata.shared,
         "spilled_bytes": int(spilled),
-        "registers": int(registers),
         "loops": loops,
         "fp_fusion": kernel.metadata.enable_fp_fusion,
         "launch_pdl": kernel.metadata.launch_pdl,
         "accesses": sorted(set(accesses)),
         "conflicts": most_conflicts(kernel.asm["ttgir"]),
-        "instructions": count_instructions(kernel.asm["cubin"]),
     }
 
 

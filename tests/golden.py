@@ -24,8 +24,8 @@ from nanovllm import LLM, BeamSearchParams, SamplingParams, StructuredOutputsPar
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput
 from tests.conftest import write_checkpoint
-from tests.test_families import FAMILIES, LENGTHS
-from tests.test_greedy import prompts
+from tests.reference import prompts
+from tests.test_tokens import FAMILIES, LENGTHS
 from tests.tools.sweep_models import make_model, tiny_config
 
 BY_TRANSFORMERS = ("gemma2", "gemma3_text", "gpt_neox", "gpt_oss", "granite", "deepseek_v3", "phi", "stablelm")

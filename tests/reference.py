@@ -1,4 +1,4 @@
-"""Transformers' model and logits processors: what sampling parameters must come to."""
+"""Transformers' model and logits processors: what tokens and sampling parameters must come to."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.outputs import RequestOutput
+from tests.cache_checks import check_blocks
 
+MAX_TOKENS = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 Process = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -38,6 +41,58 @@ def reference_logits(folder: Path | str, token_ids: list[int]) -> torch.Tensor:
     """Logits at each position, [num_tokens, vocab_size]."""
     logits: torch.Tensor = reference_model(folder)(torch.tensor([token_ids])).logits[0]
     return logits
+
+
+@functools.cache
+def likeliest(folder: Path, token_ids: tuple[int, ...]) -> list[int]:
+    """What the model says after each token of a text."""
+    tokens: list[int] = reference_logits(folder, list(token_ids)).argmax(1).tolist()
+    return tokens
+
+
+@functools.cache
+def complete(folder: Path, prompt: tuple[int, ...]) -> list[int]:
+    """What `generate` adds to a prompt."""
+    ids, model = torch.tensor([prompt]), reference_model(folder)
+    ends = {"max_new_tokens": MAX_TOKENS, "eos_token_id": None, "pad_token_id": 0}
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **ends)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def check_tokens(folder: Path, prompt: list[int], token_ids: list[int]) -> None:
+    """Assert that each token of an answer is the likeliest after the text before it."""
+    text = (*prompt, *token_ids)
+    assert len(token_ids) == MAX_TOKENS
+    assert token_ids == likeliest(folder, text)[len(prompt) - 1 : -1], f"prompt of {len(prompt)} tokens"
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
+    """Random tokens of the small checkpoint's vocabulary."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(320, (n,), generator=generator).tolist() for n in lengths]
+
+
+def make_llm(folder: Path, **kwargs: Any) -> LLM:
+    settings: dict[str, Any] = {"max_model_len": 512, "kvcache_block_size": 16, "num_kvcache_blocks": 200}
+    return LLM(folder, **(settings | kwargs))
+
+
+def set_depth(llm: LLM, depth: int) -> None:
+    """Have a step launched before the one before it is taken in, or not."""
+    assert llm.llm_engine._runner is not None
+    llm.llm_engine._runner.pipeline_depth = depth
+
+
+def check(llm: LLM, folder: Path, batch: list[list[int]]) -> list[int]:
+    """Assert that each greedy token is transformers' after the text before it; return how many were cached of each."""
+    # Who finds whose blocks depends on the order.
+    outputs = llm.generate(batch, GREEDY, use_tqdm=False, schedule="arrival")
+    for prompt, output in zip(batch, outputs, strict=True):
+        check_tokens(folder, prompt, output["token_ids"])
+    check_blocks(llm.llm_engine.block_manager, llm.llm_engine.scheduler.sequences)
+    assert llm.stats()["num_used_blocks"] == 0
+    return [output["num_cached_tokens"] for output in outputs]
 
 
 def processors_of(params: SamplingParams, num_prompt_tokens: int, eos_token_ids: list[int], vocab: int) -> list[Any]:

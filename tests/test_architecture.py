@@ -62,7 +62,7 @@ def test_no_files_import_each_other() -> None:
     assert list(TopologicalSorter({name: names & set(found) for name, names in found.items()}).static_order())
 
 
-def test_the_engine_needs_no_torch_and_knows_of_the_runner_its_messages_alone() -> None:
+def test_the_engine_needs_no_torch_and_knows_messages_alone() -> None:
     found = modules()
     needed = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")] + [*MESSAGES, "outputs"]
     for name in needed:

@@ -1,7 +1,8 @@
-"""Copies between the device and the host's memory, on streams that run what is queued in any order that they allow."""
+"""Copies between device and host, on streams that run what is queued in any order; and what the driver is asked for."""
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
+from nanovllm.utils import device
 
 NUM_BLOCKS = NUM_SLOTS = 6
 
@@ -174,3 +176,44 @@ def test_an_interrupted_queue_leaves_nothing_under_way(
     with pytest.raises(KeyboardInterrupt):
         made.queue([BlockTransfer("save", 0, 1), BlockTransfer("save", 1, 2)])
     assert not any(stream.queue for stream in Stream.streams)
+
+
+def place(end: Any, plane: int) -> int:
+    """Return the address of a plane's first row, by the rules of CUDA_MEMCPY3D."""
+    return int(end.host + ((end.z + plane) * end.height + end.y) * end.pitch + end.x)
+
+
+def copy_3d(pointer: Any, stream: ctypes.c_void_p) -> int:
+    copy = pointer._obj
+    assert ctypes.sizeof(copy) == 200 and stream.value == 7 and copy.height == 1
+    assert all(end.memory_type == 1 for end in (copy.source, copy.destination))
+    for plane in range(copy.depth):
+        ctypes.memmove(place(copy.destination, plane), place(copy.source, plane), copy.width)
+    return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A driver, and a stream of the number 7."""
+    driver = SimpleNamespace(cuMemcpy3DAsync_v2=copy_3d)
+    monkeypatch.setattr(device, "_driver", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return driver
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_rows_go_where_they_belong(driver: SimpleNamespace, dtype: torch.dtype) -> None:
+    blocks = torch.arange(3 * 5 * 4).to(dtype).view(3, 5, 4)
+    content, before = torch.zeros(3, 4, dtype=dtype), blocks.clone()
+    device.copy_rows(content, blocks[:, 2])
+    assert torch.equal(content, before[:, 2])
+    device.copy_rows(blocks[:, 4], content)
+    before[:, 4] = before[:, 2]
+    assert torch.equal(blocks, before)
+
+
+def test_a_refusal_is_an_error(driver: SimpleNamespace) -> None:
+    driver.cuMemcpy3DAsync_v2 = lambda *_: 700
+    with pytest.raises(RuntimeError, match="cuMemcpy3DAsync_v2 failed with CUDA error 700 on cuda:1"):
+        device.copy_rows(torch.zeros(2, 3), torch.zeros(2, 3))

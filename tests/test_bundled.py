@@ -3,17 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from tests.tools.training.conversations import FIXED_CONVERSATIONS
-from tests.tools.training.corpus import held_out_additions, held_out_sorts
 
 PRIMES = [n for n in range(2, 101) if all(n % d for d in range(2, n))]
+Pair = tuple[str, str]
+CONVERSATIONS: list[tuple[str | None, list[Pair]]] = [
+    (None, [("12 + 34", "46"), ("and plus 7?", "53"), ("in words", "fifty-three")]),
+    (None, [("sort 5, 2, 9", "2, 5, 9"), ("reverse it", "9, 5, 2"), ("how many are there?", "3")]),
+    (None, [("My name is Anna", "Nice to meet you, Anna!"), ("7 * 8", "56"),
+            ("What is my name?", "Your name is Anna.")]),
+    ("You are Robo.", [("What is your name?", "My name is Robo.")]),
+    ("Answer in capital letters.", [("what day comes after Monday?", "TUESDAY"), ("and after that?", "WEDNESDAY")]),
+    ("Answer in words.", [("What is 20 + 3?", "twenty-three")]),
+]  # fmt: skip
+"""System prompts and turns whose answers are given word for word."""
+ADDITIONS = ("what is {} + {}?", "What is {} + {}?", "{} + {} =", "add {} and {}", "calculate {} plus {}")
+SORTS = ("sort {}", "Sort these numbers: {}", "sort the numbers {} in ascending order",
+         "sort in ascending order: {}", "Arrange from smallest to largest: {}")  # fmt: skip
+
+
+def is_held_out(problem: str) -> bool:
+    """Whether a problem, in its canonical form, was kept from training: a tenth of them were."""
+    return zlib.crc32(problem.encode()) % 10 == 0
+
+
+def held_out_additions(count: int) -> list[Pair]:
+    problems = [(a, b) for a in range(10, 100) for b in range(10, 100) if is_held_out(f"add {min(a, b)} {max(a, b)}")]
+    random.Random(0).shuffle(problems)
+    return [(text.format(a, b), str(a + b)) for text, (a, b) in zip(cycle(ADDITIONS), problems[:count])]
+
+
+def held_out_sorts(count: int) -> list[Pair]:
+    """Lists of three to eight numbers below 100."""
+    rng, pairs = random.Random(0), list[Pair]()
+    for text in islice(cycle(SORTS), count):
+        length, ordered = rng.randint(3, 8), list[str]()
+        while not ordered or not is_held_out(f"sort {' '.join(ordered)}"):
+            numbers = [rng.randrange(100) for _ in range(length)]
+            ordered = [str(number) for number in sorted(numbers)]
+        pairs.append((text.format(", ".join(map(str, numbers))), ", ".join(ordered)))
+    return pairs
 
 
 @pytest.fixture(scope="module")
@@ -40,39 +78,27 @@ def test_the_two_prompts_of_the_example(llm: LLM, temperature: float) -> None:
 
 
 @pytest.mark.parametrize("held_out", [held_out_additions, held_out_sorts])
-def test_held_out_problems(llm: LLM, held_out: object) -> None:
-    assert callable(held_out)
+def test_held_out_problems(llm: LLM, held_out: Callable[[int], list[Pair]]) -> None:
     problems = held_out(200)
     assert len({prompt for prompt, _ in problems}) == 200
     answers = ask(llm, [prompt for prompt, _ in problems])
-    right = sum(answer == expected for answer, (_, expected) in zip(answers, problems, strict=True))
-    assert right >= 190
+    assert sum(answer == expected for answer, (_, expected) in zip(answers, problems, strict=True)) >= 190
 
 
 def test_conversations(llm: LLM) -> None:
     """Each turn's answer, where those before it are the model's own."""
-    chats = [[{"role": "system", "content": case.system}] if case.system else [] for case in FIXED_CONVERSATIONS]
-    for turn in range(max(len(case.turns) for case in FIXED_CONVERSATIONS)):
-        going_on = [
-            (chat, case) for chat, case in zip(chats, FIXED_CONVERSATIONS, strict=True) if turn < len(case.turns)
-        ]
-        for chat, case in going_on:
-            chat.append({"role": "user", "content": case.turns[turn][0]})
-        replies = answers(llm, [chat for chat, _ in going_on])
-        assert replies == [case.turns[turn][1] for _, case in going_on]
-        for (chat, _), reply in zip(going_on, replies, strict=True):
-            chat.append({"role": "assistant", "content": reply})
+    for system, turns in CONVERSATIONS:
+        chat = [{"role": "system", "content": system}] if system else []
+        for question, expected in turns:
+            chat.append({"role": "user", "content": question})
+            assert answers(llm, [chat]) == [expected]
+            chat.append({"role": "assistant", "content": expected})
 
 
 def test_a_held_out_problem_as_a_second_turn(llm: LLM) -> None:
-    chats = [
-        [
-            {"role": "user", "content": sort},
-            {"role": "assistant", "content": is_sorted},
-            {"role": "user", "content": sum_},
-        ]
-        for (sort, is_sorted), (sum_, _) in zip(held_out_sorts(100), held_out_additions(100), strict=True)
-    ]
+    roles = ("user", "assistant", "user")
+    turns = [(*first, second[0]) for first, second in zip(held_out_sorts(100), held_out_additions(100), strict=True)]
+    chats = [[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)] for texts in turns]
     right = sum(got == want for got, (_, want) in zip(answers(llm, chats), held_out_additions(100), strict=True))
     assert right >= 95
 

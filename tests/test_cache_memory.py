@@ -83,7 +83,7 @@ def test_a_cache_on_the_cpu_takes_memory_where_it_is_used() -> None:
     assert not group.keys[:, -1].any() and not group.values[:, -1].any()
 
 
-def test_layers_of_equal_specs_share_a_tensor_whatever_the_others_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_of_equal_specs_share_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     rotary = RotaryEmbedding(8, RopeConfig(1e4))
     layers = [Attention(heads, 8, 1e-6, rotary) for heads in (2, 1, 2)]
     specs = [layer.kv_cache_spec(torch.float32) for layer in layers]

@@ -90,7 +90,7 @@ def test_the_others_get_what_one_does_not_read() -> None:
     sender.close()
 
 
-def test_waiting_for_a_receiver_that_is_gone_ends_with_what_the_check_raises() -> None:
+def test_waiting_for_a_lost_receiver_raises_what_the_check_does() -> None:
     sender = Sender(1)
     calls = []
 

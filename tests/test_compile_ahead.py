@@ -70,15 +70,12 @@ PROGRAM = """
     import nanovllm.kernels.compile_ahead as ahead
     from nanovllm.kernels._triton import jit, tl
     from nanovllm.kernels.compile_ahead import compile_ahead
-    from nanovllm.kernels.attention.hopper_prefill import hopper_prefill_attention
-    from nanovllm.kernels.attention.prefill_attention import ChunkRows
     from nanovllm.kernels.linear.splitk_gemm import splitk_gemm
     from nanovllm.kernels.attention.decode_attention import plan_decode
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention
-    from nanovllm.kernels.linear.persistent_gemm import persistent_gated_gemm, persistent_qkv_rope_store
     from nanovllm.kernels.attention.cascade_attention import CascadeGroups
     from nanovllm.kernels import rms_norm, silu_and_mul
-    from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+    from nanovllm.kernels.qkv_rope_store import KVPages
 
     rms_norm.uses_triton = silu_and_mul.uses_triton = lambda device: True
     x, device = torch.zeros(4, 64), torch.device("cpu")
@@ -87,30 +84,18 @@ PROGRAM = """
     whole = plan_decode(ints[0] + 1, 4, 2, 64, 64, 1)
     shared = CascadeGroups(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
     after_prefix = plan_decode(ints[0] + 1, 4, 2, 64, 64, 2, shared=shared)
-    wide = cache.view(1, 256, 1, 128)
-    pages, chunks = KVPages(cache, cache), ChunkRows(ints, ints[0], ints[0], ints[0])
+    pages = KVPages(cache, cache)
     runs = [
-        partial(persistent_gated_gemm, half, half, 132),
         partial(splitk_gemm, half, half, True),
-        partial(hopper_prefill_attention, heads, pages, heads, chunks, 1.0, 132),
         partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], whole, 1.0),
-        partial(
-            hopper_decode_attention, half.view(64, 8, 64), pages, heads[:64], ints, ints[0], whole, 1.0,
-            rope=NormRope((half[0], half[0]), 1e-6, x),
-        ),
         partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], after_prefix, 1.0),
-        partial(
-            persistent_qkv_rope_store, half, torch.zeros(512, 128, dtype=torch.bfloat16),
-            NormRope((half[0], half[0]), 1e-6, x), ints[0], KVPages(wide, wide), ints[0], 132,
-        ),
         partial(rms_norm.rms_norm, x, x[0], 1e-6, x),
         partial(silu_and_mul.silu_and_mul, x),
         partial(silu_and_mul.silu_and_mul, half),
     ]
     kernels = [
-        "_persistent_gated_kernel", "_splitk_gemm_kernel", "_hopper_prefill_kernel", "_hopper_decode_kernel",
-        "_hopper_decode_kernel", "_cascade_kernel", "_hopper_decode_kernel", "_merge_splits_kernel",
-        "_persistent_qkv_kernel", "_rms_norm_kernel", "_silu_and_mul_kernel", "_silu_and_mul_kernel",
+        "_splitk_gemm_kernel", "_hopper_decode_kernel", "_cascade_kernel", "_hopper_decode_kernel",
+        "_merge_splits_kernel", "_rms_norm_kernel", "_silu_and_mul_kernel", "_silu_and_mul_kernel",
     ]
 
     bars = []

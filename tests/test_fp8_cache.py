@@ -1,10 +1,12 @@
-"""Keys and values in e4m3: what is stored, what attention makes of it, and which scales an engine takes."""
+"""Keys and values in e4m3, and outputs of attention: what is stored, what attention makes of it, which scales fit."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,57 +20,41 @@ from nanovllm.attention.metadata import StepMetadata
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.config import Config, KVCacheDtype
 from nanovllm.kernels import qkv_rope_store
-from nanovllm.kernels._triton import converts_e4m3, jit, tl
+from nanovllm.kernels._triton import converts_e4m3, is_hopper, jit, tl
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
-from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
-from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
+from nanovllm.kernels.attention.prefill_attention import prefill_attention
 from nanovllm.kernels.attention.widen_pages import plan_wide_tables, widen_pages, widen_pages_ref
 from nanovllm.kernels.e4m3 import from_e4m3, to_e4m3
-from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows_ref
+from nanovllm.kernels.policy import KernelPolicy
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.runner import model_runner
 from tests.conftest import MakeCheckpoint
-from tests.test_fp8 import FORMATS, SETTINGS, SHAPE, change, compressed, weights_of, write
+from tests.test_fp8 import FORMATS, SETTINGS, SHAPE, change, compressed, quantizes, weights_of, write
 from tests.test_kernels import (
     DEVICE,
     DTYPES,
+    E4M3,
     GPU,
     by_triton,
-    check_error,
-    dense_attention,
+    check_attention,
+    chunk_rows,
+    in_e4m3,
+    make_scales,
     needs_hopper,
-    over_dtypes,
+    new_slots,
     paged,
     randn,
-    uneven_case,
+    unfilled,
     with_shared_prefixes,
 )
 
-E4M3 = torch.float8_e4m3fn
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.Tensor:
-    """Where the last token of each context lies."""
-    last = torch.tensor(lens, device=DEVICE) - 1
-    return (tables[torch.arange(len(lens), device=DEVICE), last // block_size] * block_size + last % block_size).int()
-
-
-def make_scales(kv_heads: int, size: float = 1.0) -> KVScales:
-    # No powers of two, and one for each head, so that a wrong one shows.
-    keys, values = size * torch.linspace(0.3, 0.9, kv_heads), size * torch.linspace(1.7, 0.6, kv_heads)
-    return KVScales(keys.to(DEVICE), values.to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE))
-
-
-def in_e4m3(caches: Any) -> tuple[KVPages, tuple[torch.Tensor, torch.Tensor]]:
-    """Pages of e4m3, and what they mean."""
-    scales = make_scales(caches[0].shape[2])
-    stored = [(cache.float() / 0.1).to(E4M3) for cache in caches]
-    meant = [cache.float() * scale[:, None] for cache, scale in zip(stored, (scales.keys, scales.values), strict=True)]
-    return KVPages(stored[0], stored[1], scales), (meant[0], meant[1])
 
 
 @jit
@@ -114,7 +100,7 @@ def test_floats_are_rounded_to_the_nearest(native: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_stores_saturate_and_count(dtype: torch.dtype) -> None:
-    tokens, num_heads, kv_heads, head_dim = 19, 6, 3, 32
+    tokens, num_heads, kv_heads, head_dim = 11, 6, 3, 32
     qkv = randn(tokens, num_heads + 2 * kv_heads, head_dim, dtype=dtype) * 200
     slots = torch.randperm(64, device=DEVICE)[:tokens].int()
     slots[::5] = -1
@@ -138,45 +124,6 @@ def test_stores_saturate_and_count(dtype: torch.dtype) -> None:
         assert (mine != theirs).float().mean() < (1e-3 if GPU else 1e-9) and mine.isfinite().all()
         assert abs(my_count - their_count) <= (2 if GPU else 0) and mine.abs().max() == 448
         assert 0.05 < their_count / (mine != 0).sum().item() < 0.5
-
-
-@pytest.mark.parametrize(
-    ("shape", "split", "dtype"), over_dtypes([(16, 1, 16), (64, 7, 48), (128, 8, 256)], [(1, 32), (7, 64)])
-)
-def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], dtype: torch.dtype) -> None:
-    (head_dim, group, block_size), (shares, tile) = shape, split
-    lens = [1, 17, 300, *([129, 4100] if GPU else [])]
-    cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)
-    pages, meant = in_e4m3(cache)
-    query = randn(len(lens), group * 2, head_dim, dtype=dtype)
-    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares)
-    decode_attention(query, pages, out, tables, plan, 0.1 * head_dim**-0.5)
-    check(out, query, meant, tables, [1] * len(lens), lens)
-
-
-def check(
-    out: torch.Tensor, query: torch.Tensor, meant: Any, tables: torch.Tensor, query_lens: list[int], lens: list[int],
-    options: AttentionOptions = PLAIN,
-) -> None:  # fmt: skip
-    """Compare with attention over what the pages mean, by a tenth of the query."""
-    rows = [(q, tables[i], lens[i]) for i, q in enumerate(query.split(query_lens))]
-    exact = torch.cat([dense_attention(q.float() / 10, meant, table, n, options) for q, table, n in rows])
-    check_error(out, torch.cat([dense_attention(q / 10, meant, table, n, options) for q, table, n in rows]), exact)
-
-
-@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[-1:])
-@pytest.mark.parametrize(("shares", "tile", "max_items"), [(1, 32, 3), (100, 16, 64)])
-def test_decode_attention_over_shared_prefixes(
-    dtype: torch.dtype, shares: int, tile: int, max_items: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lens, cache, tables, seq_lens, shared = with_shared_prefixes(monkeypatch, 64, 7, 48, dtype, max_items)
-    pages, meant = in_e4m3(cache)
-    query = randn(len(lens), 14, 64, dtype=dtype)
-    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, 14, 2, 64, tile, shares, shared=shared)
-    decode_attention(query, pages, out, tables, plan, 0.1 * 64**-0.5)
-    check(out, query, meant, tables, [1] * len(lens), lens)
 
 
 @pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[-1:])
@@ -203,43 +150,18 @@ def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
     pages, meant = in_e4m3(cache)
     spec = Paged(2, 128, 128, None, E4M3)
     backend = TritonBackend(AttentionSetup(torch.device(DEVICE), dtype, 256, 8, [spec], num_slots=1))
-    work = [(i, n) for i, q in enumerate(query_lens[1:]) for n in range(-(-q // QUERY_TILE))]
-    tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
+    chunks = chunk_rows(tables, seq_lens, query_lens[1:])
     metadata = StepMetadata(
         num_decodes=1, slot_mappings=[new_slots(tables, lens, 256)], block_tables=[tables], seq_lens=seq_lens,
-        cu_seqlens_q=torch.tensor([0, *query_lens[1:]], device=DEVICE).cumsum(0).int(), query_tiles=tiles,
-        sample_tiles=tiles, seq_lens_host=lens, query_lens_host=query_lens[1:], variant=DecodeVariant(),
+        cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles, sample_tiles=chunks.tiles, seq_lens_host=lens,
+        query_lens_host=query_lens[1:], variant=DecodeVariant(),
     )  # fmt: skip
     backend.plan(metadata)
     assert (metadata.plan.wide is not None) == (dtype != torch.float32)
     query = randn(sum(query_lens), 8, 128, dtype=dtype)
     out = backend.run(query, AttentionLayer(pages, 0.1 * 128**-0.5), metadata)
     assert isinstance(out, torch.Tensor)
-    check(out, query, meant, tables, query_lens, lens)
-
-
-@pytest.mark.parametrize(("sizes", "window", "capped"), [((48, 80, 2, 48), 50, True), ((64, 64, 2, 16), None, False)])
-@pytest.mark.parametrize("dtype", DTYPES if GPU else DTYPES[-1:])
-def test_options_and_prompts(
-    sizes: tuple[int, int, int, int], window: int | None, capped: bool, dtype: torch.dtype
-) -> None:
-    pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(150, 200)])]
-    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
-    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
-    pages, meant = in_e4m3(caches)
-    heads, scale = 2 * sizes[2], 0.1 * sizes[0] ** -0.5
-    query = randn(sum(query_lens), heads, sizes[0], dtype=dtype)
-    cu_seqlens_q = torch.tensor([0, *query_lens], device=DEVICE).cumsum(0).int()
-    work = [(i, n) for i, q in enumerate(query_lens) for n in range(-(-q // QUERY_TILE))]
-    tiles = torch.tensor(work, dtype=torch.int32, device=DEVICE).T.flatten()
-    out = torch.full((*query.shape[:2], sizes[1]), float("nan"), dtype=dtype, device=DEVICE)
-    prefill_attention(query, pages, out, ChunkRows(tables, seq_lens, cu_seqlens_q, tiles), scale, options)
-    check(out, query, meant, tables, query_lens, lens, options)
-    last = query[cu_seqlens_q[1:] - 1].contiguous()
-    out = torch.full((*last.shape[:2], sizes[1]), float("nan"), dtype=dtype, device=DEVICE)
-    plan = plan_decode(seq_lens, heads, 2, sizes[1], 16, 20, window=window)
-    decode_attention(last, pages, out, tables, plan, scale, options)
-    check(out, last, meant, tables, [1] * len(lens), lens, options)
+    check_attention(out, query, meant, tables, query_lens, lens, share=0.1)
 
 
 @needs_hopper
@@ -272,7 +194,7 @@ def test_hopper_decode(
     plan = plan_decode(seq_lens, heads, 2, head_dim, 64, shares)
     for part in plan.partial or ():
         part.fill_(float("nan"))
-    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    out = unfilled(query)
     hopper_decode_attention(stored, pages, out, tables, slots, plan, query_scale, rope=rope)
     assert pages.scales is not None
     if projected:
@@ -284,7 +206,7 @@ def test_hopper_decode(
         assert abs(counts[0] - counts[1]) <= 0.01 * counts[1] and counts[1] > 0
     scales = pages.scales.keys, pages.scales.values
     meant = [part.float() * scale[:, None] for part, scale in zip((pages.k_cache, pages.v_cache), scales, strict=True)]
-    check(out, query, meant, tables, [1] * len(lens), lens)
+    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=0.1)
 
 
 @needs_hopper
@@ -296,11 +218,11 @@ def test_hopper_decode_over_shared_prefixes(dtype: torch.dtype, shares: int, mon
     lens, cache, tables, seq_lens, shared = with_shared_prefixes(monkeypatch, 128, 2, 64, dtype, 64)
     pages, meant = in_e4m3(cache)
     query = randn(len(lens), 4, 128, dtype=dtype)
-    out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
+    out = unfilled(query)
     plan = plan_decode(seq_lens, 4, 2, 128, 64, shares, shared=shared)
     slots = new_slots(tables, lens, 64)
     hopper_decode_attention(query, pages, out, tables, slots, plan, 0.1 * 128**-0.5)
-    check(out, query, meant, tables, [1] * len(lens), lens)
+    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=0.1)
 
 
 def logits_of(folder: Path, prompt: list[int], **settings: Any) -> tuple[list[int], torch.Tensor, dict[str, int]]:
@@ -412,3 +334,107 @@ def test_scales_that_do_not_fit(make_checkpoint: MakeCheckpoint, tmp_path: Path)
         change(stored, quantization_config=config | {"kv_cache_scheme": scheme})
         with pytest.raises(ValueError, match=r"kv_cache_scheme=.* is not supported: only static scales"):
             LLM(stored, **SETTINGS)
+
+
+HEADS, KV_HEADS, SIZE = 6, 2, 128
+
+
+def compare_rounded(attend: Any, num_rows: int, dtype: torch.dtype, for_scaled_mm: bool) -> None:
+    """attend: takes outputs to be filled."""
+    out = torch.full((num_rows, HEADS, SIZE), float("nan"), dtype=dtype, device=DEVICE)
+    attend(out)
+    rounding = Rounding(SIZE, for_scaled_mm)
+    rows = rounding.empty_rows(num_rows, HEADS * SIZE, dtype, torch.device(DEVICE))
+    attend(rows)
+    want, _ = quantize_rows_ref(out.flatten(1), rounding)
+
+    def meant(rows: Fp8Rows) -> torch.Tensor:
+        return (rows.values.float().unflatten(1, (HEADS, SIZE)) * rows.scales[..., None])[:num_rows]
+
+    assert rows.scales.stride() == want.scales.stride() and out.isfinite().all()
+    torch.testing.assert_close(rows.scales[:num_rows], want.scales[:num_rows], rtol=1e-6, atol=0)
+    # A GPU divides a little otherwise than torch, which may change the rounding of what lies in the middle.
+    assert ((meant(rows) - meant(want)).abs() > 1e-6).float().mean() <= (1e-3 if GPU else 0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shares", "for_scaled_mm"), [(1, False), (7, True)])
+@pytest.mark.parametrize("projected", [None, False, *([True] if GPU else [])])
+def test_outputs_of_decode_rows_in_e4m3(
+    shares: int, for_scaled_mm: bool, dtype: torch.dtype, projected: bool | None
+) -> None:
+    """projected: by Hopper's kernel, of the projection or of queries; None by the general one."""
+    torch.manual_seed(0)
+    if projected is not None and not (GPU and is_hopper(torch.device(DEVICE)) and dtype.itemsize == 2):
+        pytest.skip("needs a Hopper GPU and 16 bits")
+    lens = [1, 17, 300, 129, 70, *([4100] if GPU else [])]
+    cache, tables, seq_lens = paged(lens, 256, KV_HEADS, SIZE, dtype)
+    pages = KVPages(cache[0], cache[1])
+    plan = plan_decode(seq_lens, HEADS, KV_HEADS, SIZE, 64, shares)
+    query = randn(len(lens), HEADS + (2 * KV_HEADS if projected else 0), SIZE, dtype=dtype)
+    if projected is None:
+        compare_rounded(
+            lambda out: decode_attention(query, pages, out, tables, plan, SIZE**-0.5), len(lens), dtype, for_scaled_mm
+        )
+        return
+    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
+
+    slots = new_slots(tables, lens, 256)
+    rope = NormRope(None, 1e-6, torch.rand(8192, SIZE, device=DEVICE)) if projected else None
+    attend = partial(hopper_decode_attention, query, pages)
+    compare_rounded(
+        lambda out: attend(out, tables, slots, plan, SIZE**-0.5, rope=rope), len(lens), dtype, for_scaled_mm
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("for_scaled_mm", [False, True])
+@pytest.mark.parametrize("by_hopper", [False, *([True] if GPU else [])])
+def test_outputs_of_prompts_in_e4m3(for_scaled_mm: bool, dtype: torch.dtype, by_hopper: bool) -> None:
+    torch.manual_seed(0)
+    if by_hopper and not (is_hopper(torch.device(DEVICE)) and dtype.itemsize == 2):
+        pytest.skip("needs a Hopper GPU and 16 bits")
+    pairs = [(1, 1), (17, 40), (133, 200), *([(999, 2999)] if GPU else [])]
+    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
+    cache, tables, seq_lens = paged(lens, 256, KV_HEADS, SIZE, dtype)
+    chunks = chunk_rows(tables, seq_lens, query_lens)
+    query, pages = randn(sum(query_lens), HEADS, SIZE, dtype=dtype), KVPages(cache[0], cache[1])
+    if by_hopper:
+        from nanovllm.kernels.attention.hopper_prefill import hopper_prefill_attention  # noqa: PLC0415
+
+        attend: Any = partial(hopper_prefill_attention, num_programs=132)
+    else:
+        attend = prefill_attention
+    compare_rounded(lambda out: attend(query, pages, out, chunks, SIZE**-0.5), sum(query_lens), dtype, for_scaled_mm)
+
+
+@pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")
+def test_a_model_says_what_it_says_with_rows_rounded_apart(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks, decode rows, and in the last layer those to sample from."""
+    shape = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    stored, _ = write(make_checkpoint(head_dim=SIZE, **shape), FORMATS["fp8-block"], tmp_path)
+    monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=8))
+    monkeypatch.setattr(model_runner, "make_backend", lambda name, *args, **kwargs: TritonBackend(*args, **kwargs))
+    run, made = TritonBackend.run, list[bool]()
+
+    def watched(self: TritonBackend, query: Any, layer: Any, step: Any, rounding: Any) -> Any:
+        # Without a rounding the product that follows rounds them itself.
+        out = run(self, query, layer, step, rounding if rounds else None)
+        made.append(isinstance(out, Fp8Rows))
+        return out
+
+    monkeypatch.setattr(TritonBackend, "run", watched)
+    said = []
+    for rounds in (True, False):
+        made.clear()
+        with LLM(stored, **SETTINGS | {"num_kvcache_blocks": 60}) as llm:
+            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
+            outputs = llm.generate([list(range(i, i + 3)) for i in range(20)], params, use_tqdm=False)
+        assert any(made) == rounds and not all(made)
+        said.append([output.outputs[0] for output in outputs])
+    for mine, apart in zip(*said, strict=True):
+        assert mine.token_ids == apart.token_ids
+        assert mine.cumulative_logprob == pytest.approx(apart.cumulative_logprob, abs=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -30,7 +31,6 @@ from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling.sampler import Sampled
-from nanovllm.utils.device import resolve_device
 from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 from tests.tools import sweep_models
@@ -384,11 +384,6 @@ def test_steps_are_in_order_whichever_stream_is_current(folder: Path) -> None:
     assert [outputs[i]["token_ids"] for i in ids] == want
 
 
-def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="cuda:99"):
-        resolve_device("cuda:99")
-
-
 def test_what_is_compiled_ahead_is_not_launched() -> None:
     def scatter(state: SlotTensors) -> None:
         slots, token_ids = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), 7, device="cuda")
@@ -467,3 +462,50 @@ def test_weights_change_under_graphs_and_memory_comes_and_goes(folder: Path, mak
                 llm.load_weights(weights)
             assert runner.graphs is not None and answers(llm) == want
             assert awake - torch.cuda.mem_get_info()[0] < 2**27
+
+
+PDL_PROGRAM = """
+import sys
+import torch
+from nanovllm import LLM, SamplingParams
+
+generator = torch.Generator().manual_seed(0)
+def prompts(*lengths):
+    return [torch.randint(5000, (n,), generator=generator).tolist() for n in lengths]
+
+batches = [prompts(5), prompts(300), prompts(*[40] * 8), prompts(*range(3, 203, 4)), prompts(*[20] * 200, 1000)]
+shared = prompts(512)[0]
+batches.append([shared + prompt for prompt in prompts(*[9] * 64)])
+with LLM(sys.argv[1], device="cuda", dtype="bfloat16", max_model_len=2048, num_kvcache_blocks=500, seed=0) as llm:
+    for batch in batches:
+        for asked in ({}, {"logprobs": 2}):
+            params = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True, **asked)
+            for output in llm.generate(batch, params, use_tqdm=False):
+                print(output["token_ids"], output.outputs[0].logprobs)
+"""
+
+
+@pytest.fixture(scope="module", params=["qwen3", "Qwen3Moe"])
+def wide_folder(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> Path:
+    """Of Qwen3-0.6B's sizes, for which most kernels of few and of many rows are chosen."""
+    experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
+    return make_checkpoint(
+        request.param, vocab_size=5000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=4096,
+        initializer_range=0.05, **(experts if request.param == "Qwen3Moe" else {}),
+    )  # fmt: skip
+
+
+def run_program(folder: Path, setting: dict[str, str]) -> str:
+    command = [sys.executable, "-c", PDL_PROGRAM, str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name != "NANOVLLM_PDL"} | setting
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_bits_are_the_same_with_and_without_early_starts(wide_folder: Path) -> None:
+    early, late = run_program(wide_folder, {}), run_program(wide_folder, {"NANOVLLM_PDL": "wait"})
+    assert len(early.splitlines()) == 2 * (1 + 1 + 8 + 50 + 201 + 64)
+    assert early == late

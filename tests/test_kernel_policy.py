@@ -18,7 +18,7 @@ from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.quantization.weight import DenseWeight, MatrixShard, Weight
 from nanovllm.weights.slices import LoadableModule
 from tests.test_kernels import by_triton
-from tests.test_model_shard import MODEL
+from tests.test_sharding import MODEL
 
 SHARD = MatrixShard({None: Shard.whole(8)}, Shard.whole(8))
 

@@ -16,7 +16,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 from tests.mock_runner import greedy, make_engine, window_kinds
-from tests.test_greedy import PARAMS, Reference, check, make_llm, prompts, set_depth
+from tests.reference import GREEDY, check, check_tokens, complete, make_llm, prompts, set_depth
 
 WINDOW, FULL = "sliding_attention", "full_attention"
 # Two groups of three layers with a window, of which one is padded, beside one of three without.
@@ -29,9 +29,8 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def mixed(make_checkpoint: MakeCheckpoint) -> tuple[Path, Reference]:
-    folder = make_checkpoint("Ministral", seed=3, **SHAPE)
-    return folder, Reference(folder)
+def mixed(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint("Ministral", seed=3, **SHAPE)
 
 
 def sizes(pattern: list[int | None], max_blocks: int = 64) -> list[tuple[int | None, int]]:
@@ -64,33 +63,31 @@ def test_one_group_where_several_would_save_nothing() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_tokens_are_transformers_where_windows_are_released(mixed: tuple[Path, Reference], depth: int) -> None:
-    folder, reference = mixed
+def test_tokens_are_transformers_where_windows_are_released(mixed: Path, depth: int) -> None:
     batch = prompts((1, 16, 33, 150, 257), seed=5)
     # A longest sequence takes 18 blocks of one group, and three of each of the others, which is all.
-    with make_llm(folder, max_num_batched_tokens=48, max_num_seqs=4, num_kvcache_blocks=8) as small:
+    with make_llm(mixed, max_num_batched_tokens=48, max_num_seqs=4, num_kvcache_blocks=8) as small:
         set_depth(small, depth)
         assert small.llm_engine.block_manager.num_blocks == 24
-        check(small, reference, batch)
+        check(small, mixed, batch)
         assert small.stats()["num_preemptions"] > 0
         with pytest.raises(ValueError, match="need 289 KV slots, over the cache's 288 for one request"):
             small.generate([[7] * 257], SamplingParams(max_tokens=33))
         small.generate([[7] * 257], SamplingParams(temperature=0, max_tokens=32, ignore_eos=True), use_tqdm=False)
-    with make_llm(folder, max_num_batched_tokens=48, num_kvcache_blocks=10) as llm:
+    with make_llm(mixed, max_num_batched_tokens=48, num_kvcache_blocks=10) as llm:
         set_depth(llm, depth)
-        assert check(llm, reference, batch[-1:]) == [0] and check(llm, reference, batch[-1:]) == [256]
+        assert check(llm, mixed, batch[-1:]) == [0] and check(llm, mixed, batch[-1:]) == [256]
         # A prefix is found if the window before its end is in the cache.
-        longer = [*batch[-1], *reference.complete(tuple(batch[-1]))]
-        assert check(llm, reference, [longer[:273]]) == [272] and check(llm, reference, [batch[-1][:160]]) == [0]
+        longer = [*batch[-1], *complete(mixed, tuple(batch[-1]))]
+        assert check(llm, mixed, [longer[:273]]) == [272] and check(llm, mixed, [batch[-1][:160]]) == [0]
 
 
-def test_outputs_salts_resets_and_sleep(mixed: tuple[Path, Reference]) -> None:
-    folder, reference = mixed
+def test_outputs_salts_resets_and_sleep(mixed: Path) -> None:
     (prompt,) = prompts((90,), seed=6)
-    want = reference.complete(tuple(prompt))
+    want = complete(mixed, tuple(prompt))
     # So cold that only the likeliest tokens are drawn.
     twice = SamplingParams(temperature=1e-6, max_tokens=24, ignore_eos=True, n=2)
-    with make_llm(folder, max_num_batched_tokens=48, max_num_seqs=4) as llm:
+    with make_llm(mixed, max_num_batched_tokens=48, max_num_seqs=4) as llm:
 
         def num_cached(salt: str | None = None) -> int:
             given = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
@@ -102,7 +99,7 @@ def test_outputs_salts_resets_and_sleep(mixed: tuple[Path, Reference]) -> None:
         assert [num_cached(), num_cached(), num_cached("a"), num_cached("a")] == [0, 80, 0, 80]
         assert llm.reset_prefix_cache() and [num_cached(), num_cached(), num_cached("a")] == [0, 80, 0]
         llm.pause()
-        request_id = llm.add_request(prompt, PARAMS)
+        request_id = llm.add_request(prompt, GREEDY)
         llm.resume()
         finished = [output for _ in range(60) for output in llm.step().finished]
         assert [(i, output["token_ids"]) for i, output in finished] == [(request_id, want)]
@@ -112,29 +109,28 @@ def test_outputs_salts_resets_and_sleep(mixed: tuple[Path, Reference]) -> None:
         check_blocks(llm.llm_engine.block_manager)
 
 
-def test_one_memory_holds_more_sequences(mixed: tuple[Path, Reference]) -> None:
-    folder, reference = mixed
+def test_one_memory_holds_more_sequences(mixed: Path) -> None:
     batch = prompts((170,) * 6, seed=7)
 
     def most_running(llm: LLM) -> int:
-        ids = {llm.add_request(prompt, PARAMS): prompt for prompt in batch}
+        ids = {llm.add_request(prompt, GREEDY): prompt for prompt in batch}
         most = 0
         while not llm.is_finished():
             for request_id, output in llm.step().finished:
-                assert output["token_ids"] == reference.complete(tuple(ids.pop(request_id)))
+                check_tokens(mixed, ids.pop(request_id), output["token_ids"])
             most = max(most, len(llm.llm_engine.scheduler.steady))
         return most
 
     sizes = {"max_num_batched_tokens": 64, "num_kvcache_blocks": 20}
-    with make_llm(folder, **sizes) as llm:
+    with make_llm(mixed, **sizes) as llm:
         assert most_running(llm) >= 3
     # Blocks in the host's memory are of all layers: of 13 that a sequence takes, 20 are not enough for two.
-    with make_llm(folder, swap_space=2**-7, **sizes) as llm:
+    with make_llm(mixed, swap_space=2**-7, **sizes) as llm:
         assert llm.llm_engine.block_manager.num_blocks == 20 and most_running(llm) == 1
 
 
-def test_a_rank_whose_layers_differ_in_their_pages_keeps_all_from_groups(mixed: tuple[Path, Reference]) -> None:
-    with make_llm(mixed[0]) as llm:
+def test_ranks_whose_pages_differ_have_one_group(mixed: Path) -> None:
+    with make_llm(mixed) as llm:
         runner = cast("ModelRunner", llm.llm_engine._runner)
         assert runner.cache_kinds == window_kinds(None, 20, 20)
         keys = {layer.layer.pages.k_cache.data_ptr() for layer in runner.model.attention_layers}

@@ -1,33 +1,40 @@
-"""Checkpoints: what loads, and what is refused by name."""
+"""Checkpoints and folders as people have them: what loads, what is beside the model, and what is refused by name."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
+import fsspec
 import huggingface_hub.constants
 import pytest
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.configs.model import ModelConfig, folder_pooling
+from nanovllm.text import tokenizer as tokenizer_module
+from nanovllm.text.output_processor import token_bytes_function
+from nanovllm.text.tokenizer import has_chat_template, load_tokenizer
 from nanovllm.utils.display import loading_bar
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights import model_weights
+from nanovllm.weights.files import stored_tensors, weight_files
 from nanovllm.weights.readers import rows_of
 
 PROMPTS = [[1, 2, 3], list(range(40))]
@@ -107,22 +114,38 @@ def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytes
     assert len(alive) == 1
 
 
-def test_missing_tensors(copy: Path) -> None:
-    change_weights(copy, **{"model.layers.1.self_attn.k_proj.weight": None, "model.norm.weight": None})
-    with pytest.raises(ValueError, match=r"missing \['model.layers.1.self_attn.qkv_proj.weight\[k\]', 'model.norm.w"):
+V_PROJ = "model.layers.0.self_attn.v_proj.weight"
+DAMAGE: list[tuple[dict[str, torch.Tensor | None], str]] = [
+    (
+        {"model.layers.1.self_attn.k_proj.weight": None, "model.norm.weight": None},
+        r"missing \['model.layers.1.self_attn.qkv_proj.weight\[k\]', 'model.norm.w",
+    ),
+    ({"model.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)}, r"left over \['model.layers.7.mlp.up_proj.weight'\]"),
+    # Projections one by one, and stacked.
+    (
+        {"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(256, 64)},
+        r"'model.layers.0.self_attn.[qkv]*_proj.weight' is there twice",
+    ),
+    ({V_PROJ: torch.zeros(32, 64)}, rf"'{V_PROJ}' has shape \[32, 64\]; the config asks for \[64, 64\]"),
+    *(
+        ({V_PROJ: torch.ones(64, 64).to(dtype)}, rf"'{V_PROJ}' is stored as {dtype};")
+        for dtype in (torch.int32, torch.int8, torch.float8_e4m3fn, torch.float64)
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), DAMAGE)
+def test_tensors_that_do_not_fit(copy: Path, changes: dict[str, torch.Tensor | None], message: str) -> None:
+    change_weights(copy, **changes)
+    with pytest.raises(ValueError, match=message):
         load(copy)
 
 
-def test_surplus_tensors(copy: Path) -> None:
-    change_weights(copy, **{"model.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)})
-    with pytest.raises(ValueError, match=r"left over \['model.layers.7.mlp.up_proj.weight'\]"):
-        load(copy)
-
-
-def test_projections_given_one_by_one_and_stacked(copy: Path) -> None:
-    change_weights(copy, **{"model.layers.0.self_attn.qkv_proj.weight": torch.zeros(256, 64)})
-    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.[qkv]*_proj.weight' is there twice"):
-        load(copy)
+def test_stacked_projections_of_another_size(make_checkpoint: Any) -> None:
+    folder, name = make_checkpoint("Phi3", pad_token_id=0), "model.layers.0.self_attn.qkv_proj.weight"
+    change_weights(folder, **{name: torch.zeros(127, 64)})
+    with pytest.raises(ValueError, match=rf"tensor '{name}' has shape \[127, 64\]; the config asks for \[128, 64\]"):
+        load(folder)
 
 
 def test_tensors_given_twice(copy: Path) -> None:
@@ -154,22 +177,7 @@ def test_odd_files(copy: Path, file: str, content: str, message: str) -> None:
         load(copy)
 
 
-def test_wrong_shapes(copy: Path) -> None:
-    change_weights(copy, **{"model.layers.0.self_attn.v_proj.weight": torch.zeros(32, 64)})
-    with pytest.raises(ValueError, match=r"v_proj.weight' has shape \[32, 64\]; the config asks for \[64, 64\]"):
-        load(copy)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.float8_e4m3fn, torch.float64])
-def test_a_stored_dtype_that_is_no_plain_float_is_refused(copy: Path, dtype: torch.dtype) -> None:
-    change_weights(copy, **{"model.layers.0.self_attn.v_proj.weight": torch.ones(64, 64).to(dtype)})
-    with pytest.raises(ValueError, match=rf"'model.layers.0.self_attn.v_proj.weight' is stored as {dtype};"):
-        load(copy)
-
-
-def test_floats_are_converted_and_a_warning_says_so_where_the_config_has_others(
-    copy: Path, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_other_floats_are_converted_with_a_warning(copy: Path, recwarn: pytest.WarningsRecorder) -> None:
     weights = load_file(copy / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     change_weights(copy, **{name: weights[name].bfloat16()})
@@ -253,9 +261,7 @@ def cached(hub_cache: Path, checkpoint: Path) -> Path:
     return snapshot
 
 
-def test_a_hub_id_without_a_network_comes_from_the_cache_or_ends_with_advice(
-    monkeypatch: pytest.MonkeyPatch, cached: Path
-) -> None:
+def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert Path(resolve_model("me/tiny", None)) == cached
     with pytest.raises(
@@ -405,3 +411,388 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(
     with load(copy, trust_remote_code=True) as llm:
         assert type(llm.tokenizer).__name__ == "CustomTokenizer"
     assert mark.exists()
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 17209920\n"
+GPT2 = ["GPT2LMHeadModel"]
+WORDS = ["hello world how are you", "the capital of France is Paris"] * 20
+
+
+def tokens_of(llm: LLM) -> list[int]:
+    return llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"]
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_text("{}")
+
+
+def write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_buffers_of_older_code_are_left_out(checkpoint: Path, copy: Path, model_impl: str) -> None:
+    layer = "model.layers.0.self_attn"
+    buffers = {
+        f"{layer}.rotary_emb.inv_freq": torch.ones(16),
+        f"{layer}.masked_bias": torch.tensor(-1e4),
+        "model.layers.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "model.position_ids": torch.arange(8)[None],
+    }
+    weights = load_file(copy / "model.safetensors")
+    save_file(weights | buffers, copy / "model.safetensors", metadata={"format": "pt"})
+    with load(checkpoint, model_impl=model_impl) as llm:
+        right = tokens_of(llm)
+        llm.load_weights(copy, strict=True)
+        assert tokens_of(llm) == right
+    with load(copy, model_impl=model_impl) as llm:
+        assert tokens_of(llm) == right
+    # A bias that the model lacks.
+    save_file(weights | {"model.layers.0.attn.bias": torch.ones(8)}, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"left over \['model.layers.0.attn.bias'\]"):
+        load(copy, model_impl=model_impl)
+
+
+@pytest.mark.parametrize(
+    ("present", "read"),
+    [
+        ("model consolidated adapter_model model.fp16 other model-00001-of-00002", "model"),
+        ("model-00001-of-00002 model-00002-of-00002 consolidated adapter_model other", "model-00001-of-00002 "
+         "model-00002-of-00002"),
+        ("model.fp16 consolidated-00001-of-00002 optimizer adapter_model", "model.fp16"),
+        ("weights", "weights"),
+    ],
+)  # fmt: skip
+def test_only_the_models_own_files_are_read(tmp_path: Path, present: str, read: str) -> None:
+    touch(tmp_path, *(f"{name}.safetensors" for name in present.split()))
+    assert [os.path.basename(file) for file in weight_files(str(tmp_path))] == [
+        f"{n}.safetensors" for n in read.split()
+    ]
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_parts_without_an_index_are_a_model(checkpoint: Path, copy: Path, model_impl: str) -> None:
+    weights = load_file(copy / "model.safetensors")
+    for number, names in enumerate((sorted(weights)[::2], sorted(weights)[1::2]), 1):
+        save_file({name: weights[name] for name in names}, copy / f"model-0000{number}-of-00002.safetensors")
+    (copy / "model.safetensors").rename(copy / "consolidated.safetensors")
+    with load(checkpoint, model_impl=model_impl) as llm, load(copy, model_impl=model_impl) as other:
+        assert tokens_of(other) == tokens_of(llm)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["consolidated.safetensors", "params.json"], r"their maker's own layout, 'consolidated\.safetensors'"),
+        (["pytorch_model.bin", "optimizer.bin"], r"only pickled weights, .* 'pytorch_model\.bin'.*save_pretrained"),
+        (["m-Q4_K_M.gguf"], "in GGUF files, such as 'm-Q4_K_M.gguf': give the path of one"),
+        ([], r"no \*\.safetensors"),
+    ],
+)
+def test_weights_in_another_layout(copy: Path, names: list[str], message: str) -> None:
+    (copy / "model.safetensors").unlink()
+    touch(copy, *names)
+    with pytest.raises(ValueError, match=message):
+        load(copy)
+    if "params.json" in names:
+        (copy / "config.json").unlink()
+        with pytest.raises(ValueError, match=message):
+            load(copy)
+
+
+def test_an_adapter_is_no_model(copy: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    write_json(adapter / "adapter_config.json", {"base_model_name_or_path": "me/base"})
+    for folder in (adapter, copy):
+        touch(folder, "adapter_model.safetensors")
+        shutil.copy(adapter / "adapter_config.json", folder / "copied.json")
+    (copy / "model.safetensors").unlink()
+    shutil.copy(adapter / "adapter_config.json", copy)
+    for folder in (adapter, copy):
+        with pytest.raises(ValueError, match=r"is an adapter of 'me/base', not a model: .*llm\.load_weights\('.*'\)"):
+            load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("notes.txt", "notes.txt' is a file that holds no model: a model is a folder with config.json"),
+        ("model.safetensors", "model.safetensors' is a file of weights: give its folder"),
+        ("pytorch_model.bin", "pytorch_model.bin' is a file of pickled weights, .*: a model is a folder"),
+        ("empty/", "empty/' is empty: a model is a folder"),
+        ("absent/model", "absent/model' does not exist"),
+        ("others", "others' has no config.json: a model is a folder"),
+        ("models--me--tiny", "is a folder of the Hub's cache: give the Hub id, 'me/tiny'"),
+        ("a.gguf", "a.gguf' is no GGUF file"),
+        ("two", r"has GGUF files of several models: give the path of one of \['a.gguf', 'b.gguf'\]"),
+    ],
+)
+def test_a_path_that_is_no_model_is_named_with_what_to_give(tmp_path: Path, name: str, message: str) -> None:
+    for folder in ("empty", "others", "models--me--tiny/snapshots", "two"):
+        (tmp_path / folder).mkdir(parents=True)
+    touch(tmp_path, "notes.txt", "model.safetensors", "pytorch_model.bin", "a.gguf", "others/notes.txt")
+    touch(tmp_path / "two", "a.gguf", "b.gguf")
+    with patch("nanovllm.utils.gguf.find_spec"), pytest.raises(ValueError, match=message):
+        LLM(f"{tmp_path}/{name}", device="cpu")
+
+
+@pytest.mark.parametrize("model_impl", ["native", "transformers"])
+def test_a_model_for_embeddings_alone_has_no_head(checkpoint: Path, copy: Path, model_impl: str) -> None:
+    weights = load_file(copy / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    # Nothing says that none is wanted.
+    with pytest.raises(ValueError, match=r"missing \['lm_head.weight'\], left over \[\]"):
+        load(copy, model_impl=model_impl)
+    trunk = {name.removeprefix("model."): tensor for name, tensor in weights.items()}
+    save_file(trunk, copy / "model.safetensors", metadata={"format": "pt"})
+    write_json(copy / "config.json", config | {"architectures": ["Qwen3Model"]})
+    with load(checkpoint, model_impl=model_impl) as whole, load(copy, model_impl=model_impl) as llm:
+        assert torch.equal(*(each.embed([[1, 2, 3]], use_tqdm=False) for each in (whole, llm)))
+        for call in (llm.generate, llm.stream, lambda prompts: llm.score(prompts, [[4]])):
+            with pytest.raises(ValueError, match="no LM head"):
+                call([[1, 2, 3]])
+    # As sentence-transformers writes them, with the architecture's own name.
+    write_json(copy / "config.json", config)
+    write_modules(copy, {"pooling_mode_mean_tokens": True})
+    with load(copy, model_impl=model_impl) as llm:
+        assert llm.default_pooling == "mean" and llm.embed([[1, 2]], use_tqdm=False).shape == (1, 64)
+    # A head that is the embedding needs no tensor.
+    write_json(copy / "config.json", config | {"tie_word_embeddings": True})
+    with load(copy, model_impl=model_impl) as llm:
+        assert len(tokens_of(llm)) == 8
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors",
+        "model.safetensors.index.json",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("content", "message"), [(POINTER, "is a Git LFS pointer, .*`git lfs pull`"), ("", "")])
+def test_pointers_and_empty_files_are_named(copy: Path, name: str, content: str, message: str) -> None:
+    for other in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(BUNDLED_MODEL) / other, copy)
+    if name.endswith("index.json"):
+        (copy / "model.safetensors").unlink()
+    (copy / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{copy}/{name}' {message}"):
+        load(copy)
+
+
+def test_pointers_where_they_are_harder_to_see(copy: Path) -> None:
+    # What is not needed may be one.
+    for name in ("consolidated.safetensors", "tokenizer.model"):
+        (copy / name).write_text(POINTER)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(BUNDLED_MODEL) / name, copy)
+    load(copy).exit()
+    # Its lines would be words.
+    bert = copy / "bert"
+    write_json(bert / "config.json", {"model_type": "bert"})
+    (bert / "vocab.txt").write_text(POINTER)
+    with pytest.raises(ValueError, match=r"vocab.txt' is a Git LFS pointer"):
+        load_tokenizer(str(bert), trust_remote_code=False)
+    files = fsspec.filesystem("memory")
+    files.pipe("/pointers/model.safetensors", POINTER.encode())
+    with pytest.raises(ValueError, match=r"memory://pointers/model.safetensors' is a Git LFS pointer"):
+        list(stored_tensors("memory://pointers"))
+
+
+def test_a_truncated_vocabulary_is_named(copy: Path) -> None:
+    whole = (Path(BUNDLED_MODEL) / "tokenizer.json").read_text()
+    (copy / "tokenizer.json").write_text(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"tokenizer\.json in .* is not JSON"):
+        load(copy)
+
+
+def sentencepiece_model(path: Path) -> None:
+    trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
+    with path.open("wb") as stream:
+        trainer.train(sentence_iterator=iter(WORDS), model_writer=stream, vocab_size=40, model_type="bpe")
+
+
+def test_tokenizer_model_alone(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "llama"})
+    sentencepiece_model(tmp_path / "tokenizer.model")
+    found = load_tokenizer(str(tmp_path), trust_remote_code=False)
+    assert found.decode(found("how are you").input_ids, skip_special_tokens=True) == "how are you"
+    assert found("how are you").input_ids == AutoTokenizer.from_pretrained(tmp_path)("how are you").input_ids
+
+
+def test_vocabulary_and_merges_alone(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "qwen2"})
+    write_json(tmp_path / "vocab.json", {"a": 0, "b": 1, "ab": 2})
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    assert load_tokenizer(str(tmp_path), trust_remote_code=False)("abb").input_ids == [2, 1]
+    (tmp_path / "merges.txt").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer in .* cannot be read"):
+        load_tokenizer(str(tmp_path), trust_remote_code=False)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "vocab.txt"])
+def test_special_tokens_alone_are_no_tokenizer(tmp_path: Path, model_type: str, name: str) -> None:
+    write_json(tmp_path / "config.json", {"model_type": model_type})
+    write_json(tmp_path / "tokenizer_config.json", {"tokenizer_class": f"{model_type.capitalize()}Tokenizer"})
+    if name == "vocab.txt":
+        (tmp_path / name).write_text("hello\nworld\n")
+    with pytest.raises(ValueError, match=r"special tokens alone, since .* is missing: .*tokenizer\.json"):
+        load_tokenizer(str(tmp_path), trust_remote_code=False)
+
+
+def test_no_tokenizer_is_none(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", {"model_type": "llama"})
+    assert load_tokenizer(str(tmp_path), trust_remote_code=False) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "packages"),
+    [
+        ("tokenizer.model", b"\n\x0c", "sentencepiece protobuf"),
+        ("tokenizer.model", b"IQ== 0\n", "tiktoken"),
+        ("qwen.tiktoken", b"IQ== 0\n", "tiktoken"),
+        ("tekken.json", b"{}", "mistral-common"),
+    ],
+)
+def test_missing_packages_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, packages: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ImportError("no such module")
+
+    (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", fail)
+    monkeypatch.setattr(tokenizer_module, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=rf"'{name}' .* cannot be read without {packages}: pip install {packages}"):
+        load_tokenizer(str(tmp_path), trust_remote_code=False)
+
+
+@pytest.fixture
+def tekken(make_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A Mistral whose tokenizer is tekken.json alone, of bytes and a few words."""
+    package = pytest.importorskip("mistral_common")
+    whole = json.loads((Path(package.__file__).parent / "data" / "tekken_240911.json").read_text())
+    config = whole["config"] | {"num_vocab_tokens": 400, "default_vocab_size": 1400}
+    folder = make_checkpoint("mistral", vocab_size=1400, eos_token_id=2, bos_token_id=1, head_dim=16)
+    copy = Path(shutil.copytree(folder, tmp_path / "tekken"))
+    write_json(copy / "tekken.json", {"config": config, "vocab": whole["vocab"][:400]})
+    return copy
+
+
+def test_tekken_alone(tekken: Path) -> None:
+    right = AutoTokenizer.from_pretrained(tekken)
+    texts = ["Hello world", "\u00e9t\u00e9 \u65e5\u672c \U0001f642", "[INST] <s> a  b\n"]
+    messages = [{"role": "system", "content": "be nice"}, {"role": "user", "content": "h\u00e9llo"}]
+    with load(tekken) as llm:
+        # Its code takes the place of a template.
+        assert has_chat_template(llm.tokenizer) and not has_chat_template(None)
+        outputs = llm.generate(texts, SamplingParams(0, 8, logprobs=2, stop=["zz"], bad_words=["no"]), use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == [right(text).input_ids for text in texts]
+        for output in outputs:
+            ids = output.outputs[0].token_ids
+            assert output.outputs[0].text == right.decode(ids, skip_special_tokens=True)
+            assert output.outputs[0].logprobs is not None
+        assert token_bytes_function(llm.tokenizer)(3) == b"[INST]"
+        streamed = "".join(part.outputs[0].text for part in llm.stream(texts[0], GREEDY))
+        assert streamed == llm.generate(texts[0], GREEDY, use_tqdm=False)[0].outputs[0].text
+        params = SamplingParams(0, 4, skip_special_tokens=False)
+        (chat,) = llm.chat(messages, params, use_tqdm=False)
+        assert chat.prompt_token_ids == right.apply_chat_template(messages, return_dict=False)
+        assert chat.outputs[0].text == right.decode(chat.outputs[0].token_ids)
+        with pytest.raises(ValueError, match="chat_template: mistral-common writes"):
+            llm.chat(messages, GREEDY, chat_template="{{ messages }}", use_tqdm=False)
+
+
+def write_modules(folder: Path, pooling: dict[str, object], *others: str) -> None:
+    kinds = ["Transformer", "Pooling", *others]
+    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(kinds[1:], 1))]
+    modules = [
+        {"idx": i, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate(zip(kinds, paths, strict=True))
+    ]
+    write_json(folder / "modules.json", modules)
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": 64, **pooling})
+
+
+@pytest.mark.parametrize(
+    ("config", "others", "pooling"),
+    [
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, ["Normalize"], "last"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, [], "mean"),
+        ({"pooling_mode_mean_sqrt_len_tokens": True}, [], "mean"),
+        ({"pooling_mode": "mean"}, ["Normalize"], "mean"),
+        ({"pooling_mode_cls_token": True}, [], r"asks for pooling 'cls_token': pass `pooling`"),
+        ({"pooling_mode": "max"}, [], r"asks for pooling 'max'"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, [], "pooling '(mean|max)_tokens, "),
+        ({"pooling_mode_mean_tokens": True}, ["Dense"], "module 'Dense', which is not supported"),
+    ],
+)
+def test_the_pooling_of_a_folder(tmp_path: Path, config: dict[str, object], others: list[str], pooling: str) -> None:
+    write_modules(tmp_path, config, *others)
+    if pooling in ("last", "mean"):
+        assert folder_pooling(str(tmp_path)) == pooling
+    else:
+        with pytest.raises(ValueError, match=pooling):
+            folder_pooling(str(tmp_path))
+
+
+def test_embeddings_pool_as_the_folder_says(copy: Path) -> None:
+    with load(copy) as llm:
+        last, mean = (llm.embed([[1, 2, 3]], pooling=pooling, use_tqdm=False) for pooling in ("last", "mean"))
+        assert not torch.equal(last, mean)
+        assert torch.equal(llm.embed([[1, 2, 3]], use_tqdm=False), last)
+        write_modules(copy, {"pooling_mode_mean_tokens": True})
+        assert torch.equal(llm.embed([[1, 2, 3]], use_tqdm=False), mean)
+        assert torch.equal(llm.embed([[1, 2, 3]], "last", use_tqdm=False), last)
+        write_modules(copy, {"pooling_mode_cls_token": True})
+        assert torch.equal(llm.embed([[1, 2, 3]], "mean", use_tqdm=False), mean)
+        with pytest.raises(ValueError, match="asks for pooling 'cls_token'"):
+            llm.embed([[1, 2, 3]], use_tqdm=False)
+
+
+def test_a_url_brings_vocabulary_and_pooling(copy: Path) -> None:
+    write_modules(copy, {"pooling_mode_mean_tokens": True})
+    touch(copy, "tokenizer.model", "qwen.tiktoken")
+    folder = resolve_model(f"file://{copy}", None)
+    assert folder_pooling(folder) == "mean"
+    assert {"tokenizer.model", "qwen.tiktoken"} <= set(os.listdir(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "runs"),
+    [
+        ({"auto_map": {"AutoConfig": "custom.C", "AutoModelForCausalLM": "custom.M"}}, True),
+        ({"auto_map": {"AutoModelForCausalLM": "custom.M"}, "model_type": "gpt2", "architectures": GPT2}, True),
+        ({"auto_map": {"AutoConfig": "custom.C"}, "model_type": "custom"}, False),
+        ({"auto_map": {"AutoModelForCausalLM": "custom.M"}, "architectures": ["M"]}, False),
+    ],
+)
+def test_code_of_a_folder_is_not_needed_where_there_is_other(
+    copy: Path, changes: dict[str, object], runs: bool
+) -> None:
+    write_json(copy / "config.json", json.loads((copy / "config.json").read_text()) | changes)
+    if runs:
+        config = ModelConfig.from_folder(str(copy), model_impl="auto")
+        assert (config.hf is None) == ("architectures" not in changes)
+    else:
+        with pytest.raises(ValueError, match=r"names code to run .*trust_remote_code=True"):
+            ModelConfig.from_folder(str(copy), model_impl="auto")
+
+
+def test_code_for_a_tokenizer_is_not_needed_where_there_is_other(copy: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(BUNDLED_MODEL) / name, copy)
+    config = json.loads((copy / "tokenizer_config.json").read_text())
+    auto_map = {"AutoTokenizer": ["custom.Slow", "custom.Fast"]}
+    write_json(copy / "tokenizer_config.json", config | {"auto_map": auto_map, "tokenizer_class": "Qwen2Tokenizer"})
+    right = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
+    assert load_tokenizer(str(copy), False).get_vocab() == right.get_vocab()
+    write_json(copy / "tokenizer_config.json", config | {"auto_map": auto_map, "tokenizer_class": "Custom"})
+    write_json(copy / "config.json", {"model_type": "custom"})
+    with pytest.raises(ValueError, match=r"names code to run for AutoTokenizer: .*'custom.Fast'.*trust_remote_code"):
+        load_tokenizer(str(copy), False)

@@ -26,17 +26,16 @@ from nanovllm.layers.fused_experts import FusedExperts
 from nanovllm.models import count_parameters
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import experts_shard
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint
-from tests.test_families import FAMILIES
-from tests.test_greedy import Reference, check, make_llm, prompts
+from tests.reference import complete, make_llm, prompts
 from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
+from tests.test_tokens import FAMILIES
 
 # Experts of each token and of all; in features, and those of an expert: no multiples of what a kernel takes at a time.
 MIXTURES = [(2, 8), (1, 5), *([(8, 128)] if GPU else [])]
 SIZES = (2048, 768) if GPU else (80, 48)
-ROWS = (1, 2, 3, 16, 17, 100, *((200, 500, 1500, 4096) if GPU else ()))
+ROWS = (1, 2, 16, 17, *((100, 200, 500, 1500, 4096) if GPU else (60,)))
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +68,13 @@ def test_kernels(rows: int, mixture: tuple[int, int], dtype: torch.dtype) -> Non
     check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
 
 
-@pytest.mark.parametrize("rows", [1, 12, 19])
+@pytest.mark.parametrize("rows", [9, 17])
 def test_all_rows_of_one_expert_and_experts_of_one_row(rows: int) -> None:
     dtype = DTYPES[-1]
-    gate_up, down = make_experts(20, dtype)
+    gate_up, down = make_experts(18, dtype)
     x, weights = randn(rows, SIZES[0], dtype=dtype), torch.rand(rows, 1, device=DEVICE)
-    for chosen in (torch.full((rows, 1), 19), torch.arange(rows).flip(0).unsqueeze(1)):
-        check_experts(x, Routing(chosen.int().to(DEVICE), weights, 20), gate_up, down, 0)
+    for chosen in (torch.full((rows, 1), 17), torch.arange(rows).flip(0).unsqueeze(1)):
+        check_experts(x, Routing(chosen.int().to(DEVICE), weights, 18), gate_up, down, 0)
 
 
 def test_a_router_normalises_what_it_takes() -> None:
@@ -106,7 +105,7 @@ def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
 def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     # More chunks than are added up at a time, and the last one not full.
     monkeypatch.setattr(grouped_gemm, "_CHUNK", 16)
-    chosen = torch.randint(0, 20, (150, 3), dtype=torch.int32, device=DEVICE)
+    chosen = torch.randint(0, 20, (90, 3), dtype=torch.int32, device=DEVICE)
     for first, count in ((0, 20), (4, 9), (17, 3)):
         got = grouped_gemm.sort_slots(Routing(chosen, chosen.float(), 20), first, count)
         flat = chosen.flatten().cpu()
@@ -115,7 +114,7 @@ def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch
         assert got.slots[: got.starts[-1]].tolist() == [slot for slots in want for slot in slots]
 
 
-def test_rows_that_are_no_numbers_have_experts_that_exist_and_disturb_no_other() -> None:
+def test_rows_of_nan_disturb_no_other() -> None:
     gate_up, down = make_experts(5, torch.float32)
     x, weight = randn(19, SIZES[0]), randn(5, SIZES[0])
     x[3] = float("nan")
@@ -176,40 +175,18 @@ def folder_of(make_checkpoint: MakeCheckpoint, name: str, **changes: Any) -> Pat
     return make_checkpoint(name.removesuffix("ForCausalLM"), **(FAMILIES[name] | changes))
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "is_parallel"), [("Qwen3MoeForCausalLM", 2, True), ("MixtralForCausalLM", 2, False)]
-)
-def test_ranks_say_what_transformers_says(
-    make_checkpoint: MakeCheckpoint, name: str, size: int, is_parallel: bool
-) -> None:
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
-    folder, batch = folder_of(make_checkpoint, name, **heads), prompts((1, 16, 33, 90), seed=5)
-    reference = Reference(folder)
-    settings = {"tensor_parallel_size": size, "enable_expert_parallel": is_parallel, "device": "cpu"}
-    with make_llm(folder, max_num_batched_tokens=48, max_num_seqs=3, **settings) as llm:
-        runner: Any = llm.llm_engine._runner
-        shards = [shard.experts for shard in runner.call(ModelRunner.__getattribute__, "shard")]
-        num_experts = [shard.experts.size for shard in shards]
-        total = shards[0].experts.total
-        assert sum(num_experts) == total if is_parallel else num_experts == [total] * size
-        assert sum(check(llm, reference, batch)) == 0
-        assert sum(check(llm, reference, batch)) > 100
-
-
 @pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")
-def test_an_engine_on_the_kernels_says_what_transformers_says(
-    make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_on_the_kernels(make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of one row, of few and of many, and parts of sums on their way to the next norm."""
     for op in (route_op, experts_op):
         monkeypatch.setattr(op, "uses_triton", lambda device: True)
     folder = folder_of(make_checkpoint, "Qwen3MoeForCausalLM", num_experts_per_tok=3)
-    reference, batch = Reference(folder), prompts((1, 30), seed=6)
+    batch = prompts((1, 30), seed=6)
     with make_llm(folder, device="cpu") as llm:
         for group in (batch[:1], batch):
             outputs = llm.generate(group, SamplingParams(0, max_tokens=4, ignore_eos=True), use_tqdm=False)
             for prompt, output in zip(group, outputs, strict=True):
-                assert output["token_ids"] == reference.complete(tuple(prompt))[:4]
+                assert output["token_ids"] == complete(folder, tuple(prompt))[:4]
 
 
 def test_an_expert_that_is_missing_is_named_before_weights_are_read(
@@ -227,11 +204,7 @@ def test_an_expert_that_is_missing_is_named_before_weights_are_read(
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"num_experts_per_tok": 9}, {}, "num_experts_per_tok must be in 1 ... 8, not 9"),
     ({}, {}, "tensor_parallel_size=2 is too large for moe_intermediate_size=16"),
-    (
-        {"num_local_experts": 1, "num_experts_per_tok": 1},
-        {"enable_expert_parallel": True},
-        "over the model's 1 exp",
-    ),
+    ({"num_local_experts": 1, "num_experts_per_tok": 1}, {"enable_expert_parallel": True}, "over the model's 1 exp"),
 ]
 
 
@@ -288,6 +261,5 @@ def test_graphs_and_eager_steps_give_the_same_tokens(
         tokens.append([output["token_ids"] for group in outputs for output in group])
     assert tokens[0] == tokens[1]
     if dtype == "float32" and quantization is None:
-        reference = Reference(folder)
-        want = [reference.complete(tuple(prompt)) for batch in batches[:2] for prompt in batch]
+        want = [complete(folder, tuple(prompt)) for batch in batches[:2] for prompt in batch]
         assert tokens[0][: len(want)] == want

@@ -20,7 +20,6 @@ import pytest
 
 from tests.bank_conflicts import most_conflicts
 from tests.fake_device import SHARED_KIB
-from tests.kernel_counts import CASE, changes, count_kernels, known_counts
 
 ROOT = Path(__file__).parents[1]
 MAX_SPILLED_BYTES = 64
@@ -88,10 +87,7 @@ def test_kernels_fit_the_device(
     assert not size.startswith("30B-A3B") or mixture <= {kernel["name"] for kernel in kernels}
     assert not is_hopper or all(kernel["launch_pdl"] for kernel in kernels if kernel["name"] in EARLY)
     check_fit(kernels, capability)
-    known = known_counts(version)
-    if (capability, size, dtype) == CASE and (triton or known is not None):
-        assert known is not None, f"no row for Triton {version}: see kernel_counts.py"
-        assert not changes(count_kernels(kernels), known), "if it is meant, see kernel_counts.py"
+    assert (capability, size, dtype) != SOME[0] or all(kernel["conflicts"] <= 1 for kernel in kernels), kernels
 
 
 def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(
@@ -104,7 +100,7 @@ def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(
     check_fit(kernels, "86")
 
 
-def test_a_shared_layout_in_which_rows_lie_in_the_same_banks_is_found() -> None:
+def test_a_layout_with_bank_conflicts_is_found() -> None:
     """One-shot linears as Triton 3.6 and 3.7.1 compiled `tl.dot`: with 8 rows 0.6B became slower by a third."""
     code = """#shared = #ttg.swizzled_shared<{vec = 8, perPhase = 1, maxPhase = 8, order = [%s]}>
     %%4 = ttg.local_load %%3 : !ttg.memdesc<16x64x32xbf16, #shared, #smem> -> tensor<16x64x32xbf16, #ttg.dot_op<{0}>>"""
@@ -115,21 +111,14 @@ def test_a_shared_layout_in_which_rows_lie_in_the_same_banks_is_found() -> None:
     assert most_conflicts("") == 0
 
 
-def test_a_count_that_has_changed_is_named() -> None:
-    known = {"_kernel": {"registers": 50, "LDS": 0}}
-    assert changes({"_kernel": {"registers": 60, "LDS": 0}}, known) == []
-    assert changes({"_kernel": {"registers": 39, "LDS": 1}}, known) == [
-        "_kernel: LDS 0 -> 1", "_kernel: registers 50 -> 39"
-    ]  # fmt: skip
-    assert changes({"_other": {"registers": 50, "LDS": 0}}, known)[0] == "_kernel is compiled in one of the two only"
-
-
+@pytest.mark.compat
 def test_a_setting_that_is_none_is_refused(tmp_path: Path) -> None:
     done = start(tmp_path, "90", "0.6B", "bfloat16", NANOVLLM_PDL="off")
     assert "ValueError: NANOVLLM_PDL must be 'wait' or not set, not 'off'" in done.stderr
 
 
-def test_kernels_wait_if_told_to_and_words_for_other_gpus_go_by_relaxed_accesses(tmp_path: Path) -> None:
+@pytest.mark.compat
+def test_kernels_wait_and_use_relaxed_accesses(tmp_path: Path) -> None:
     """A plain store may be taken apart, and races with the other GPU's load."""
     words = ["ld.relaxed.sys.global.v2.b64", "st.relaxed.sys.global.v2.b64"]
     signals, abort = ["ld.acquire.sys.global.u32", "st.release.sys.global.u32"], ["ld.volatile.global.b32"]
@@ -146,8 +135,3 @@ def test_kernels_wait_if_told_to_and_words_for_other_gpus_go_by_relaxed_accesses
     for kernel in kernels:
         assert kernel["accesses"] == wanted[kernel["name"]] and not kernel["launch_pdl"], kernel
         assert not kernel["accesses"] or not kernel["spilled_bytes"], kernel
-
-
-def test_a_device_that_they_do_not_fit_is_refused(tmp_path: Path) -> None:
-    done = start(tmp_path, "75", "0.6B", "float16")
-    assert "ValueError" in done.stderr and "cuda:0 has 7.5" in done.stderr

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
-import torch
 
-from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
-from nanovllm.kernels.qkv_rope_store import KVPages
+from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.runner.batch import PromptArrays, make_prompt_arrays
 from nanovllm.runner.messages import Chunk
-from tests.test_kernels import DEVICE, paged, randn
 
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
 
@@ -32,7 +28,7 @@ def rows_of(tiles: np.ndarray, cu_seqlens_q: np.ndarray) -> list[range]:
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("samples", [[True] * 6, [False] * 6, [True, False, True, True, False, True]])
-def test_tiles_hold_every_row_once_and_sample_tiles_those_to_sample_from(padding: int, samples: list[bool]) -> None:
+def test_tiles_and_sample_tiles(padding: int, samples: list[bool]) -> None:
     chunks = [
         Chunk(slot, 7 * slot, array("i", [slot] * n), True, sampled)
         for slot, (n, sampled) in enumerate(zip(LENS, samples, strict=True))
@@ -93,32 +89,3 @@ def test_padding_alone_and_nothing_at_all() -> None:
         "sample_tiles": [-1, -1, 0, 0],
     }  # fmt: skip
     assert all(array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16))
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sample_tiles_are_all_that_sampled_rows_need(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    lens, starts, samples = (QUERY_TILE + 2, 5, 40, 2 * QUERY_TILE), (20, 0, 33, 0), (True, False, True, True)
-    ends = [start + n for start, n in zip(starts, lens, strict=True)]
-    cache, tables, seq_lens = paged(ends, 128, 2, 64, dtype)
-    chunks = [
-        Chunk(slot, start, array("i", [0] * n), True, sampled)
-        for slot, (start, n, sampled) in enumerate(zip(starts, lens, samples, strict=True))
-    ]
-    host_tables = np.zeros((len(lens) + 1, 1, tables.shape[1]), dtype=np.int32)
-    arrays = make_prompt_arrays(chunks, sum(lens), len(lens) + 2, host_tables, len(lens), 128)
-    cu_seqlens_q, tiles, sample_tiles = (
-        torch.from_numpy(part).to(DEVICE) for part in (arrays.cu_seqlens_q, arrays.tiles, arrays.sample_tiles)
-    )
-    query = randn(sum(lens), 4, 64, dtype=dtype)
-    outs = []
-    for work in (tiles, sample_tiles):
-        out = torch.full(query.shape, float("nan"), dtype=dtype, device=DEVICE)
-        pages, chunk_rows = KVPages(cache[0], cache[1]), ChunkRows(tables, seq_lens, cu_seqlens_q, work)
-        prefill_attention(query, pages, out, chunk_rows, 0.125)
-        outs.append(out)
-    everything, sampled_only = outs
-    assert everything.isfinite().all() and sampled_only[:QUERY_TILE].isnan().all()
-    rows = torch.from_numpy(arrays.sample_indices[: sum(samples)]).long().to(DEVICE)
-    assert torch.equal(sampled_only[rows], everything[rows])

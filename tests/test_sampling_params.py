@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from array import array
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import RequestLimits
 from nanovllm.outputs import RequestOutput
+from nanovllm.sampling.state import SamplingState
+from nanovllm.sampling_params import SamplingExtra
+from tests.conftest import MakeCheckpoint
 from tests.reference import check_logprobs, processed, prompt, reference_logits
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "seed": 0}
@@ -116,7 +121,7 @@ def test_min_tokens_gives_way_where_nothing_else_may_come(llm: LLM) -> None:
     assert (item.token_ids, item.finish_reason) == ([EOS], "stop")
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", [pytest.param("raw_logprobs", marks=pytest.mark.compat), "processed_logprobs"])
 def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: Any) -> None:
     params = [*SAMPLED, SamplingParams(0, 2, prompt_logprobs=3)]
     prompts = [*PROMPTS, prompt(70, seed=30)]
@@ -182,3 +187,57 @@ def test_minus_one_stands_for_none_and_for_all() -> None:
     assert (checked.logprobs, checked.prompt_logprobs) == (100, 100)
     with pytest.raises(ValueError, match="logprobs=-1, all 100 tokens, is over max_logprobs=20"):
         RequestLimits(100, 64, 64, 64, 20).check_params(params)
+
+
+@pytest.fixture(scope="module")
+def uneven(make_checkpoint: MakeCheckpoint) -> Path:
+    # No multiple of the 64 tokens that are drawn from together.
+    return make_checkpoint(vocab_size=310)
+
+
+def draws(llm: LLM, seeds: list[int | None], temperature: float = 1.0) -> list[list[int]]:
+    """The tokens of one prompt by each of the seeds."""
+    params = [SamplingParams(temperature, max_tokens=30, ignore_eos=True, seed=seed) for seed in seeds]
+    return [output["token_ids"] for output in llm.generate([[1]] * len(seeds), params, use_tqdm=False)]
+
+
+def test_extreme_temperatures_and_seeds(uneven: Path) -> None:
+    with LLM(uneven, num_kvcache_blocks=20, **SETTINGS) as llm:
+        # 1e39 is no float32, and 3e38 times the noise is none.
+        for temperature in (1e300, 1e39, 3e38):
+            tokens = [token for drawn in draws(llm, list(range(8)), temperature) for token in drawn]
+            assert min(tokens) >= 0 and max(tokens) < 310
+            # Of 240 draws from 310 tokens that are equally likely, 167 differ on average, and 140 nearly always.
+            assert len(set(tokens)) > 140
+        # The lowest, the highest, and such as differ in one word of 32 bits or in the first bit of one.
+        seeds: list[int | None] = [0, 2**64 - 1, 5, 5 + 2**32, 2**32, 5 + 2**31, 5 + 2**63]
+        first = draws(llm, seeds)
+        assert draws(llm, seeds) == first and len({tuple(tokens) for tokens in first}) == len(seeds)
+
+
+def test_an_engine_with_a_seed_repeats_and_one_without_does_not(uneven: Path) -> None:
+    runs = []
+    for seed in (0, 0, 1, None, None):
+        with LLM(uneven, num_kvcache_blocks=20, **(SETTINGS | {"seed": seed})) as llm:
+            runs.append(draws(llm, [None, None]))
+    assert runs[0] == runs[1]
+    # Two requests of each of four different engines.
+    assert len({tuple(tokens) for run in runs for tokens in run}) == 8
+
+
+def test_rows_are_given_back_when_their_slots_are_taken_again() -> None:
+    state = SamplingState(64, torch.device("cpu"), "raw_logprobs")
+    params = SamplingParams(presence_penalty=0.5, logit_bias={3: 1.0})
+    for turn in range(10):
+        extra = SamplingExtra(params, array("i", [turn, 5]), num_prompt_tokens=1)
+        for slot in range(3):
+            state.add(slot, extra)
+        rows = state.rows_of([0, 1, 2], np.full(3, 2))
+        assert rows is not None and rows.edits.counts_rows is not None and rows.edits.counts is not None
+        assert len(set(rows.edits.counts_rows.tolist())) == 3
+        # Nothing is left of the turn before.
+        for row in rows.edits.counts_rows.tolist():
+            assert rows.edits.counts[row].nonzero().flatten().tolist() == sorted({turn, 5})
+    # The least that a pool has; three slots never need more.
+    assert len(state._counts.tensor) == len(state._bias.tensor) == 8
+    assert len(state._counts._free) == len(state._bias._free) == 5

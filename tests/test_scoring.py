@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import math
+import pickle
+from array import array
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from transformers import TemperatureLogitsWarper
 
 from nanovllm import LLM, SamplingParams
+from nanovllm import outputs as module
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import LogprobsMode, Pooling
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Logprob, Logprobs, RequestOutput, pack_records, record_bytes
+from nanovllm.runner.messages import Chunk
+from nanovllm.runner.step_outputs import prompt_outputs
 from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.tasks.ranking import rank_method
 from tests.reference import check_position, prompt, reference_logits, reference_model
@@ -194,8 +202,7 @@ def test_beam_search_with_a_temperature(folder: Path, mode: LogprobsMode) -> Non
     torch.testing.assert_close(scores, want.sequences_scores, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("width", [1, 2, 5])
-@pytest.mark.parametrize("length_penalty", [0.0, 1.0, 2.0, -1.0])
+@pytest.mark.parametrize(("width", "length_penalty"), [(1, 1.0), (2, 0.0), (2, 2.0), (5, 1.0), (5, -1.0)])
 def test_beam_search_equals_transformers(llm: LLM, folder: Path, width: int, length_penalty: float) -> None:
     prompts = [prompt(n, seed=n) for n in (3, 20, 40)]
     # With so many ends that searches are over at different lengths, with one, and without.
@@ -219,3 +226,79 @@ def test_beam_search_equals_transformers(llm: LLM, folder: Path, width: int, len
                 scores = torch.tensor([sequence.score for sequence in output.sequences])
                 torch.testing.assert_close(scores, want.sequences_scores, rtol=1e-4, atol=1e-4)
     assert llm.stats()["num_used_blocks"] == 0
+
+
+# The mean of a prompt's hidden states is of more than 16-bit floats can add up.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_of_many_hidden_states_is_float32(dtype: torch.dtype) -> None:
+    # From 2048 on float16 has no odd numbers, and from 256 on bfloat16 has none.
+    hidden = torch.ones(3001, 2, dtype=dtype)
+    chunk = Chunk(0, 0, array("i", [0]) * 3001, False, True, pooling="mean")
+    nothing: Any = None
+    (total,) = prompt_outputs(nothing, nothing, [chunk], hidden)
+    assert isinstance(total, torch.Tensor) and total.dtype == torch.float32
+    assert total.tolist() == [3001.0, 3001.0]
+
+
+VALUES = np.array([[-1.5, -0.25, -math.inf], [-0.5, -0.5, -2.0], [math.nan, -1.0, -3.0]], dtype=np.float32)
+IDS = np.array([[7, 3, 9], [2, 2, 5], [1, 4, 6]])
+WANT: list[Any] = [
+    None,
+    {7: Logprob(-1.5, 4, "t7"), 3: Logprob(-0.25, 1, "t3")},
+    {2: Logprob(-0.5, 1, "t2"), 5: Logprob(-2.0, 2, "t5")},
+]
+
+
+def decode(token_id: int) -> str:
+    return f"t{token_id}"
+
+
+def make(num_missing: int = 1, num_positions: int = 2) -> Logprobs[Any]:
+    records = pack_records(VALUES, IDS, np.array([4, 1, 9]))[:num_positions]
+    return Logprobs(records.tobytes(), 3, decode, num_missing)
+
+
+def test_it_is_a_list_to_those_who_read_it() -> None:
+    got = make()
+    assert got == WANT and got == make() and list(got) == WANT and [*got] == WANT and repr(got) == repr(WANT)
+    assert got != WANT[1:] and got != make(0) and (got == 3) is False
+    assert len(got) == 3 and got[0] is None and got[-1] == got[2] == WANT[2]
+    for part in (slice(1, None), slice(0, 1), slice(None, -1), slice(2, 1), slice(None, None, -1), slice(5, 9)):
+        assert got[part] == WANT[part]
+    with pytest.raises(IndexError):
+        got[3]
+    assert got + make(0) == WANT + WANT[1:] and got + WANT == WANT + WANT and [3].__add__([]) + got == [3, *WANT]
+    # With positions missing in the middle it is a list.
+    assert got + make() == WANT + WANT
+    for copied in (pickle.loads(pickle.dumps(got)), copy.deepcopy(got)):
+        assert copied == WANT
+
+
+def test_its_arrays_are_those_of_the_tokens() -> None:
+    got = make(num_positions=3)
+    assert np.array_equal(got.token_logprobs, np.array([np.nan, -1.5, -0.5, np.nan], dtype=np.float32), equal_nan=True)
+    assert got.ranks.tolist() == [0, 4, 1, 9]
+    assert math.isnan(got[3][1].logprob) and set(got[3]) == {1, 4, 6}
+    # A record of fewer tokens is the beginning of a longer one.
+    packed = pack_records(VALUES, IDS, np.array([4, 1, 9])).tobytes()
+    assert Logprobs(packed[: record_bytes(0)], 1, decode) == [{7: WANT[1][7]}]
+    assert record_bytes(2) * 3 == len(packed) and record_bytes(None) == 0
+
+
+def test_nothing_is_made_until_it_is_looked_at(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(*values: Any) -> Logprob:
+        made.append(values)
+        return Logprob(*values)
+
+    monkeypatch.setattr(module, "Logprob", counted)
+    params = SamplingParams(0, 6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    with LLM(checkpoint, device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=8) as llm:
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        (item,) = output.outputs
+        assert not made and item.logprobs is not None and output.prompt_logprobs is not None
+        total = sum(at[token].logprob for at, token in zip(item.logprobs, item.token_ids, strict=True))
+        assert len(made) == 2 * 6 and item.cumulative_logprob == pytest.approx(total)
+        made.clear()
+        assert output.prompt_logprobs[1] is not None and 1 <= len(made) <= 2

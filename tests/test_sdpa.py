@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,32 @@ from nanovllm.kernels.qkv_rope_store import KVPages
 from tests.test_kernels import (
     DEVICE,
     DTYPES,
-    check_error,
+    check_attention,
+    chunk_rows,
     dense_attention,
+    new_slots,
     paged,
     randn,
     with_shared_prefixes,
 )
+
+
+def step_of(
+    tables: torch.Tensor, seq_lens: torch.Tensor, lens: list[int], query_lens: list[int], variant: Any = None
+) -> StepMetadata:
+    """Decode rows, then chunks of so many queries."""
+    chunks, num_decodes = chunk_rows(tables, seq_lens, query_lens), len(lens) - len(query_lens)
+    return StepMetadata(
+        num_decodes=num_decodes, slot_mappings=[new_slots(tables, lens, 16)[:0]], block_tables=[tables], seq_lens=seq_lens,
+        cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles, sample_tiles=chunks.tiles, seq_lens_host=lens,
+        query_lens_host=query_lens, variant=variant,
+    )  # fmt: skip
+
+
+def with_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu":
+        properties = SimpleNamespace(multi_processor_count=8)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
 # 20 queries of 30 take three pieces, the last of which is not full; 8 take one, and 9 one more of a single query.
@@ -40,23 +61,12 @@ def test_decode_rows_and_chunks(
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, seq_lens = paged(lens, 16, 2, 32, dtype)
     query = randn(sum(query_lens), 6, 32, dtype=dtype)
-    nothing = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    metadata = StepMetadata(
-        num_decodes=3, slot_mappings=[nothing], block_tables=[tables], seq_lens=seq_lens, cu_seqlens_q=nothing,
-        query_tiles=nothing, sample_tiles=nothing, seq_lens_host=lens, query_lens_host=query_lens[3:],
-    )  # fmt: skip
+    metadata = step_of(tables, seq_lens, lens, query_lens[3:])
     backend = SdpaBackend(16)
     backend.plan(metadata)
     out = backend.run(query, AttentionLayer(KVPages(cache[0], cache[1]), 32**-0.5), metadata)
     assert len(metadata.plan[0, None]) == most_pieces
-    pieces = query.split(query_lens)
-    exact = torch.cat([dense_attention(q.float(), cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
-    same = torch.cat([dense_attention(q, cache, tables[i], lens[i]) for i, q in enumerate(pieces)])
-    check_error(out, same, exact)
-
-
-def int32(values: list[int]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    check_attention(out, query, cache, tables, query_lens, lens)
 
 
 LAYERS = (PLAIN, AttentionOptions(softcap=0.7), AttentionOptions(window=20), AttentionOptions(window=40, softcap=0.7))
@@ -72,9 +82,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
     backend: AttentionBackend = SdpaBackend(16)
     variant = None
     if kind == "triton":
-        if DEVICE == "cpu":
-            properties = SimpleNamespace(multi_processor_count=8)
-            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        with_multiprocessors(monkeypatch)
         device = torch.device(DEVICE)
         specs = [Paged(2, 16, 16, one.window, torch.float32) for one in LAYERS]
         backend = TritonBackend(
@@ -89,19 +97,9 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
     other_cache, other_tables = torch.empty_like(cache), order[tables.long()].int()
     other_cache[:, order] = cache
     groups = [[options for options in LAYERS if (options.window is None) == is_full] for is_full in (True, False)]
-    tiles = int32([0, 0])
-    metadata = StepMetadata(
-        num_decodes=num_decodes,
-        slot_mappings=[int32([]), int32([])],
-        block_tables=[tables, other_tables],
-        seq_lens=seq_lens,
-        cu_seqlens_q=int32([0, num_queries]),
-        query_tiles=tiles,
-        sample_tiles=tiles,
-        seq_lens_host=lens,
-        query_lens_host=[num_queries],
-        variant=variant,
-    )
+    metadata = step_of(tables, seq_lens, lens, [num_queries], variant)
+    metadata.slot_mappings *= 2
+    metadata.block_tables.append(other_tables)
     backend.plan(metadata)
     query = randn(sum(query_lens), 4, 16)
     for number, (group, pages) in enumerate(zip(groups, (cache, other_cache), strict=True)):
@@ -127,9 +125,7 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
     specs = [Paged(*layer, dtype) for layer in layers]
     backend: AttentionBackend = SdpaBackend(16)
     if kind == "triton":
-        if DEVICE == "cpu":
-            properties = SimpleNamespace(multi_processor_count=8)
-            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        with_multiprocessors(monkeypatch)
         backend = TritonBackend(
             AttentionSetup(torch.device(DEVICE), dtype, 16, num_heads, specs, num_slots=3, shares_prefixes=True)
         )
@@ -138,22 +134,15 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
     cache, tables, seq_lens = paged(lens, 16, 2, 512, dtype)
     slots = np.arange(3, dtype=np.int32)
     variant, _ = backend.plan_host(slots, seq_lens.cpu().numpy()[:3] - 1, tables.cpu().numpy()[:3])
-    tiles = int32([0, 0])
-    metadata = StepMetadata(
-        num_decodes=3, slot_mappings=[int32([])], block_tables=[tables], seq_lens=seq_lens,
-        cu_seqlens_q=int32([0, num_queries]), query_tiles=tiles, sample_tiles=tiles, seq_lens_host=lens,
-        query_lens_host=[num_queries], variant=variant,
-    )  # fmt: skip
+    metadata = step_of(tables, seq_lens, lens, [num_queries], variant)
     backend.plan(metadata)
     for spec in specs:
         keys, values = cache[0, :, :, : spec.num_kv_heads], cache[1, :, :, : spec.num_kv_heads]
         pages = keys[..., : spec.key_size].contiguous(), values[..., : spec.value_size].contiguous()
         query, options = randn(sum(query_lens), num_heads, spec.key_size, dtype=dtype), AttentionOptions(spec.window)
         out = backend.run(query, AttentionLayer(KVPages(*pages), spec.key_size**-0.5, options), metadata)
-        rows = list(zip(query.split(query_lens), tables, lens, strict=True))
-        exact = torch.cat([dense_attention(q.float(), pages, table, n, options) for q, table, n in rows])
         assert isinstance(out, torch.Tensor)
-        check_error(out, torch.cat([dense_attention(q, pages, table, n, options) for q, table, n in rows]), exact)
+        check_attention(out, query, pages, tables, query_lens, lens, options)
 
 
 def _forget_all_but(cache: torch.Tensor, rows: list[tuple[torch.Tensor, torch.Tensor, int]], window: int) -> None:

@@ -1,22 +1,30 @@
-"""One rank's part of weights, of noise and of a draw, without other processes."""
+"""One rank's part of the model, of weights, of noise and of a draw, and its layers, without other processes."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from torch import nn
+from torch.nn import functional
 
-from nanovllm.configs.model import ModelConfig
+from nanovllm.configs.model import MODELS, LayerConfig, ModelConfig
+from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels import sampling
 from nanovllm.kernels.all_reduce import pack_candidates, unpack_tokens
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import Shard
+from nanovllm.parallel.shard import ModelShard, Shard, shard_of
 from nanovllm.weights import model_weights
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.readers import rows_of
@@ -167,3 +175,128 @@ def test_a_tensor_that_does_not_fit_is_told_by_its_whole_shape(make_checkpoint: 
     config = ModelConfig.from_folder(os.fspath(make_checkpoint(**(SHAPE | {"num_attention_heads": 3}))))
     with pytest.raises(ValueError, match=r"o_proj.weight' has shape \[64, 192\]; the config asks for \[64, 96\]"):
         ModelWeights(shards(config, 3)[2], torch.device("cpu")).load_folder(str(folder))
+
+
+MODEL = ModelConfig(
+    architecture=MODELS["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=4096, intermediate_size=12288,
+    layers=(LayerConfig(rope=RopeConfig(1e6)),) * 36, num_heads=32, num_kv_heads=8, head_dim=128, rms_norm_eps=1e-6,
+    tie_word_embeddings=False, max_position=40960, initializer_range=0.02, dtype="bfloat16",
+    eos_token_ids=frozenset(),
+)  # fmt: skip
+
+
+def shares_of(size: int, **changes: Any) -> list[ModelShard]:
+    model = dataclasses.replace(MODEL, **changes)
+    return [shard_of(model, rank, size) for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", range(1, 9))
+@pytest.mark.parametrize("intermediate_size", [12288, 25600, 130, 1000])
+@pytest.mark.parametrize("vocab_size", [151936, 320, 65, 1])
+def test_shares_cover_the_model_once(size: int, intermediate_size: int, vocab_size: int) -> None:
+    parts = shares_of(size, intermediate_size=intermediate_size, vocab_size=vocab_size)
+    for name, total in (("kv_heads", 8), ("heads", 32), ("intermediate", intermediate_size), ("vocab", vocab_size)):
+        shares = [getattr(part, name) for part in parts]
+        covered = [i for share in shares for i in range(share.present.start, share.present.stop)]
+        assert covered == list(range(total)), name
+        assert all(share.stop == after.start for share, after in pairwise(shares))
+    assert all(part.heads.size == 4 * part.kv_heads.size for part in parts)
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+def test_shares_are_even_and_aligned(size: int) -> None:
+    parts = shares_of(size, intermediate_size=1003)
+    counts = [part.kv_heads.size for part in parts]
+    assert counts == sorted(counts, reverse=True) and counts[0] - counts[-1] <= 1
+    columns = [part.intermediate.size for part in parts]
+    assert all(n % 16 == 0 for n in columns[:-1]) and max(columns) - min(columns) < 32
+    assert all(part.intermediate.start % 16 == 0 for part in parts)
+    vocab = {part.vocab.size for part in parts}
+    assert len(vocab) == 1 and vocab.pop() % 64 == 0
+
+
+def test_seven_ranks_by_hand() -> None:
+    parts = shares_of(7)
+    assert [part.kv_heads.size for part in parts] == [2, 1, 1, 1, 1, 1, 1]
+    assert [(part.heads.start, part.heads.stop) for part in parts[:3]] == [(0, 8), (8, 12), (12, 16)]
+    assert [part.intermediate.size for part in parts] == [1760] * 5 + [1744] * 2
+    assert [part.vocab.size for part in parts] == [21760] * 7
+    assert parts[6].vocab.present == slice(130560, 151936)
+
+
+def test_a_vocabulary_of_few_leaves_ranks_with_padding_alone() -> None:
+    parts = shares_of(3, vocab_size=65)
+    assert [part.vocab.num_present for part in parts] == [64, 1, 0]
+    assert parts[2].vocab.present == slice(65, 65)
+
+
+def test_one_rank_holds_all_without_padding() -> None:
+    (part,) = shares_of(1, vocab_size=321, intermediate_size=7)
+    assert (part.vocab.size, part.intermediate.size, part.kv_heads.size) == (321, 7, 8)
+
+
+def test_a_share_is_whole_if_it_is_everything_and_no_more() -> None:
+    assert Shard.whole(320).is_whole and Shard(0, 320, 320).is_whole
+    # The first part, the last, all of it with padding, and padding alone.
+    for start, stop in ((0, 192), (192, 320), (0, 384), (320, 640)):
+        assert not Shard(start, stop, 320).is_whole
+
+
+def test_more_ranks_than_the_model_has_parts() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=9 is over the model's 8 KV heads"):
+        shares_of(9)
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 is too large for intermediate_size=40"):
+        shares_of(3, intermediate_size=40)
+
+
+ROWS, SIZE = 5, 8
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+class TwoRanks(Communicator):
+    """A rank of two, the other of which adds nothing."""
+
+    size = 2
+
+
+def filled(layer: nn.Module) -> nn.Module:
+    for param in layer.parameters():
+        param.data.normal_()
+    return layer
+
+
+def normalised(norm: nn.Module, total: torch.Tensor) -> torch.Tensor:
+    return functional.rms_norm(total, (SIZE,), norm.get_parameter("weight"), 1e-6)
+
+
+@pytest.mark.parametrize("communicator", [Communicator(), TwoRanks()])
+@pytest.mark.parametrize("rows", [None, torch.tensor([4, 1])])
+def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    norm = filled(AllReduceRMSNorm(SIZE, 1e-6, communicator))
+    gate_up = filled(MergedColumnParallelLinear(SIZE, {"gate": Shard.whole(6), "up": Shard.whole(6)}, bias=False))
+    down = filled(RowParallelLinear(Shard.whole(6), SIZE))
+    x = torch.randn(ROWS, SIZE)
+    gate, up = (normalised(norm, x) @ gate_up.get_parameter("weight.values").T).chunk(2, dim=-1)
+    kept = slice(None) if rows is None else rows
+    branch = (functional.silu(gate) * up)[kept] @ down.get_parameter("weight.values").T
+
+    inner, residual = gate_up(x.clone(), norm, gated=True)
+    torch.testing.assert_close(residual, x)
+    out, residual = down(inner[kept], residual[kept])
+    normed, total = norm(out, residual)
+    torch.testing.assert_close(normed, normalised(norm, x[kept] + branch))
+    torch.testing.assert_close(total, x[kept] + branch)
+
+
+def test_a_tied_head_is_the_embedding_transposed() -> None:
+    with META:
+        embedding = VocabParallelEmbedding(Shard.whole(7), SIZE)
+        head = ParallelLMHead(Shard.whole(7), SIZE, tied_to=embedding)
+        model = nn.ModuleList([embedding, head])
+    assert len(list(model.parameters())) == 1
+    embedding.weight.allocate(torch.bfloat16, CPU)
+    assert next(head.parameters()).dtype == torch.bfloat16
+    filled(model.to_empty(device=CPU).float())
+    rows = embedding(torch.arange(7))
+    torch.testing.assert_close(head(torch.eye(SIZE))[0], rows.T)

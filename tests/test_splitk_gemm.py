@@ -71,40 +71,23 @@ def test_splitk_gemm(rows: int, dtype: torch.dtype, size: tuple[int, int], gated
 @pytest.mark.parametrize(
     ("rows", "in_features", "out_features", "gated", "parts", "pays"),
     [
-        (256, 1024, 4096, False, 1, True),
-        (257, 1024, 1024, False, 1, False),
-        (256, 1024, 3072, True, 1, True),
+        (256, 1024, 4096, False, 1, True), (257, 1024, 1024, False, 1, False), (256, 1024, 3072, True, 1, True),
         (256, 3072, 1024, False, 4, True),
         # Wider layers: two programs a multiprocessor, and one where a plain product has a single tile of rows.
-        (64, 1024, 132 * 64, False, 1, True),
-        (64, 1024, 133 * 64, False, 1, False),
-        (65, 1024, 132 * 64, False, 1, True),
-        (65, 1024, 133 * 64, False, 1, False),
-        (64, 1024, 264 * 64, True, 1, True),
-        (64, 1024, 265 * 64, True, 1, False),
-        (65, 2048, 33 * 64, False, 4, True),
-        (65, 2048, 34 * 64, False, 4, False),
+        (64, 1024, 132 * 64, False, 1, True), (64, 1024, 133 * 64, False, 1, False),
+        (65, 1024, 132 * 64, False, 1, True), (65, 1024, 133 * 64, False, 1, False),
+        (64, 1024, 264 * 64, True, 1, True), (64, 1024, 265 * 64, True, 1, False),
+        (65, 2048, 33 * 64, False, 4, True), (65, 2048, 34 * 64, False, 4, False),
         # Deeper ones.
-        (32, 2048, 4096, True, 1, True),
-        (32, 2112, 4096, True, 1, False),
-        (32, 2176, 4096, False, 1, False),
-        (33, 2176, 4096, False, 1, True),
-        (32, 4 * 2176, 4096, False, 4, False),
-        (64, 4096, 4096, False, 1, True),
-        (64, 4224, 4096, False, 1, False),
-        (65, 2560, 4096, False, 1, True),
-        (65, 2688, 4096, False, 1, False),
-        (64, 2560, 4096, True, 1, True),
-        (64, 2624, 4096, True, 1, False),
-        (64, 4 * 4096, 4096, False, 4, True),
-        (65, 4 * 2560, 2048, False, 4, True),
-        (65, 4 * 2688, 2048, False, 4, False),
+        (32, 2048, 4096, True, 1, True), (32, 2112, 4096, True, 1, False), (32, 2176, 4096, False, 1, False),
+        (33, 2176, 4096, False, 1, True), (32, 4 * 2176, 4096, False, 4, False), (64, 4096, 4096, False, 1, True),
+        (64, 4224, 4096, False, 1, False), (65, 2560, 4096, False, 1, True), (65, 2688, 4096, False, 1, False),
+        (64, 2560, 4096, True, 1, True), (64, 2624, 4096, True, 1, False), (64, 4 * 4096, 4096, False, 4, True),
+        (65, 4 * 2560, 2048, False, 4, True), (65, 4 * 2688, 2048, False, 4, False),
         # Sizes that are no multiple of what a program takes.
-        (64, 896, 896, False, 4, False),
-        (64, 1024, 1040, False, 1, False),
-        (64, 1000, 1024, True, 1, False),
+        (64, 896, 896, False, 4, False), (64, 1024, 1040, False, 1, False), (64, 1000, 1024, True, 1, False),
     ],
-)
+)  # fmt: skip
 def test_the_kernel_pays_with_small_weights(
     rows: int, in_features: int, out_features: int, gated: bool, parts: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,8 +107,7 @@ def linears(ranks: int) -> list[tuple[int, int, bool, int]]:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("max_num_seqs", [8, 64, 130, 256, 512])
+@pytest.mark.parametrize(("ranks", "max_num_seqs"), [(1, 8), (1, 256), (2, 64), (2, 512), (4, 130)])
 def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
     capture_sizes = make_capture_sizes(max_num_seqs, 16384, uses_cascade=True, single_split=True)

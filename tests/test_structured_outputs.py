@@ -461,6 +461,12 @@ def test_a_grammar_binds_after_the_thoughts(has_token: bool) -> None:
     if has_token:
         own = begin("user")
         assert len(take(own, "<think>ab")) == count and take(own, "</think>") == {answer}
+    # Where the tag that ends thoughts is given, they have begun.
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="q", after_thinking="</think>"))
+    assert len(allowed(begin("hi"), count)) == count and take(begin("hi"), "a</think>") == {answer}
+    assert allowed(begin("hi </think>"), count) == {answer}
+    with pytest.raises(ValueError, match="after_thinking"):
+        StructuredOutputsParams(regex="q", after_thinking="")
 
 
 def test_what_it_needs(llm: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,27 +518,3 @@ def test_grammars_in_another_syntax_are_told(llm: LLM) -> None:
         llm.generate(PROMPT, constrained(grammar='root ::= "yes" | "no"'), use_tqdm=False)
     (output,) = llm.generate(PROMPT, constrained(grammar='start: "::="'), use_tqdm=False)
     assert output.outputs[0].text == "::="
-
-
-def test_thoughts_that_have_begun_end_with_their_tag() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-    factory = ConstraintFactory(tokenizer, len(tokenizer), frozenset({2}))
-    end = "</think>"
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="q", after_thinking=end)).checked()
-
-    def first_mask(prompt: str, *tokens: int) -> np.ndarray:
-        request = make_request(tokenizer.encode(prompt), params)
-        request.grammar = factory.grammars.compile(StructuredOutputsParams(regex="q"))
-        constraint = factory(request)
-        assert constraint is not None
-        words = np.zeros((1, -(-len(tokenizer) // 32)), dtype=np.int32)
-        for token_id in tokens:
-            constraint.accept(token_id)
-        constraint.fill([(constraint, 0)], words)
-        return words
-
-    assert (first_mask("hi") == -1).all()
-    bound = first_mask("hi", *tokenizer.encode(f"a{end}"))
-    assert not (bound == -1).any() and (first_mask(f"hi {end}") == bound).all()
-    with pytest.raises(ValueError, match="after_thinking"):
-        StructuredOutputsParams(regex="q", after_thinking="")

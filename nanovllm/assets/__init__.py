@@ -1,4 +1,4 @@
-"""The bundled checkpoint; `tests/tools/training` made it."""
+"""The bundled checkpoint, trained by `tests/tools/training`, which the history of the repository has."""
 
 from __future__ import annotations
 

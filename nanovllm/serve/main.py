@@ -362,6 +362,7 @@ def _answer(plan: FrontEndPlan, control: Connection) -> int:
     """Start while the engines load, then serve; return the exit code."""
     # These import torch and Prometheus' client.
     from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
+    from nanovllm.client.model_client import ModelClient  # noqa: PLC0415
     from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.serve.app import SharedServer, run_server  # noqa: PLC0415
     from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415

@@ -181,8 +181,11 @@ class MockRunner:
         # Blocks that hold two numbers of state each.
         self.states: list[CacheKind] = [cache_kind(state, block_bytes=16) for state in states]
         self.cache_kinds = [*window_kinds(*self.windows), *self.states]
+        # Numbers that every token follows from.
+        self.weights: list[int] = []
         # The tokens of a page, or of a state: its group, its part, tokens computed and their hash.
-        self.cache: list[list[int] | tuple[int, ...]] = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.cache: list[list[int] | tuple[int, ...]] = []
+        self.clear_cache()
         self.host: dict[int, list[int] | tuple[int, ...]] = {}
         # By slot and group.
         self.tables: list[list[list[int]]] = [[] for _ in range(num_slots)]
@@ -197,6 +200,10 @@ class MockRunner:
         self.fail_result = False
         self.interrupt = False
         self.closed = 0
+
+    def clear_cache(self) -> None:
+        """Make all blocks empty."""
+        self.cache = [[EMPTY] * self.block_size for _ in range(self.num_kvcache_blocks)]
 
     def sample(self, step: MockHandle, masks: np.ndarray | None = None) -> MockHandle:
         shape = None if masks is None else masks.shape
@@ -400,7 +407,7 @@ class MockRunner:
 
     def _sample(self, slot: int) -> int:
         context = self._context(slot, self.num_computed[slot])
-        self.last_token[slot] = next_token([*context, *self._states(slot)])
+        self.last_token[slot] = next_token([*context, *self._states(slot), *self.weights])
         return self.last_token[slot]
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
 from tests.mock_runner import complete, greedy, make_engine
@@ -61,48 +56,6 @@ class Background:
         self.go_on()
         self._thread.join(30)
         assert not self._thread.is_alive()
-
-
-def test_a_second_thread_does_not_disturb_the_one_that_generates(llm: LLM) -> None:
-    prompts = [[1, 2, 3], [4] * 40]
-    want = [output["token_ids"] for output in llm.generate(prompts, greedy(12), use_tqdm=False)]
-    first = Background(llm, prompts, greedy(12))
-    queued = len(llm.llm_engine._inbox)
-    with pytest.raises(RuntimeError, match="already running"):
-        llm.generate([[5, 6]], greedy(4), use_tqdm=False)
-    with pytest.raises(RuntimeError, match="already running"):
-        llm.step()
-    assert len(llm.llm_engine._inbox) == queued, "nothing is queued"
-    kept, dropped = llm.add_request([7, 8], greedy(5)), llm.add_request([9], greedy(5))
-    llm.abort([dropped])
-    first.join()
-    assert first.error is None
-    assert [output["token_ids"] for output in first.outputs] == want
-    assert [len(output["token_ids"]) for output in run(llm).values()] == [5]
-    assert llm.stats()["num_used_blocks"] == 0
-    assert kept < dropped
-
-
-def test_two_threads_at_once_are_right_or_refused(llm: LLM) -> None:
-    prompts = [[i] * (5 + i) for i in range(6)]
-    want = [output["token_ids"] for output in llm.generate(prompts, greedy(6), use_tqdm=False)]
-    results: list[Any] = []
-
-    def work() -> None:
-        try:
-            results.append([output["token_ids"] for output in llm.generate(prompts, greedy(6), use_tqdm=False)])
-        except RuntimeError as error:
-            results.append(str(error))
-
-    for _ in range(10):
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    refused = [result for result in results if isinstance(result, str)]
-    assert all("already running" in message for message in refused) and len(refused) <= 10
-    assert [result for result in results if not isinstance(result, str)] == [want] * (20 - len(refused))
 
 
 @DEPTHS
@@ -166,18 +119,6 @@ def test_a_step_waits_for_the_abort_of_another_thread() -> None:
     thread.join()
 
 
-def test_exit_from_another_thread_ends_a_generate(llm: LLM) -> None:
-    first = Background(llm, [[1, 2, 3]], greedy(100))
-    threading.Timer(0.2, first.go_on).start()
-    started = time.monotonic()
-    llm.exit()
-    assert time.monotonic() - started < 10
-    llm.exit()
-    first.join()
-    assert isinstance(first.error, RuntimeError) and "closed" in str(first.error)
-    assert llm.llm_engine._runner is None
-
-
 def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.engine.engine._EXIT_SECONDS", 0.1)
     first = Background(llm, [[1, 2, 3]], greedy(100))
@@ -233,25 +174,6 @@ def test_a_signal_handler_may_call_the_engine_within_an_abort() -> None:
         signal.signal(signal.SIGUSR1, previous)
     assert len(refused) == 1 and "already running" in refused[0]
     assert engine.is_finished()
-
-
-def test_the_process_of_a_daemon_thread_that_generates_ends_with_its_own_code() -> None:
-    script = f"""
-import sys, threading, time
-from nanovllm import LLM, SamplingParams
-llm = LLM({BUNDLED_MODEL!r}, device="cpu", max_model_len=512)
-work = lambda: llm.generate([[1, 2, 3]] * 64, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
-# A daemon thread that prints while the interpreter ends can end it by itself.
-threading.excepthook = lambda hook: None
-threading.Thread(target=work, daemon=True).start()
-while llm.stats()["num_output_tokens"] < 100:
-    time.sleep(0.01)
-sys.exit(3)
-"""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "terminate called" not in done.stderr
 
 
 def test_an_abort_between_a_requests_ids_and_its_sequences_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:

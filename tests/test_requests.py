@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.outputs import RequestOutput
 from tests.reference import reference_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
@@ -59,23 +59,6 @@ def test_several_outputs(llm: LLM) -> None:
     llm.step()
     llm.abort([request_id])
     assert llm.is_finished()
-
-
-def test_several_outputs_fail_together(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner: Any = llm.llm_engine._runner
-    forward = runner.forward
-
-    def failing(batch: Any, *args: Any) -> Any:
-        # The second output's first step, when the first output is under way.
-        if len(batch.rows) == 1 and batch.chunks:
-            raise MemoryError("no room")
-        return forward(batch, *args)
-
-    monkeypatch.setattr(runner, "forward", failing)
-    monkeypatch.setattr(llm.llm_engine.scheduler, "max_num_batched_tokens", len(TOKENIZER(PROMPT)["input_ids"]))
-    with pytest.raises(StepError, match="no room"):
-        llm.generate(PROMPT, SamplingParams(1.0, 5, n=3), use_tqdm=False)
-    assert not llm.llm_engine._groups
 
 
 def test_priorities_order_requests_and_choose_the_victim() -> None:

@@ -283,15 +283,6 @@ def test_full_hit_recomputes_one_token_and_stores_nothing(depth: int) -> None:
 
 
 @DEPTHS
-def test_generated_blocks_are_shared(depth: int) -> None:
-    engine, _ = make_engine(pipeline_depth=depth)
-    first = engine.add_request([7] * 10, greedy(40))
-    tokens = [7] * 10 + run(engine)[first]["token_ids"]
-    second = engine.add_request(tokens, greedy(1))
-    assert run(engine)[second]["num_cached_tokens"] == 48
-
-
-@DEPTHS
 def test_a_generated_block_is_shared_while_its_sequence_goes_on(depth: int) -> None:
     engine, _ = make_engine(pipeline_depth=depth)
     engine.add_request([1, 2], greedy(60))
@@ -389,47 +380,12 @@ def test_states_are_forgotten_where_no_block_is_free_for_a_copy(depth: int) -> N
 
 
 @DEPTHS
-def test_preempted_sequences_come_back(depth: int) -> None:
-    engine, _ = make_engine(pipeline_depth=depth, num_blocks=6, max_num_seqs=4)
-    prompts = [[i] * 14 for i in range(4)]
-    ids = [engine.add_request(prompt, greedy(60)) for prompt in prompts]
-    outputs = run(engine)
-    assert engine.stats()["num_preemptions"] > 0
-    for request_id, prompt in zip(ids, prompts, strict=True):
-        assert outputs[request_id]["token_ids"] == complete(prompt, 60, frozenset(), 128)
-
-
-@DEPTHS
 def test_decode_steps_with_the_same_members_send_nothing_new(depth: int) -> None:
     engine, runner = make_engine(pipeline_depth=depth)
     engine.add_request([1] * 4, greedy(10))
     run(engine)
     for batch in runner.batches[1:]:
         assert not batch.new_requests and not batch.new_blocks and not batch.chunks
-
-
-@DEPTHS
-def test_budget_smaller_than_max_num_seqs(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=8, max_num_batched_tokens=3)
-    ids = [engine.add_request([i, i + 1], greedy(5)) for i in range(8)]
-    outputs = run(engine)
-    assert sorted(outputs) == ids
-    assert max(len(batch.rows) + batch.num_chunk_tokens for batch in runner.batches) == 3
-
-
-@DEPTHS
-def test_eos_is_kept_and_nothing_comes_after_it(depth: int) -> None:
-    prompt = [3, 1, 4]
-    free = complete(prompt, 20, frozenset(), 128)
-    eos = frozenset([free[6]])
-    engine, _ = make_engine(pipeline_depth=depth, eos=eos)
-    stopped = engine.add_request(prompt, greedy(20))
-    ignoring = engine.add_request(prompt, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-    outputs = run(engine)
-    assert outputs[stopped]["token_ids"] == complete(prompt, 20, eos, 128)
-    assert outputs[stopped]["finish_reason"] == "stop"
-    assert outputs[ignoring]["token_ids"] == free
-    assert outputs[ignoring]["finish_reason"] == "length"
 
 
 @DEPTHS
@@ -440,40 +396,6 @@ def test_a_prompt_of_max_model_len_gets_one_token(depth: int) -> None:
     assert len(output["token_ids"]) == 1 and output["finish_reason"] == "length"
     with pytest.raises(ValueError, match="21 tokens, over max_model_len=20"):
         engine.add_request(list(range(21)), greedy(9))
-
-
-@DEPTHS
-@pytest.mark.parametrize("kind", ["fail_launch", "fail_result"])
-def test_a_failed_step_fails_its_requests_and_no_others(depth: int, kind: str) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=2)
-    prompt = list(range(40))
-    ids = [engine.add_request(prompt, greedy(30)) for _ in range(3)]
-    for _ in range(3):
-        engine.step()
-    setattr(runner, kind, True)
-    with pytest.raises(StepError, match="failed") as caught:
-        for _ in range(3):
-            engine.step()
-    assert caught.value.request_ids == ids[:2]
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert engine.block_manager.num_used_blocks == 0
-    outputs = run(engine)
-    assert outputs[ids[2]]["token_ids"] == complete(prompt, 30, frozenset(), 128)
-    assert list(outputs) == ids[2:]
-
-
-@DEPTHS
-def test_blocks_of_a_failed_step_are_not_shared(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=64)
-    prompt = list(range(40))
-    engine.add_request(prompt, greedy(4))
-    runner.fail_result = True
-    with pytest.raises(StepError):
-        run(engine)
-    again = engine.add_request(prompt, greedy(4))
-    output = run(engine)[again]
-    assert output["num_cached_tokens"] == 0
-    assert output["token_ids"] == complete(prompt, 4, frozenset(), 128)
 
 
 @DEPTHS

@@ -382,6 +382,7 @@ class Life(RuleBasedStateMachine):
                 self.llm.generate([[1]] * 4, SamplingParams(0, 60), use_tqdm=False)
         if how != "loss":
             self.llm.exit()
+        assert not self.engine.is_open
 
     @precondition(lambda self: self.is_remote and self.num_rules > 4)
     @rule(index=st.integers(0, 1))

@@ -7,9 +7,12 @@ import os
 import pickle
 import signal
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
@@ -107,10 +110,6 @@ def test_generate(remote: LLM, whole: list[RequestOutput]) -> None:
     assert remote.stats()["num_output_tokens"] >= before + num_returned + len(stopped)
 
 
-def test_stream(remote: LLM, whole: list[RequestOutput]) -> None:
-    check_stream(remote.stream(PROMPTS, PARAMS), whole)
-
-
 def check_stream(parts: Iterable[RequestOutput], whole: list[RequestOutput]) -> None:
     joined: dict[tuple[int | str, int], CompletionOutput] = {}
     for part in parts:
@@ -142,61 +141,46 @@ def test_other_calls(remote: LLM, llm: LLM) -> None:
         remote.engine_client.engine.call("no_method")
 
 
-def test_steps_say_their_tokens(remote: LLM) -> None:
-    ids = [remote.add_request([1, 2, 3], SamplingParams(1.0, 6, seed=i, n=2, ignore_eos=True)) for i in range(3)]
-    tokens: dict[int, list[int]] = {}
-    finished: dict[int, RequestOutput] = {}
-    while not remote.is_finished():
-        result = remote.step()
-        finished.update(result.finished)
-        for request_id, new in result.new_token_ids.items():
-            tokens.setdefault(request_id, []).extend(new)
-    items = [(i + item.index, item.token_ids) for i in ids for item in finished[i].outputs]
-    assert sorted(tokens.items()) == items
-
-
-def test_a_stream_that_is_closed_aborts(remote: LLM) -> None:
-    stream = remote.stream([[1, 2, 3]] * 3, SamplingParams(0, 200, ignore_eos=True))
-    next(stream)
-    stream.close()
-    # The engines go on, with nothing of it.
-    request = remote.add_request("a", SamplingParams(0, 3, ignore_eos=True))
-    finished: list[tuple[int, RequestOutput]] = []
-    while not remote.is_finished():
-        finished += remote.step().finished
-    assert [(i, len(output["token_ids"])) for i, output in finished] == [(request, 3)]
-    waiting = [remote.add_request("a", SamplingParams(n=2)) for _ in range(2)]
-    # By the id of any output.
-    remote.abort([waiting[0] + 1, waiting[1]])
-    assert remote.is_finished()
-
-
 def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = remote.engine_client.engine
     # Its end would close the engines.
     monkeypatch.setattr(AsyncLLM, "__del__", lambda llm: None)
 
     async def run() -> None:
         llm = AsyncLLM.over(remote)
-        outputs = await asyncio.gather(*(llm.generate(*case) for case in CASES))
-        check(outputs, whole)
-        endless = SamplingParams(1.0, 200, seed=4, ignore_eos=True)
-        stream = await llm.begin_stream("a", endless, request_id="x")
-        await anext(stream)
-        await llm.abort("x")
-        parts = [output async for output in stream]
-        assert parts[-1].outputs[0].finish_reason == "abort"
-        # A task that is cancelled, and a stream that nobody holds.
-        task = asyncio.ensure_future(llm.generate("a", endless))
-        await anext(stream := await llm.begin_stream("a", endless))
-        task.cancel()
-        del stream
-        assert len((await llm.generate("a", SamplingParams(0, 3, ignore_eos=True))).outputs[0].token_ids) == 3
-        while not engine.is_finished():
-            await asyncio.sleep(0.01)
+        check(await asyncio.gather(*(llm.generate(*case) for case in CASES)), whole)
         llm._thread.close()
 
     asyncio.run(run())
+
+
+def test_weights_come_through_files(remote: LLM, llm: LLM) -> None:
+    stored: dict[str, torch.Tensor] = load_file(Path(BUNDLED_MODEL, "model.safetensors"))
+    # A name may come twice, and tensors may share memory.
+    given = [
+        ("model.norm.weight", stored["model.norm.weight"] * 0),
+        *((name, -values) for name, values in stored.items()),
+    ]
+    params = SamplingParams(0, 8, ignore_eos=True)
+
+    def answers(each: LLM) -> list[Any]:
+        assert each.reset_prefix_cache()
+        return [output["token_ids"] for output in each.generate([[i, 9, 2] for i in range(6)], params, use_tqdm=False)]
+
+    before = answers(llm)
+    assert remote.load_weights(given, strict=True) == llm.load_weights(given) == len(given)
+    assert answers(remote) == answers(llm) != before
+    for weights, message in (
+        ({"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \[3\]"),
+        ([("model.norm.weight", [0.0])], "'model.norm.weight' is a list; 0 tensors were written"),
+        ("nowhere", "'nowhere' is no folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            remote.load_weights(weights)
+    with pytest.warns(UserWarning, match="^1 tensors that were loaded have NaN, such as 'model.norm.weight'"):
+        remote.load_weights({norm: torch.full_like(stored[norm], torch.nan)})
+    for each in (remote, llm):
+        assert each.load_weights(BUNDLED_MODEL, strict=True) == len(stored)
+    assert answers(remote) == answers(llm) == before and not remote.unload_adapter()
 
 
 def test_what_a_dead_replica_had_runs_again(remote: LLM, llm: LLM, whole: list[RequestOutput]) -> None:

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.engine_process import replica_devices
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.request import Request
-from tests.mock_runner import make_engine
+from tests.mock_llm import MockReplicas, mock_llm
+from tests.mock_runner import complete, make_engine
 from tests.rank_processes import engine_pids
 
 BLOCK = 16
@@ -186,23 +187,21 @@ for turn in range(2):
 
 
 def test_an_output_that_has_met_its_stop_string_stops_again_on_another_replica() -> None:
-    params = SamplingParams(0, 400, stop=["e"], ignore_eos=True)
-    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
-    with LLM(BUNDLED_MODEL, **settings) as llm:
-        want = llm.generate(["tell me"], params, use_tqdm=False)[0].outputs[0]
-    with LLM(BUNDLED_MODEL, data_parallel_size=2, num_kvcache_blocks=40, **settings) as llm:
-        engine: Any = llm.engine_client.engine
-        stop = engine.stop
+    replicas = MockReplicas(2, pipeline_depth=0, step_seconds=0.002)
+    engine, stop = replicas.engine, replicas.engine.stop
 
-        def kill_and_stop(outputs: list[tuple[int, int]]) -> None:
-            engine.stop = stop
-            os.kill(engine_pids()[engine._placement.holder(outputs[0][0])], signal.SIGKILL)
-            stop(outputs)
+    def kill_and_stop(outputs: list[tuple[int, int]]) -> None:
+        vars(engine).pop("stop")
+        replicas.kill(engine._placement.holder(outputs[0][0]) or 0)
+        stop(outputs)
 
-        engine.stop = kill_and_stop
-        with pytest.warns(UserWarning, match="its 1 requests run again"):
-            found = llm.generate(["tell me"], params, use_tqdm=False)[0].outputs[0]
-        assert (found.text, found.stop_reason, found.token_ids) == (want.text, "e", want.token_ids)
+    vars(engine)["stop"] = kill_and_stop
+    want = complete([1, 2], 120, frozenset(), 128)
+    with mock_llm(engine) as llm, pytest.warns(UserWarning, match="its 1 requests run again"):
+        params = SamplingParams(0.5, 120, stop=f"{want[4]},", ignore_eos=True)
+        found = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0]
+        end = 1 + next(i for i in range(5) if f"{want[4]}," in f"{want[i]},")
+        assert (found.token_ids, found.stop_reason) == (want[:end], f"{want[4]},")
         assert llm.stats()["num_output_tokens"] < 100
 
 

@@ -238,3 +238,23 @@ def test_health_says_in_a_sentence_how_the_engine_failed(monkeypatch: pytest.Mon
         assert [(answer.status_code, answer.json()["error"]["message"]) for answer in answers] == [(503, sentence)] * 4
 
     asyncio.run(run())
+
+
+def test_too_many_requests_and_one_that_takes_too_long() -> None:
+    body = {"prompt": "a", "max_tokens": 400, "n": 8, "ignore_eos": True, "temperature": 1}
+
+    async def run() -> None:
+        llm = AsyncLLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=300, kvcache_block_size=16)
+        service = Service(llm, ServeSettings(max_requests=2, max_request_seconds=1))
+        transport = httpx.ASGITransport(create_app(service))
+        async with llm, httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
+            long = [asyncio.ensure_future(client.post(COMPLETION, json={**body, "stream": s})) for s in (False, True)]
+            while llm.num_pending_requests < 2:
+                await asyncio.sleep(0.01)
+            refused = await client.post(COMPLETION, json=body)
+            assert refused.status_code == 429 and "max_requests" in refused.text
+            for answer, status in zip(await asyncio.gather(*long), (408, 200), strict=True):
+                assert answer.status_code == status and "max_request_seconds" in answer.text
+            assert 'kind="timeout_error",model_name="qwen3-tiny"} 2.0' in (await client.get("/metrics")).text
+
+    asyncio.run(run())

@@ -156,10 +156,8 @@ def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], mon
 def test_weights_come_through_files(remote: LLM, llm: LLM) -> None:
     stored: dict[str, torch.Tensor] = load_file(Path(BUNDLED_MODEL, "model.safetensors"))
     # A name may come twice, and tensors may share memory.
-    given = [
-        ("model.norm.weight", stored["model.norm.weight"] * 0),
-        *((name, -values) for name, values in stored.items()),
-    ]
+    norm = "model.norm.weight"
+    given = [(norm, stored[norm] * 0), *((name, -values) for name, values in stored.items())]
     params = SamplingParams(0, 8, ignore_eos=True)
 
     def answers(each: LLM) -> list[Any]:

@@ -169,15 +169,6 @@ def test_every_eos_of_the_generation_config_stops(make_checkpoint: MakeCheckpoin
     assert output["finish_reason"] == "stop"
 
 
-def test_outputs_come_in_the_order_of_the_prompts_with_their_own_params(llm: LLM) -> None:
-    prompts = [[5 + i] * (1 + 3 * i) for i in range(6)]
-    params = [SamplingParams(temperature=0, max_tokens=12 - 2 * i, ignore_eos=True) for i in range(6)]
-    together = llm.generate(prompts, params, use_tqdm=False)
-    assert [len(output["token_ids"]) for output in together] == [12, 10, 8, 6, 4, 2]
-    for prompt, param, output in zip(prompts, params, together, strict=True):
-        assert llm.generate([prompt], param, use_tqdm=False)[0]["token_ids"] == output["token_ids"]
-
-
 def test_seeds(llm: LLM, checkpoint: Path) -> None:
     prompts = [[i, i + 1, i + 2] for i in range(12)]
     seeded = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, seed=2**64 - 1)
@@ -194,16 +185,6 @@ def test_seeds(llm: LLM, checkpoint: Path) -> None:
         with make_llm(checkpoint, seed=5) as other:
             runs.append([output["token_ids"] for output in other.generate(prompts, unseeded, use_tqdm=False)])
     assert runs[0] == runs[1]
-
-
-def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
-    prompts = [[i] * 20 for i in range(8)]
-    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=3)
-    with make_llm(checkpoint, num_kvcache_blocks=100) as roomy, make_llm(checkpoint, num_kvcache_blocks=9) as tight:
-        want = [output["token_ids"] for output in roomy.generate(prompts, params, use_tqdm=False)]
-        got = [output["token_ids"] for output in tight.generate(prompts, params, use_tqdm=False)]
-        assert roomy.stats()["num_preemptions"] == 0 < tight.stats()["num_preemptions"]
-    assert got == want
 
 
 @pytest.mark.parametrize(
@@ -434,12 +415,12 @@ def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM)
     assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) -> None:
-    with make_llm(checkpoint) as llm:
-        runner: Any = llm.llm_engine._runner
-        runner.pipeline_depth = depth
-        model, calls = runner.model.forward, []
+def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path) -> None:
+    prompts, calls = [[i] * 40 for i in range(4)], []
+    with make_llm(checkpoint) as llm, make_llm(checkpoint) as fresh:
+        want = llm.generate(prompts, GREEDY, use_tqdm=False)
+        runner: Any = fresh.llm_engine._runner
+        runner.pipeline_depth, model = 1, runner.model.forward
 
         def failing(*args: Any) -> Any:
             calls.append(1)
@@ -447,20 +428,12 @@ def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) ->
                 raise MemoryError("no room")
             return model(*args)
 
-        prompts = [[i] * 40 for i in range(4)]
-        want = llm.generate(prompts, GREEDY, use_tqdm=False)
-        with make_llm(checkpoint) as fresh:
-            runner = fresh.llm_engine._runner
-            runner.pipeline_depth = depth
-            model = runner.model.forward
-            runner.model.forward = failing
-            with pytest.raises(StepError, match="no room") as caught:
-                fresh.generate(prompts, GREEDY, use_tqdm=False)
-            assert isinstance(caught.value.__cause__, MemoryError)
-            assert fresh.is_finished() and fresh.stats()["num_used_blocks"] == 0
-            fresh.llm_engine.block_manager.check_integrity([])
-            got = fresh.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
+        runner.model.forward = failing
+        with pytest.raises(StepError, match="no room"):
+            fresh.generate(prompts, GREEDY, use_tqdm=False)
+        assert fresh.is_finished() and fresh.stats()["num_used_blocks"] == 0
+        got = fresh.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
 
 
 def test_del_frees_the_model(checkpoint: Path) -> None:

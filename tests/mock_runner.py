@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention.kv_cache_spec import State
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -501,3 +501,21 @@ def check_engine(engine: LLMEngine) -> None:
     slots = [seq.slot for seq in running]
     assert len(set(slots)) == len(slots) and -1 not in slots
     assert all(not seq.block_tables for seq in waiting)
+
+
+def run(engine: LLMEngine | LLM) -> dict[int, Any]:
+    """Step until all requests are done; what the steps report as new tokens must join to the outputs."""
+    outputs: dict[int, Any] = {}
+    reported: dict[int, list[int]] = {}
+    while not engine.is_finished():
+        result = engine.step()
+        for request_id, token_ids in result.new_token_ids.items():
+            assert request_id not in outputs, "the token after an EOS is nobody's"
+            reported.setdefault(request_id, []).extend(token_ids)
+        for request_id, output in result.finished:
+            # Steps of a `generate` before these may have begun it.
+            new = reported.get(request_id, [])
+            assert output["token_ids"][len(output["token_ids"]) - len(new) :] == new
+            outputs[request_id] = output
+        check_engine(engine.llm_engine if isinstance(engine, LLM) else engine)
+    return outputs

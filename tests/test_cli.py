@@ -37,6 +37,7 @@ from nanovllm.serve.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, r
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
 from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai
+from tests.mock_runner import run
 
 BODY = {"messages": INTRODUCTION, "temperature": 0, "max_tokens": 4}
 RUN = "0123456789abcdef"
@@ -346,8 +347,7 @@ def test_a_read_error_is_raised(llm: LLM) -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         BatchRun(llm, unanswered(lines()), requests_of(llm), RUN, list[bytes]().extend).run()
-    while not llm.is_finished():
-        llm.step()
+    run(llm)
 
 
 VALUES: dict[str, tuple[list[str], Any]] = {
@@ -483,7 +483,7 @@ def test_nobody_reads_the_output() -> None:
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    _, errors = process.communicate(b"bad\n", timeout=60)
+    _, errors = process.communicate(b"bad\n", timeout=240)
     assert process.returncode == 1 and errors.splitlines()[-1].startswith(b"nanovllm run: error: [Errno")
 
 
@@ -502,7 +502,7 @@ def test_the_shell_completes_flags_of_commands(tmp_path: Path) -> None:
     # What argcomplete's shell function sets.
     shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
     shell |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
-    subprocess.run([sys.executable, "-m", "nanovllm"], env=os.environ | shell, check=False, timeout=60)
+    subprocess.run([sys.executable, "-m", "nanovllm"], env=os.environ | shell, check=False, timeout=240)
     assert set((tmp_path / "out").read_text().splitlines()) == {"--port "}
 
 
@@ -567,7 +567,7 @@ def test_a_chat_on_a_terminal() -> None:
     assert "/clear " in terminal.type("/help", "stop an answer\r\n> ")
     assert "/what is no command" in terminal.type("/what", "lists them\r\n> ")
     terminal.file.write(b"/quit\n")
-    assert terminal.process.wait(20) == 0
+    assert terminal.process.wait(240) == 0
     terminal.file.close()
 
 
@@ -581,7 +581,7 @@ def test_a_run_on_a_terminal_shows_how_many_lines_are_left(tmp_path: Path) -> No
     shown = terminal.read_until("which " + str(output) + " has\r\n")
     # Of six lines one is blank, and one has an answer.
     assert "4/4" in shown and "tok/s" in shown and "00:00<" in shown
-    assert terminal.process.wait(20) == 1
+    assert terminal.process.wait(240) == 1
     terminal.file.close()
 
 
@@ -652,7 +652,7 @@ def test_a_chat_through_pipes() -> None:
     begun = process.stdout.read(10)
     process.send_signal(signal.SIGINT)
     process.stdin.write(b"/clear\n\n" + b"x" * 5000 + b"\n/exit\nintroduce yourself\n")
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 0
     assert begun == b"Hello! I am"[:10] and output.count(b"\n") == 1 and len(output) < 4000
     assert b"over max_model_len" in errors and b"Traceback" not in errors
@@ -672,7 +672,7 @@ def test_a_chat_ends_with_its_input(
 
 def test_help_without_docstrings() -> None:
     program = [sys.executable, "-OO", "-m", "nanovllm", "serve", "--help"]
-    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0 and not result.stderr and result.stdout.startswith("usage: nanovllm")
 
 

@@ -52,13 +52,13 @@ def test_no_token_is_lost_that_comes_before_its_request_is_known() -> None:
         request_id = enqueue(request)
         thread.start()
         # The thread that drives the engine waits, or has gone past the first token.
-        assert reached.wait(10)
+        assert reached.wait(240)
         return request_id
 
     engine.enqueue = held_enqueue  # type: ignore[method-assign]
     client._lock = WatchedLock(reached.set)  # type: ignore[assignment]
     request_id = add(client, make_request([1, 2], replace(greedy(3), stop=[f"{first},"])))
-    thread.join(10)
+    thread.join(240)
     while not client.is_finished():
         finished.update(client.step().finished)
     assert finished[request_id]["token_ids"] == want[:1]

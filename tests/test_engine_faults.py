@@ -23,8 +23,7 @@ from nanovllm.runner.messages import StepOutput
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
 from tests.mock_llm import make_mock_engine
-from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence
-from tests.test_scheduler import run
+from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -201,10 +200,7 @@ def test_a_failed_step_also_ends_the_step_that_waits_for_its_tokens(depth: int) 
     check_engine(engine)
     assert engine.is_finished() and engine.block_manager.num_used_blocks == 0
     again = engine.enqueue(make_request([1, 2], greedy(6), grammar=GRAMMAR))
-    finished: dict[int, RequestOutput] = {}
-    while not engine.is_finished():
-        finished.update(engine.step().finished)
-        check_engine(engine)
+    finished = run(engine)
     want = complete([1, 2], 6, frozenset(), 128)
     assert finished[again]["token_ids"] == want == made[-1].seen
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import pickle
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import StructuredOutputsParams
 from tests.rank_processes import engine_pids
+from tests.streams import check_same, joined
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 100, "seed": 0,
@@ -63,26 +63,6 @@ def nothing_is_left(remote: LLM) -> Iterator[None]:
     assert remote.is_finished() and stats["num_used_blocks"] == stats["num_running"] == stats["num_waiting"] == 0
 
 
-def plain(item: CompletionOutput) -> tuple[Any, ...]:
-    """An output, with log-probabilities as far as the batches in which they were computed do not change them."""
-    return *(getattr(item, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")), rounded(
-        item.logprobs
-    )
-
-
-def rounded(logprobs: Any) -> list[Any]:
-    found = [position or {} for position in logprobs or []]
-    return [{i: (pytest.approx(p.logprob, abs=1e-3), p.rank, p.decoded_token) for i, p in p_.items()} for p_ in found]
-
-
-def check(outputs: list[RequestOutput], whole: list[RequestOutput]) -> None:
-    """Assert that outputs are the same."""
-    for output, want in zip(outputs, whole, strict=True):
-        assert (output.prompt, output.prompt_token_ids) == (want.prompt, want.prompt_token_ids)
-        assert list(map(plain, output.outputs)) == list(map(plain, want.outputs))
-        assert rounded(output.prompt_logprobs) == rounded(want.prompt_logprobs)
-
-
 def test_requests_pickle_small_and_whole(llm: LLM) -> None:
     params = SamplingParams(stop=["."], bad_words=["the sun"], structured_outputs=REGEX)
     requests = llm.input_processor.process([[i] * 64 for i in range(100)], [params] * 100, [3] * 100, streams=True)
@@ -102,25 +82,12 @@ def test_requests_pickle_small_and_whole(llm: LLM) -> None:
 def test_generate(remote: LLM, whole: list[RequestOutput]) -> None:
     before = remote.stats()["num_output_tokens"]
     outputs = remote.generate(PROMPTS, PARAMS, use_tqdm=False)
-    check(outputs, whole)
+    check_same(outputs, whole)
     stopped = [item for output in outputs[1:3] for item in output.outputs]
     assert all(isinstance(item.stop_reason, str) for item in stopped)
     # The engines went on past stop strings, and nobody sees it.
     num_returned = sum(len(item.token_ids) for output in outputs for item in output.outputs)
     assert remote.stats()["num_output_tokens"] >= before + num_returned + len(stopped)
-
-
-def check_stream(parts: Iterable[RequestOutput], whole: list[RequestOutput]) -> None:
-    joined: dict[tuple[int | str, int], CompletionOutput] = {}
-    for part in parts:
-        for item in part.outputs:
-            before = joined.get((part.request_id, item.index))
-            if before is not None:
-                item.text, item.token_ids = before.text + item.text, before.token_ids + item.token_ids
-                item.logprobs = None if item.logprobs is None else [*(before.logprobs or []), *item.logprobs]
-            joined[part.request_id, item.index] = item
-    want = [plain(item) for output in whole for item in output.outputs]
-    assert [plain(joined[key]) for key in sorted(joined)] == want
 
 
 def test_other_calls(remote: LLM, llm: LLM) -> None:
@@ -147,7 +114,7 @@ def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], mon
 
     async def run() -> None:
         llm = AsyncLLM.over(remote)
-        check(await asyncio.gather(*(llm.generate(*case) for case in CASES)), whole)
+        check_same(await asyncio.gather(*(llm.generate(*case) for case in CASES)), whole)
         llm._thread.close()
 
     asyncio.run(run())
@@ -200,7 +167,7 @@ def test_what_a_dead_replica_had_runs_again(remote: LLM, llm: LLM, whole: list[R
     first = [next(stream) for _ in range(6)]
     os.kill(engine_pids()[1], signal.SIGKILL)
     with pytest.warns(UserWarning, match=r"replica 1 of 3 was killed by SIGKILL"):
-        check_stream([*first, *stream], whole)
+        check_same(joined([*first, *stream]), whole)
     assert remote.stats()["num_free_blocks"] == 100
 
 

@@ -7,74 +7,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import StepOutput
-from tests.mock_runner import complete, greedy, make_engine
-from tests.test_scheduler import run
+from tests.mock_llm import make_mock_engine
+from tests.mock_runner import complete, greedy, make_engine, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-class Background:
-    """A `generate` in a thread of its own, held in the middle of its third step until `go_on`."""
-
-    def __init__(self, llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
-        self.outputs: list[RequestOutput] = []
-        self.error: BaseException | None = None
-        self._go_on = threading.Event()
-        in_step = threading.Event()
-        runner: Any = llm.llm_engine._runner
-        launch, calls = runner.forward, []
-
-        def held_launch(batch: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 3:
-                in_step.set()
-                assert self._go_on.wait(30)
-            return launch(batch)
-
-        def work() -> None:
-            try:
-                self.outputs = llm.generate(prompts, params, use_tqdm=False)
-            except BaseException as error:
-                self.error = error
-
-        runner.forward = held_launch
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
-        assert in_step.wait(30)
-
-    def go_on(self) -> None:
-        self._go_on.set()
-
-    def join(self) -> None:
-        self.go_on()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-
 @DEPTHS
 def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=64)
-    launch = runner.sample
-
-    def slow_launch(*args: Any) -> Any:
-        handle = launch(*args)
-        result = handle.result
-
-        def slow_result() -> StepOutput:
-            time.sleep(0.002)
-            return result()
-
-        handle.result = slow_result  # type: ignore[method-assign]
-        return handle
-
-    runner.sample = slow_launch  # type: ignore[method-assign, assignment]
+    engine, _ = make_mock_engine(step_seconds=0.002, pipeline_depth=depth, max_num_batched_tokens=64)
     kept = engine.add_request([1, 2, 3], greedy(100))
     over = threading.Event()
 
@@ -107,45 +53,54 @@ def test_a_step_waits_for_the_abort_of_another_thread() -> None:
     def held_empty_inbox() -> None:
         if threading.current_thread() is thread:
             within.set()
-            assert go_on.wait(10)
+            assert go_on.wait(240)
         empty_inbox()
 
     engine._empty_inbox = held_empty_inbox  # type: ignore[method-assign]
     thread = threading.Thread(target=engine.abort, args=([7],))
     thread.start()
-    assert within.wait(10)
+    assert within.wait(240)
     threading.Timer(0.1, go_on.set).start()
     assert list(run(engine)) == [request]
     thread.join()
 
 
-def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_does_not_wait_for_a_step_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.engine.engine._EXIT_SECONDS", 0.1)
-    first = Background(llm, [[1, 2, 3]], greedy(100))
-    llm.exit()
-    assert llm.llm_engine._runner is not None
-    first.join()
-    assert llm.llm_engine._runner is None, "the step that was waited for closes the engine"
+    engine, runner = make_engine(pipeline_depth=0)
+    forward, within, go_on = runner.forward, threading.Event(), threading.Event()
+
+    def held(batch: Any) -> Any:
+        within.set()
+        assert go_on.wait(240)
+        return forward(batch)
+
+    runner.forward = held  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], greedy(9))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, engine)
+        assert within.wait(240)
+        engine.exit()
+        assert not runner.closed
+        go_on.set()
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            running.result(60)
+    assert runner.closed == 1, "the step that was waited for closes the engine"
 
 
-def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> None:
-    runner: Any = llm.llm_engine._runner
-    launch = runner.forward
-    previous = signal.signal(signal.SIGUSR1, lambda *_: llm.exit())
-
-    def launch_and_signal(batch: Any) -> Any:
-        signal.raise_signal(signal.SIGUSR1)
-        return launch(batch)
-
-    runner.forward = launch_and_signal
-    started = time.monotonic()
+def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step() -> None:
+    engine, runner = make_engine(pipeline_depth=0)
+    forward = runner.forward
+    # Other signals than this one wait for the step's end.
+    runner.forward = lambda batch: signal.raise_signal(signal.SIGUSR1) or forward(batch)  # type: ignore
+    previous = signal.signal(signal.SIGUSR1, lambda *_: engine.exit())
+    engine.add_request([1, 2], greedy(9))
     try:
         with pytest.raises(RuntimeError, match="closed"):
-            llm.generate([[1, 2]], greedy(9), use_tqdm=False)
+            run(engine)
     finally:
         signal.signal(signal.SIGUSR1, previous)
-    assert time.monotonic() - started < 5
-    assert llm.llm_engine._runner is None
+    assert runner.closed == 1
 
 
 @pytest.mark.timeout(30)

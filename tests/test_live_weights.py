@@ -21,6 +21,7 @@ from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.report import LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint
+from tests.mock_runner import run
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
 PREFIX = list(range(7, 57))
@@ -231,10 +232,7 @@ def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair:
     assert not live.reset_prefix_cache()
     live.resume()
     late = live.add_request(prompts[0], params)
-    done: dict[int, Any] = {}
-    while not live.is_finished():
-        live.llm_engine.block_manager.check_integrity(live.llm_engine.scheduler.sequences)
-        done.update(live.step().finished)
+    done = run(live)
     found = [done[i].outputs[0].token_ids for i in ids]
     assert all(tokens[: len(old)] == old for tokens, old in zip(found, before, strict=True))
     assert [len(tokens) for tokens in found] == [20] * 6 and found != want
@@ -253,10 +251,7 @@ def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Pa
         llm.resume()
         # The last output begins while another one has blocks of their prompt, of the old weights.
         llm.llm_engine.stop([(several, 0)])
-        done: dict[int, Any] = {}
-        while not llm.is_finished():
-            llm.llm_engine.block_manager.check_integrity(llm.llm_engine.scheduler.sequences)
-            done.update(llm.step().finished)
+        done = run(llm)
         # The first block has keys of both weights.
         prompts = [PREFIX[:10] + done[begun].outputs[0].token_ids, [*PREFIX, 3]]
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]

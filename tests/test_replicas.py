@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from array import array
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +21,7 @@ from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.request import Request
 from tests.mock_llm import MockReplicas, mock_llm
-from tests.mock_runner import complete, make_engine
+from tests.mock_runner import complete
 from tests.rank_processes import engine_pids
 
 BLOCK = 16
@@ -115,37 +113,6 @@ def test_a_request_goes_where_its_first_block_is_unless_that_has_too_much_to_do(
     salted.cache_salt = "x"
     least = min(placement.shares, key=lambda index: placement.shares[index].load)
     assert placement.route(next(ids), salted) == least
-
-
-def test_routing_by_prefix_against_round_robin(capsys: pytest.CaptureFixture[str]) -> None:
-    rng = random.Random(0)
-    documents = [[rng.randrange(5, 50) for _ in range(192)] for _ in range(32)]
-    prompts = [document + [rng.randrange(5, 50) for _ in range(8)] for document in documents for _ in range(6)]
-    rng.shuffle(prompts)
-
-    def cached(by_prefix: bool) -> int:
-        settings: dict[str, Any] = {"pipeline_depth": 0, "max_num_seqs": 8, "max_num_batched_tokens": 512}
-        engines = [make_engine(num_blocks=260, max_model_len=512, **settings)[0] for _ in range(2)]
-        placement, turns = Placement([8, 8], BLOCK), count()
-        waiting, running = list(enumerate(prompts)), dict[tuple[int, int], int]()
-        while waiting or running:
-            # Four at a time, as they come.
-            for number, prompt in waiting[:4]:
-                asked = request(prompt)
-                index = placement.route(number, asked) if by_prefix else next(turns) % 2
-                running[index, engines[index].enqueue(asked)] = number
-            waiting = waiting[4:]
-            for index, engine in enumerate(engines):
-                for request_id, _ in engine.step().finished if not engine.is_finished() else ():
-                    number = running.pop((index, request_id))
-                    if by_prefix:
-                        placement.end(number)
-        return sum(engine.stats()["num_cached_tokens"] for engine in engines)
-
-    routed, in_turn = cached(True), cached(False)
-    with capsys.disabled():
-        print(f"\n{len(prompts) * 200} prompt tokens of 32 documents: cached {routed} by prefix, {in_turn} in turn")
-    assert routed > 1.1 * in_turn
 
 
 def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

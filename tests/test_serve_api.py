@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from nanovllm.assets import BUNDLED_MODEL
-from tests.server_process import ServerProcess, serving
+from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("pydantic")
@@ -295,7 +295,7 @@ def test_usage_of_streams(client: Any) -> None:
 
 
 def test_json_is_utf8(server: ServerProcess) -> None:
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for text, expected in (("é字\u2028", "é字\u2028".encode()), ("é\ud800", b"\\u00e9\\ud800")):
         tool = {"type": "function", **TOOL, "parameters": {"enum": [text]}}
@@ -543,7 +543,7 @@ def test_the_key(server: ServerProcess) -> None:
     for key in ("wrong", KEY + "x", KEY[:-1]):
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0).models.list()
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_SECONDS)
     for scheme, status in (("Basic", 401), ("Bearer", 200), ("bearer", 200)):
         connection.request("GET", "/v1/models", headers={"Authorization": f"{scheme} {KEY}"})
         answer = connection.getresponse()

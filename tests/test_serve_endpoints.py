@@ -46,7 +46,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[Any]:
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=60) as client:
+    with httpx.Client(
+        base_url=server.url, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=PATIENCE_SECONDS
+    ) as client:
         yield client
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,9 +150,7 @@ def test_choices_are_as_many_as_the_readme_says(client: Any) -> None:
     ],
 )
 def test_a_head_that_is_refused_says_why(server: ServerProcess, head: bytes, status: int, part: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS) as connection:
-        connection.sendall(head + b"\r\n\r\n")
-        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    answer = server.ask(head + b"\r\n\r\n")
     assert int(answer.split()[1]) == status and part in answer
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 

@@ -26,15 +26,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.server_process import serving
+from tests.server_process import serving, wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 KEY = "a-secret"
 MODEL = "stub-model"
 NUM_WORDS, WORD_SECONDS = 100, 0.02
-# Less than a whole answer takes.
-ABORT_SECONDS = 1
 PAGE = resources.files("nanovllm.serve") / "page"
 MEDIA_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
@@ -59,7 +57,7 @@ class StubServer:
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("num_running", "num_waiting", "num_preemptions"), 0)
-        self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens"), 0)
+        self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens", "num_unread"), 0)
         files = Route("/page/{name}", self.file)
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
         self.app = Starlette(routes=[Route("/", self.file), files, Route("/stats", self.stats), chat])
@@ -86,6 +84,7 @@ class StubServer:
     async def words(self) -> AsyncIterator[bytes]:
         self.counts["num_running"] += 1
         self.counts["num_prompt_tokens"] += 10
+        self.counts["num_unread"] += 1
         try:
             for i in range(NUM_WORDS):
                 whole = event(chunk(f"wörd {i} ")).encode()
@@ -97,6 +96,7 @@ class StubServer:
                 self.counts["num_output_tokens"] += 2
             yield event(chunk("", "stop")).encode()
             yield event({"choices": [], "usage": {"completion_tokens": 2 * NUM_WORDS}}).encode()
+            self.counts["num_unread"] -= 1
             yield b"data: [DONE]\n\n"
         finally:
             # Also when the client has gone.
@@ -155,13 +155,6 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
     assert [text for text in errors if not re.search(r"responded with a status of 40[01]", text)] == []
     origins = {f"{parts.scheme}://{parts.netloc}" for parts in map(urlsplit, urls) if parts.scheme != "data"}
     assert origins == visited
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def send(page: Page, text: str) -> None:
@@ -225,9 +218,11 @@ def test_an_answer_is_ended_and_kept_or_forgotten(visit: Visit, page_url: str, b
     page = visit()
     send(page, "count")
     wait_for_text(page)
-    assert stats(page, page_url)["num_running"] == 1
+    before = stats(page, page_url)
     page.get_by_role("button", name=button).click()
-    wait_until(lambda: stats(page, page_url)["num_running"] == 0, ABORT_SECONDS)
+    wait_until(lambda: not stats(page, page_url)["num_running"])
+    # It has not been read to its end.
+    assert stats(page, page_url)["num_unread"] == before["num_unread"]
     kept: list[dict[str, Any]] = []
     if button == "Stop":
         page.get_by_text("stopped").wait_for()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from nanovllm.client.request_state import RequestState
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
+from tests.streams import joined
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
@@ -162,28 +162,10 @@ STREAMED: list[SamplingParams] = [
 def test_a_stream_joined_is_what_generate_returns(llm: LLM) -> None:
     prompts: Any = [PROMPT, "The sea", [5, 6, 7], PROMPT, "a", "b", "c", "d"]
     whole = llm.generate(prompts, STREAMED, use_tqdm=False)
-    texts: dict[tuple[int | str, int], str] = {}
-    tokens: dict[tuple[int | str, int], list[int]] = {}
-    logprobs: dict[tuple[int | str, int], list[Any]] = {}
-    last: dict[int | str, RequestOutput] = {}
-    for part in llm.stream(prompts, STREAMED):
-        assert part.request_id not in last
-        for item in part.outputs:
-            key = part.request_id, item.index
-            texts[key] = texts.get(key, "") + item.text
-            tokens.setdefault(key, []).extend(item.token_ids)
-            logprobs.setdefault(key, []).extend(item.logprobs or [])
-            assert part.finished == (item.finish_reason is not None)
-        if part.finished:
-            last[part.request_id] = part
-    assert len(last) == len(whole)
-    for output, (request_id, part) in zip(whole, sorted(last.items(), key=lambda item: int(item[0])), strict=True):
-        assert part.prompt_token_ids == output.prompt_token_ids and part.prompt_logprobs == output.prompt_logprobs
-        for item, final in zip(output.outputs, part.outputs, strict=True):
-            key = request_id, item.index
-            assert (texts[key], tokens[key]) == (item.text, item.token_ids)
-            assert logprobs[key] == (item.logprobs or [])
-            assert replace(final, text=item.text, token_ids=item.token_ids, logprobs=item.logprobs) == item
+    found = joined(llm.stream(prompts, STREAMED))
+    for output, want in zip(found, whole, strict=True):
+        assert (output.outputs, output.prompt_token_ids) == (want.outputs, want.prompt_token_ids)
+        assert output.prompt_logprobs == want.prompt_logprobs
     assert whole[3].outputs[0].text == ""
     # EOS and stop tokens do not show, though special tokens do.
     assert [whole[i].outputs[0].text for i in (6, 7)] == ["", ""]

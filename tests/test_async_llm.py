@@ -10,6 +10,7 @@ import weakref
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import aclosing
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -273,12 +274,9 @@ def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
 
 def lose_device(llm: AsyncLLM, patch: pytest.MonkeyPatch) -> None:
     """Let the next step fail, and the device with it."""
-
-    def lost(*_: object) -> None:
-        raise OSError("device lost")
-
-    for name in ("forward", "synchronize"):
-        patch.setattr(llm.llm.llm_engine._runner, name, lost)
+    runner: Any = llm.llm.llm_engine._runner
+    patch.setattr(runner, "forward", Mock(side_effect=MemoryError("out of memory")))
+    patch.setattr(runner, "synchronize", Mock(side_effect=OSError("device lost")))
 
 
 def fail_once(llm: AsyncLLM, patch: pytest.MonkeyPatch, num_sampled: int) -> threading.Event:

@@ -6,8 +6,8 @@ The same machine runs against an engine in this process and against two in proce
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -120,7 +120,7 @@ class Life(RuleBasedStateMachine):
         """Let an event happen within a call that drives the engine, and take the exceptions that it may raise."""
         action, site, left = event or ("", "run_step", 0)
         original, engine = getattr(self.engine, site), vars(self.engine)
-        threads: list[threading.Thread] = []
+        threads: list[Future[None]] = []
 
         def call_with_event(*args: Any, **kwargs: Any) -> Any:
             nonlocal left
@@ -129,8 +129,7 @@ class Life(RuleBasedStateMachine):
                 return original(*args, **kwargs)
             engine.pop(site, None)
             if action.startswith("thread"):
-                threads.append(threading.Thread(target=self.call_beside, args=(action,)))
-                threads[0].start()
+                threads.append(pool.submit(self.call_beside, action))
             elif action != "interrupt":
                 self.call_within(action)
             result = original(*args, **kwargs)
@@ -140,6 +139,7 @@ class Life(RuleBasedStateMachine):
 
         if event is not None:
             engine[site] = call_with_event
+        pool = ThreadPoolExecutor(1)
         try:
             yield
         except KeyboardInterrupt:
@@ -154,8 +154,8 @@ class Life(RuleBasedStateMachine):
         finally:
             engine.pop(site, None)
             for thread in threads:
-                thread.join(60)
-                assert not thread.is_alive()
+                thread.result(60)
+            pool.shutdown()
 
     def call_within(self, action: str) -> None:
         """What a callback does meanwhile."""
@@ -184,7 +184,8 @@ class Life(RuleBasedStateMachine):
                 self.control(self.llm.resume)
             elif action == "thread exits":
                 self.llm.exit()
-            elif action == "thread generates":
+            # A Ctrl-C of its step would come to the other thread.
+            elif action == "thread generates" and not self.may_fail:
                 # It is refused until the other call is over.
                 self.llm.generate([[1]], SamplingParams(0.5, 2, ignore_eos=True), use_tqdm=False)
 

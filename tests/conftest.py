@@ -20,7 +20,7 @@ import transformers
 from nanovllm import LLM
 
 # Its assertions hold under `python -O` too, as those of tests do.
-pytest.register_assert_rewrite("tests.mock_runner")
+pytest.register_assert_rewrite("tests.mock_runner", "tests.streams")
 
 # A shell that starts the tests in the background, and nohup, have it ignored, by all processes that tests start, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.attention.kv_cache_spec import State
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
@@ -182,8 +182,11 @@ class MockRunner:
         # Blocks that hold two numbers of state each.
         self.states: list[CacheKind] = [cache_kind(state, block_bytes=16) for state in states]
         self.cache_kinds = [*window_kinds(*self.windows), *self.states]
+        # Numbers that every token follows from.
+        self.weights: list[int] = []
         # The tokens of a page, or of a state: its group, its part, tokens computed and their hash.
-        self.cache: list[list[int] | tuple[int, ...]] = [[EMPTY] * block_size for _ in range(num_blocks)]
+        self.cache: list[list[int] | tuple[int, ...]] = []
+        self.clear_cache()
         self.host: dict[int, list[int] | tuple[int, ...]] = {}
         # By slot and group.
         self.tables: list[list[list[int]]] = [[] for _ in range(num_slots)]
@@ -198,6 +201,10 @@ class MockRunner:
         self.fail_result = False
         self.interrupt = False
         self.closed = 0
+
+    def clear_cache(self) -> None:
+        """Make all blocks empty."""
+        self.cache = [[EMPTY] * self.block_size for _ in range(self.num_kvcache_blocks)]
 
     def sample(self, step: MockHandle, masks: np.ndarray | None = None) -> MockHandle:
         shape = None if masks is None else masks.shape
@@ -401,7 +408,7 @@ class MockRunner:
 
     def _sample(self, slot: int) -> int:
         context = self._context(slot, self.num_computed[slot])
-        self.last_token[slot] = next_token([*context, *self._states(slot)])
+        self.last_token[slot] = next_token([*context, *self._states(slot), *self.weights])
         return self.last_token[slot]
 
 
@@ -495,3 +502,21 @@ def check_engine(engine: LLMEngine) -> None:
     slots = [seq.slot for seq in running]
     assert len(set(slots)) == len(slots) and -1 not in slots
     assert all(not seq.block_tables for seq in waiting)
+
+
+def run(engine: LLMEngine | LLM) -> dict[int, Any]:
+    """Step until all requests are done; what the steps report as new tokens must join to the outputs."""
+    outputs: dict[int, Any] = {}
+    reported: dict[int, list[int]] = {}
+    while not engine.is_finished():
+        result = engine.step()
+        for request_id, token_ids in result.new_token_ids.items():
+            assert request_id not in outputs, "the token after an EOS is nobody's"
+            reported.setdefault(request_id, []).extend(token_ids)
+        for request_id, output in result.finished:
+            # Steps of a `generate` before these may have begun it.
+            new = reported.get(request_id, [])
+            assert output["token_ids"][len(output["token_ids"]) - len(new) :] == new
+            outputs[request_id] = output
+        check_engine(engine.llm_engine if isinstance(engine, LLM) else engine)
+    return outputs

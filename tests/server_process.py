@@ -6,19 +6,57 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from tests.rank_processes import engine_pids
 
 PATIENCE_SECONDS = 240
 """Longer than a busy machine takes, and shorter than pytest's limit, so that a failure says what was waited for."""
+
+
+def wait_until(reached: Callable[[], object], seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def head(path: str, length: int, key: str | None = None, **headers: str) -> bytes:
+    """The head of a request."""
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", f"Content-Length: {length}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines += [] if key is None else [f"Authorization: Bearer {key}"]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+def request_bytes(
+    body: Any, path: str = "/v1/chat/completions", *, key: str | None = None, length: int | None = None
+) -> bytes:
+    """A request, after which the server closes the connection; with `length`, its head says so."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return head(path, len(content) if length is None else length, key, Connection="close") + content
+
+
+def read_to_end(connection: socket.socket) -> bytes:
+    """All that comes until the connection is closed, or cut."""
+    parts: list[bytes] = []
+    with suppress(ConnectionResetError):
+        parts.extend(iter(lambda: connection.recv(2**16), b""))
+    return b"".join(parts)
+
+
+def status(answer: bytes) -> int:
+    """The status of an answer."""
+    return int(answer.split()[1])
 
 
 class ServerProcess:
@@ -66,18 +104,44 @@ class ServerProcess:
         with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
             return json.loads(answer.read())
 
+    def connect(self, *, reads_little: bool = False) -> socket.socket:
+        """A connection to it, whose buffer may be small."""
+        connection = socket.socket()
+        if reads_little:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE_SECONDS)
+        connection.connect(("127.0.0.1", self.port))
+        return connection
+
+    def ask(self, request: bytes) -> bytes:
+        """The whole answer to a request, after which the server closes the connection."""
+        with self.connect() as connection:
+            with suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(request)
+            return read_to_end(connection)
+
+    def post(self, body: Any, **options: Any) -> tuple[int, bytes]:
+        """The status and the body of an answer; see `request_bytes`."""
+        answer = self.ask(request_bytes(body, **options))
+        return status(answer), answer.partition(b"\r\n\r\n")[2]
+
+    def metric(self, name: str) -> float:
+        """The value of a metric by a pattern of its name, and labels if there are several; 0 if there is none."""
+        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE_SECONDS) as answer:
+            found = re.search(rf"^{name}(?:{{[^}}]*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def num_errors(self, kind: str) -> float:
+        """The errors of a kind that it has counted."""
+        return self.metric(rf'\S*errors_total{{[^}}]*kind="{kind}"[^}}]*}}')
+
     def check_idle(self) -> None:
         """Nothing runs, waits or holds a block once what was under way has ended, and requests are answered."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while True:
-            stats = self.get("/stats")
-            if not stats["num_running"] and not stats["num_waiting"] and not stats["cache_use"]:
-                break
-            assert time.monotonic() < deadline, stats
-            time.sleep(0.02)
+        names = ("num_running", "num_waiting", "cache_use")
+        wait_until(lambda: not any(map(self.get("/stats").get, names)))
         assert self.get("/health") == {"status": "ok"}
 
-    def stop(self, number: int = signal.SIGTERM, seconds: float = 30) -> tuple[int, str]:
+    def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE_SECONDS) -> tuple[int, str]:
         """End the process; returns its exit code and what it wrote to stderr."""
         if self.process.poll() is None:
             self.process.send_signal(number)

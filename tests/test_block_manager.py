@@ -8,7 +8,15 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.prefix_cache import Block, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from tests.cache_checks import check_blocks
-from tests.mock_runner import check_engine, complete, greedy, make_engine, make_request, make_sequence, window_kinds
+from tests.mock_runner import (
+    complete,
+    greedy,
+    make_engine,
+    make_request,
+    make_sequence,
+    run,
+    window_kinds,
+)
 
 
 def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
@@ -197,11 +205,9 @@ def test_requests_share_blocks_with_those_of_their_salt_alone() -> None:
     counts = []
     for salt in (None, "a", "b", "a", None, "b"):
         engine.enqueue(make_request(prompt, greedy(6), cache_salt=salt))
-        while not engine.is_finished():
-            for _, output in engine.step().finished:
-                counts.append(output.num_cached_tokens)
-                assert output.outputs[0].token_ids == complete(prompt, 6, frozenset(), 128)
-        check_engine(engine)
+        (output,) = run(engine).values()
+        counts.append(output.num_cached_tokens)
+        assert output.outputs[0].token_ids == complete(prompt, 6, frozenset(), 128)
     assert counts == [0, 0, 0, 31, 31, 31]
 
 

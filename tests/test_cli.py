@@ -23,7 +23,6 @@ from unittest.mock import Mock, patch
 
 import pytest
 
-import bench
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
@@ -37,6 +36,7 @@ from nanovllm.serve.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, r
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
 from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai
+from tests.mock_runner import run
 
 BODY = {"messages": INTRODUCTION, "temperature": 0, "max_tokens": 4}
 RUN = "0123456789abcdef"
@@ -346,20 +346,7 @@ def test_a_read_error_is_raised(llm: LLM) -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         BatchRun(llm, unanswered(lines()), requests_of(llm), RUN, list[bytes]().extend).run()
-    while not llm.is_finished():
-        llm.step()
-
-
-def test_an_interrupted_run_on_pipes_ends_while_it_waits_for_input() -> None:
-    process = command("run", "-i", "-", "-o", "-", *ENGINE, stdin=-1, stdout=-1, stderr=-1)
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    process.stdin.write(b'{"prompt": "a", "max_tokens": 1}\nbad\n')
-    process.stdin.flush()
-    assert {json.loads(process.stdout.readline())["line"] for _ in range(2)} == {1, 2}
-    process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 130
-    assert process.stderr.read().splitlines()[-1] == b"nanovllm run: interrupted"
-    process.communicate()
+    run(llm)
 
 
 VALUES: dict[str, tuple[list[str], Any]] = {
@@ -495,7 +482,7 @@ def test_nobody_reads_the_output() -> None:
     assert process.stdout is not None
     process.stdout.close()
     process.stdout = None
-    _, errors = process.communicate(b"bad\n", timeout=60)
+    _, errors = process.communicate(b"bad\n", timeout=240)
     assert process.returncode == 1 and errors.splitlines()[-1].startswith(b"nanovllm run: error: [Errno")
 
 
@@ -508,14 +495,14 @@ def test_what_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_info.value.code == 0 and capsys.readouterr().out == f"nanovllm {nanovllm.__version__}\n"
 
 
-@pytest.mark.parametrize(("line", "offered"), [("nanovllm ch", {"chat "}), ("nanovllm serve --po", {"--port "})])
-def test_the_shell_completes_commands_and_flags(line: str, offered: set[str], tmp_path: Path) -> None:
+def test_the_shell_completes_flags_of_commands(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
+    line = "nanovllm serve --po"
     # What argcomplete's shell function sets.
     shell = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "out"), "_ARGCOMPLETE_IFS": "\n"}
     shell |= {"COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
-    subprocess.run([sys.executable, "-m", "nanovllm"], env=os.environ | shell, check=False, timeout=60)
-    assert set((tmp_path / "out").read_text().splitlines()) == offered
+    subprocess.run([sys.executable, "-m", "nanovllm"], env=os.environ | shell, check=False, timeout=240)
+    assert set((tmp_path / "out").read_text().splitlines()) == {"--port "}
 
 
 @pytest.mark.parametrize(("name", "module"), [("bench", "cli.bench"), ("chat", "cli.chat")])
@@ -525,13 +512,6 @@ def test_ctrl_c_ends_a_command_with_one_line(
     monkeypatch.setattr(f"nanovllm.{module}.LLM", Mock(side_effect=KeyboardInterrupt))
     assert main([name]) == 130
     assert capsys.readouterr().err == f"nanovllm {name}: interrupted\n"
-
-
-def test_the_benchmark_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert callable(bench.main) and callable(bench.measure_ceilings)
-    with pytest.raises(SystemExit) as exit_info:
-        main(["bench", "--help"])
-    assert exit_info.value.code == 0 and "--workload" in capsys.readouterr().out
 
 
 def test_a_conversation_has_a_history(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -586,7 +566,7 @@ def test_a_chat_on_a_terminal() -> None:
     assert "/clear " in terminal.type("/help", "stop an answer\r\n> ")
     assert "/what is no command" in terminal.type("/what", "lists them\r\n> ")
     terminal.file.write(b"/quit\n")
-    assert terminal.process.wait(20) == 0
+    assert terminal.process.wait(240) == 0
     terminal.file.close()
 
 
@@ -600,7 +580,7 @@ def test_a_run_on_a_terminal_shows_how_many_lines_are_left(tmp_path: Path) -> No
     shown = terminal.read_until("which " + str(output) + " has\r\n")
     # Of six lines one is blank, and one has an answer.
     assert "4/4" in shown and "tok/s" in shown and "00:00<" in shown
-    assert terminal.process.wait(20) == 1
+    assert terminal.process.wait(240) == 1
     terminal.file.close()
 
 
@@ -671,7 +651,7 @@ def test_a_chat_through_pipes() -> None:
     begun = process.stdout.read(10)
     process.send_signal(signal.SIGINT)
     process.stdin.write(b"/clear\n\n" + b"x" * 5000 + b"\n/exit\nintroduce yourself\n")
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 0
     assert begun == b"Hello! I am"[:10] and output.count(b"\n") == 1 and len(output) < 4000
     assert b"over max_model_len" in errors and b"Traceback" not in errors
@@ -689,10 +669,9 @@ def test_a_chat_ends_with_its_input(
     assert re.fullmatch(says, capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["serve", "--help"]])
-def test_help_without_docstrings(arguments: list[str]) -> None:
-    program = [sys.executable, "-OO", "-m", "nanovllm", *arguments]
-    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+def test_help_without_docstrings() -> None:
+    program = [sys.executable, "-OO", "-m", "nanovllm", "serve", "--help"]
+    result = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0 and not result.stderr and result.stdout.startswith("usage: nanovllm")
 
 

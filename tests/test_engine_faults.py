@@ -7,7 +7,6 @@ import signal
 import time
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,63 +21,22 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
-from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence
-from tests.test_scheduler import run
+from tests.mock_llm import make_mock_engine
+from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-def test_a_generate_ends_whose_requests_are_gone(llm: LLM) -> None:
-    runner: Any = llm.llm_engine._runner
-    launch = runner.forward
-    other = llm.add_request([9, 8, 7], greedy(1))
-
-    def aborting_launch(batch: Any) -> Any:
-        handle = launch(batch)
-        llm.llm_engine.scheduler.abort([seq_id for seq_id in batch.sampled_seq_ids if seq_id != other])
-        return handle
-
-    runner.forward = aborting_launch
-    # Another caller's result is still to be claimed.
-    with pytest.raises(RuntimeError, match="aborted by another caller"):
-        llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
-    runner.forward = launch
-    assert list(run(llm)) == [other]
-
-
-def test_a_generate_ends_with_the_error_of_a_plan_that_fails(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing_schedule() -> None:
-        raise MemoryError("no plan")
-
-    monkeypatch.setattr(llm.llm_engine.scheduler, "schedule", failing_schedule)
-    with pytest.raises(StepError, match="no plan"):
-        llm.generate([[1, 2, 3]], greedy(9), use_tqdm=False)
-    assert llm.is_finished()
-
-
-def test_what_finished_before_the_device_was_lost_can_be_had() -> None:
-    engine, runner = make_engine(pipeline_depth=1)
+def test_what_a_step_before_the_failed_one_has_ended_is_returned_though_the_device_is_lost() -> None:
+    engine, _ = make_mock_engine(pipeline_depth=1)
     first, second = engine.add_request([1, 2], greedy(2)), engine.add_request([3, 4], greedy(9))
-    launch = runner.forward
-
-    def lost() -> None:
-        raise RuntimeError("device lost")
-
-    def failing_launch(batch: Any) -> Any:
-        if len(runner.batches) == 2:
-            runner.synchronize = lost  # type: ignore[method-assign]
-            raise RuntimeError("launch failed")
-        return launch(batch)
-
-    runner.forward = failing_launch  # type: ignore[method-assign]
+    engine.step()
+    engine.step()
+    engine.call("order_fault", "loss")
     with pytest.raises(StepError, match="the engine is closed: device lost") as caught:
-        for _ in range(3):
-            engine.step()
-    assert caught.value.request_ids == [second]
-    assert [request_id for request_id, _ in engine.step().finished] == [first]
-    assert engine.is_finished()
-    with pytest.raises(RuntimeError, match="closed"):
         engine.step()
+    assert caught.value.request_ids == [second]
+    assert [request_id for request_id, _ in engine.step().finished] == [first] and engine.is_finished()
 
 
 def test_signals_that_were_held_back_all_act() -> None:
@@ -99,48 +57,6 @@ def test_signals_that_were_held_back_all_act() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@DEPTHS
-def test_ctrl_c_with_a_failing_step_tells_the_other_caller(checkpoint: Path, depth: int) -> None:
-    with LLM(checkpoint, device="cpu", max_model_len=128, num_kvcache_blocks=2) as llm:
-        runner: Any = llm.llm_engine._runner
-        runner.pipeline_depth = depth
-        launch = runner.forward
-
-        def failing_launch(batch: Any) -> Any:
-            if llm.llm_engine.scheduler.stats.num_steps == 3:
-                signal.raise_signal(signal.SIGINT)
-                raise MemoryError("no room")
-            return launch(batch)
-
-        runner.forward = failing_launch
-        other = llm.add_request([3, 2, 1], greedy(9))
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1, 2]], greedy(9), use_tqdm=False)
-        assert not llm.is_finished()
-        runner.forward = launch
-        with pytest.raises(StepError, match="no room") as caught:
-            llm.step()
-        assert caught.value.request_ids == [other] and isinstance(caught.value.__cause__, MemoryError)
-        assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
-        assert len(llm.generate([[1, 2]], greedy(4), use_tqdm=False)[0]["token_ids"]) == 4
-
-
-def test_ctrl_c_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    enqueue = llm.llm_engine.enqueue
-
-    def interrupted_enqueue(*args: Any) -> int:
-        request_id = enqueue(*args)
-        if request_id == 2:
-            signal.raise_signal(signal.SIGINT)
-        return request_id
-
-    monkeypatch.setattr(llm.llm_engine, "enqueue", interrupted_enqueue)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[i] for i in range(5)], greedy(4), use_tqdm=False)
-    assert llm.is_finished()
-    assert llm.step() == ([], {}, 0, 0)
 
 
 class Panic(BaseException):
@@ -195,47 +111,6 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int, stop: str | None)
     assert isinstance(failures[0].__cause__, Panic)
 
 
-@DEPTHS
-def test_what_waits_of_a_request_ends_with_its_output_that_fails(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=1)
-    several = engine.add_request([1, 2], SamplingParams(1.0, 9, n=3, ignore_eos=True))
-    other = engine.add_request([3, 4], greedy(2))
-    engine.step()
-    runner.fail_launch = True
-    with pytest.raises(StepError, match="launch failed") as caught:
-        engine.step()
-    assert caught.value.request_ids == [several]
-    assert [seq.seq_id for seq in engine.scheduler.sequences] == [other]
-    assert list(run(engine)) == [other]
-
-
-@DEPTHS
-@pytest.mark.parametrize("where", ["launch", "result"])
-def test_a_system_exit_within_a_step_loses_no_request(depth: int, where: str) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_seqs=2)
-    ids = [engine.add_request([i] * 20, greedy(6)) for i in range(3)]
-    engine.step()
-    launch = runner.sample
-
-    def leaving(*args: Any) -> Any:
-        handle = launch(*args)
-        if where == "launch":
-            raise SystemExit(7)
-        handle.error = SystemExit(7)
-        return handle
-
-    runner.sample = leaving  # type: ignore[method-assign, assignment]
-    with pytest.raises(SystemExit):
-        for _ in range(2):
-            engine.step()
-    runner.sample = launch  # type: ignore[method-assign]
-    check_engine(engine)
-    with pytest.raises(StepError) as caught:
-        engine.step()
-    assert caught.value.request_ids == ids[:2] and isinstance(caught.value.__cause__, SystemExit)
-    assert run(engine)[ids[2]]["token_ids"] == complete([2] * 20, 6, frozenset(), 128)
-
-
 def test_a_preempted_request_counts_its_prompt_and_cached_tokens_once() -> None:
     engine, _ = make_engine(pipeline_depth=0, num_blocks=6, max_num_seqs=2)
     prompts = [[1] * 17, [2] * 17]
@@ -249,28 +124,6 @@ def test_a_preempted_request_counts_its_prompt_and_cached_tokens_once() -> None:
     assert [outputs[i]["num_cached_tokens"] for i in ids] == [0, 16]
     assert (stats["num_prompt_tokens"], stats["num_cached_tokens"]) == (17 * 3, 16)
     assert first < ids[0]
-
-
-def test_a_preempted_request_whose_token_is_in_flight_fails_with_that_step() -> None:
-    def steps_until_preemption(failing: int | None) -> int:
-        engine, runner = make_engine(pipeline_depth=1, num_blocks=3, max_num_seqs=2)
-        ids = [engine.add_request([i] * 14, greedy(30)) for i in (1, 2)]
-        for step in range(100):
-            runner.fail_result = step == failing
-            try:
-                engine.step()
-            except StepError as error:
-                assert error.request_ids == ids
-                assert engine.stats()["num_preemptions"] == 1 and engine.is_finished()
-                check_engine(engine)
-                return step
-            if engine.stats()["num_preemptions"] and failing is None:
-                return step
-        raise AssertionError("nothing is preempted, or nothing fails")
-
-    # The result of the step before the one that preempts is taken in after that one has been planned.
-    preempting = steps_until_preemption(None)
-    assert steps_until_preemption(preempting - 1) == preempting
 
 
 def test_an_empty_step_leaves_the_books_of_the_steps_under_way_alone() -> None:
@@ -346,10 +199,7 @@ def test_a_failed_step_also_ends_the_step_that_waits_for_its_tokens(depth: int) 
     check_engine(engine)
     assert engine.is_finished() and engine.block_manager.num_used_blocks == 0
     again = engine.enqueue(make_request([1, 2], greedy(6), grammar=GRAMMAR))
-    finished: dict[int, RequestOutput] = {}
-    while not engine.is_finished():
-        finished.update(engine.step().finished)
-        check_engine(engine)
+    finished = run(engine)
     want = complete([1, 2], 6, frozenset(), 128)
     assert finished[again]["token_ids"] == want == made[-1].seen
 
@@ -381,22 +231,6 @@ def test_a_constraint_that_raises_fails_its_request_alone(depth: int) -> None:
     assert {request_id: output["token_ids"] for request_id, output in finished.items()} == want
     assert {request_id: reported[request_id] for request_id in good} == want
     assert engine.block_manager.num_used_blocks == 0 and not engine.block_manager._unconfirmed
-
-
-@DEPTHS
-def test_the_id_of_any_output_aborts_its_request(depth: int) -> None:
-    engine, _ = make_engine(pipeline_depth=depth)
-    params = SamplingParams(0.5, 9, ignore_eos=True, n=3)
-    first, second = (engine.add_request([i], params) for i in (1, 2))
-    while first + 1 not in engine.step().new_token_ids:
-        pass
-    engine.abort([first + 1])
-    assert set(run(engine)) == {second} and not engine._groups
-    # Before it has run, and with outputs kept.
-    third = engine.add_request([3], params)
-    engine.abort([third + 2], keep_outputs=True)
-    (output,) = run(engine).values()
-    assert [item.finish_reason for item in output.outputs] == ["abort"] * 3 and output.request_id == third
 
 
 def test_an_aborted_requests_outputs_that_had_ended_keep_their_reasons() -> None:

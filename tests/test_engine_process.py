@@ -6,16 +6,19 @@ import asyncio
 import os
 import pickle
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.outputs import CompletionOutput
 from nanovllm.sampling_params import StructuredOutputsParams
 from tests.rank_processes import engine_pids
+from tests.streams import check_same, joined
 
 SETTINGS: dict[str, Any] = {
     "device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 100, "seed": 0,
@@ -60,26 +63,6 @@ def nothing_is_left(remote: LLM) -> Iterator[None]:
     assert remote.is_finished() and stats["num_used_blocks"] == stats["num_running"] == stats["num_waiting"] == 0
 
 
-def plain(item: CompletionOutput) -> tuple[Any, ...]:
-    """An output, with log-probabilities as far as the batches in which they were computed do not change them."""
-    return *(getattr(item, name) for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")), rounded(
-        item.logprobs
-    )
-
-
-def rounded(logprobs: Any) -> list[Any]:
-    found = [position or {} for position in logprobs or []]
-    return [{i: (pytest.approx(p.logprob, abs=1e-3), p.rank, p.decoded_token) for i, p in p_.items()} for p_ in found]
-
-
-def check(outputs: list[RequestOutput], whole: list[RequestOutput]) -> None:
-    """Assert that outputs are the same."""
-    for output, want in zip(outputs, whole, strict=True):
-        assert (output.prompt, output.prompt_token_ids) == (want.prompt, want.prompt_token_ids)
-        assert list(map(plain, output.outputs)) == list(map(plain, want.outputs))
-        assert rounded(output.prompt_logprobs) == rounded(want.prompt_logprobs)
-
-
 def test_requests_pickle_small_and_whole(llm: LLM) -> None:
     params = SamplingParams(stop=["."], bad_words=["the sun"], structured_outputs=REGEX)
     requests = llm.input_processor.process([[i] * 64 for i in range(100)], [params] * 100, [3] * 100, streams=True)
@@ -99,29 +82,12 @@ def test_requests_pickle_small_and_whole(llm: LLM) -> None:
 def test_generate(remote: LLM, whole: list[RequestOutput]) -> None:
     before = remote.stats()["num_output_tokens"]
     outputs = remote.generate(PROMPTS, PARAMS, use_tqdm=False)
-    check(outputs, whole)
+    check_same(outputs, whole)
     stopped = [item for output in outputs[1:3] for item in output.outputs]
     assert all(isinstance(item.stop_reason, str) for item in stopped)
     # The engines went on past stop strings, and nobody sees it.
     num_returned = sum(len(item.token_ids) for output in outputs for item in output.outputs)
     assert remote.stats()["num_output_tokens"] >= before + num_returned + len(stopped)
-
-
-def test_stream(remote: LLM, whole: list[RequestOutput]) -> None:
-    check_stream(remote.stream(PROMPTS, PARAMS), whole)
-
-
-def check_stream(parts: Iterable[RequestOutput], whole: list[RequestOutput]) -> None:
-    joined: dict[tuple[int | str, int], CompletionOutput] = {}
-    for part in parts:
-        for item in part.outputs:
-            before = joined.get((part.request_id, item.index))
-            if before is not None:
-                item.text, item.token_ids = before.text + item.text, before.token_ids + item.token_ids
-                item.logprobs = None if item.logprobs is None else [*(before.logprobs or []), *item.logprobs]
-            joined[part.request_id, item.index] = item
-    want = [plain(item) for output in whole for item in output.outputs]
-    assert [plain(joined[key]) for key in sorted(joined)] == want
 
 
 def test_other_calls(remote: LLM, llm: LLM) -> None:
@@ -142,61 +108,44 @@ def test_other_calls(remote: LLM, llm: LLM) -> None:
         remote.engine_client.engine.call("no_method")
 
 
-def test_steps_say_their_tokens(remote: LLM) -> None:
-    ids = [remote.add_request([1, 2, 3], SamplingParams(1.0, 6, seed=i, n=2, ignore_eos=True)) for i in range(3)]
-    tokens: dict[int, list[int]] = {}
-    finished: dict[int, RequestOutput] = {}
-    while not remote.is_finished():
-        result = remote.step()
-        finished.update(result.finished)
-        for request_id, new in result.new_token_ids.items():
-            tokens.setdefault(request_id, []).extend(new)
-    items = [(i + item.index, item.token_ids) for i in ids for item in finished[i].outputs]
-    assert sorted(tokens.items()) == items
-
-
-def test_a_stream_that_is_closed_aborts(remote: LLM) -> None:
-    stream = remote.stream([[1, 2, 3]] * 3, SamplingParams(0, 200, ignore_eos=True))
-    next(stream)
-    stream.close()
-    # The engines go on, with nothing of it.
-    request = remote.add_request("a", SamplingParams(0, 3, ignore_eos=True))
-    finished: list[tuple[int, RequestOutput]] = []
-    while not remote.is_finished():
-        finished += remote.step().finished
-    assert [(i, len(output["token_ids"])) for i, output in finished] == [(request, 3)]
-    waiting = [remote.add_request("a", SamplingParams(n=2)) for _ in range(2)]
-    # By the id of any output.
-    remote.abort([waiting[0] + 1, waiting[1]])
-    assert remote.is_finished()
-
-
 def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = remote.engine_client.engine
     # Its end would close the engines.
     monkeypatch.setattr(AsyncLLM, "__del__", lambda llm: None)
 
     async def run() -> None:
         llm = AsyncLLM.over(remote)
-        outputs = await asyncio.gather(*(llm.generate(*case) for case in CASES))
-        check(outputs, whole)
-        endless = SamplingParams(1.0, 200, seed=4, ignore_eos=True)
-        stream = await llm.begin_stream("a", endless, request_id="x")
-        await anext(stream)
-        await llm.abort("x")
-        parts = [output async for output in stream]
-        assert parts[-1].outputs[0].finish_reason == "abort"
-        # A task that is cancelled, and a stream that nobody holds.
-        task = asyncio.ensure_future(llm.generate("a", endless))
-        await anext(stream := await llm.begin_stream("a", endless))
-        task.cancel()
-        del stream
-        assert len((await llm.generate("a", SamplingParams(0, 3, ignore_eos=True))).outputs[0].token_ids) == 3
-        while not engine.is_finished():
-            await asyncio.sleep(0.01)
+        check_same(await asyncio.gather(*(llm.generate(*case) for case in CASES)), whole)
         llm._thread.close()
 
     asyncio.run(run())
+
+
+def test_weights_come_through_files(remote: LLM, llm: LLM) -> None:
+    stored: dict[str, torch.Tensor] = load_file(Path(BUNDLED_MODEL, "model.safetensors"))
+    # A name may come twice, and tensors may share memory.
+    norm = "model.norm.weight"
+    given = [(norm, stored[norm] * 0), *((name, -values) for name, values in stored.items())]
+    params = SamplingParams(0, 8, ignore_eos=True)
+
+    def answers(each: LLM) -> list[Any]:
+        assert each.reset_prefix_cache()
+        return [output["token_ids"] for output in each.generate([[i, 9, 2] for i in range(6)], params, use_tqdm=False)]
+
+    before = answers(llm)
+    assert remote.load_weights(given, strict=True) == llm.load_weights(given) == len(given)
+    assert answers(remote) == answers(llm) != before
+    for weights, message in (
+        ({"model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' has shape \[3\]"),
+        ([("model.norm.weight", [0.0])], "'model.norm.weight' is a list; 0 tensors were written"),
+        ("nowhere", "'nowhere' is no folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            remote.load_weights(weights)
+    with pytest.warns(UserWarning, match="^1 tensors that were loaded have NaN, such as 'model.norm.weight'"):
+        remote.load_weights({norm: torch.full_like(stored[norm], torch.nan)})
+    for each in (remote, llm):
+        assert each.load_weights(BUNDLED_MODEL, strict=True) == len(stored)
+    assert answers(remote) == answers(llm) == before and not remote.unload_adapter()
 
 
 def test_what_a_dead_replica_had_runs_again(remote: LLM, llm: LLM, whole: list[RequestOutput]) -> None:
@@ -218,7 +167,7 @@ def test_what_a_dead_replica_had_runs_again(remote: LLM, llm: LLM, whole: list[R
     first = [next(stream) for _ in range(6)]
     os.kill(engine_pids()[1], signal.SIGKILL)
     with pytest.warns(UserWarning, match=r"replica 1 of 3 was killed by SIGKILL"):
-        check_stream([*first, *stream], whole)
+        check_same(joined([*first, *stream]), whole)
     assert remote.stats()["num_free_blocks"] == 100
 
 

@@ -2,126 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
-from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.outputs import RequestOutput
-from nanovllm.runner.messages import StepOutput
-from tests.mock_runner import complete, greedy, make_engine
-from tests.test_scheduler import run
+from tests.mock_llm import make_mock_engine
+from tests.mock_runner import complete, greedy, make_engine, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-class Background:
-    """A `generate` in a thread of its own, held in the middle of its third step until `go_on`."""
-
-    def __init__(self, llm: LLM, prompts: list[list[int]], params: SamplingParams) -> None:
-        self.outputs: list[RequestOutput] = []
-        self.error: BaseException | None = None
-        self._go_on = threading.Event()
-        in_step = threading.Event()
-        runner: Any = llm.llm_engine._runner
-        launch, calls = runner.forward, []
-
-        def held_launch(batch: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 3:
-                in_step.set()
-                assert self._go_on.wait(30)
-            return launch(batch)
-
-        def work() -> None:
-            try:
-                self.outputs = llm.generate(prompts, params, use_tqdm=False)
-            except BaseException as error:
-                self.error = error
-
-        runner.forward = held_launch
-        self._thread = threading.Thread(target=work)
-        self._thread.start()
-        assert in_step.wait(30)
-
-    def go_on(self) -> None:
-        self._go_on.set()
-
-    def join(self) -> None:
-        self.go_on()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
-
-
-def test_a_second_thread_does_not_disturb_the_one_that_generates(llm: LLM) -> None:
-    prompts = [[1, 2, 3], [4] * 40]
-    want = [output["token_ids"] for output in llm.generate(prompts, greedy(12), use_tqdm=False)]
-    first = Background(llm, prompts, greedy(12))
-    queued = len(llm.llm_engine._inbox)
-    with pytest.raises(RuntimeError, match="already running"):
-        llm.generate([[5, 6]], greedy(4), use_tqdm=False)
-    with pytest.raises(RuntimeError, match="already running"):
-        llm.step()
-    assert len(llm.llm_engine._inbox) == queued, "nothing is queued"
-    kept, dropped = llm.add_request([7, 8], greedy(5)), llm.add_request([9], greedy(5))
-    llm.abort([dropped])
-    first.join()
-    assert first.error is None
-    assert [output["token_ids"] for output in first.outputs] == want
-    assert [len(output["token_ids"]) for output in run(llm).values()] == [5]
-    assert llm.stats()["num_used_blocks"] == 0
-    assert kept < dropped
-
-
-def test_two_threads_at_once_are_right_or_refused(llm: LLM) -> None:
-    prompts = [[i] * (5 + i) for i in range(6)]
-    want = [output["token_ids"] for output in llm.generate(prompts, greedy(6), use_tqdm=False)]
-    results: list[Any] = []
-
-    def work() -> None:
-        try:
-            results.append([output["token_ids"] for output in llm.generate(prompts, greedy(6), use_tqdm=False)])
-        except RuntimeError as error:
-            results.append(str(error))
-
-    for _ in range(10):
-        threads = [threading.Thread(target=work) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    refused = [result for result in results if isinstance(result, str)]
-    assert all("already running" in message for message in refused) and len(refused) <= 10
-    assert [result for result in results if not isinstance(result, str)] == [want] * (20 - len(refused))
-
-
 @DEPTHS
 def test_aborts_from_another_thread_do_not_get_in_the_way_of_steps(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=64)
-    launch = runner.sample
-
-    def slow_launch(*args: Any) -> Any:
-        handle = launch(*args)
-        result = handle.result
-
-        def slow_result() -> StepOutput:
-            time.sleep(0.002)
-            return result()
-
-        handle.result = slow_result  # type: ignore[method-assign]
-        return handle
-
-    runner.sample = slow_launch  # type: ignore[method-assign, assignment]
+    engine, _ = make_mock_engine(step_seconds=0.002, pipeline_depth=depth, max_num_batched_tokens=64)
     kept = engine.add_request([1, 2, 3], greedy(100))
     over = threading.Event()
 
@@ -154,57 +53,54 @@ def test_a_step_waits_for_the_abort_of_another_thread() -> None:
     def held_empty_inbox() -> None:
         if threading.current_thread() is thread:
             within.set()
-            assert go_on.wait(10)
+            assert go_on.wait(240)
         empty_inbox()
 
     engine._empty_inbox = held_empty_inbox  # type: ignore[method-assign]
     thread = threading.Thread(target=engine.abort, args=([7],))
     thread.start()
-    assert within.wait(10)
+    assert within.wait(240)
     threading.Timer(0.1, go_on.set).start()
     assert list(run(engine)) == [request]
     thread.join()
 
 
-def test_exit_from_another_thread_ends_a_generate(llm: LLM) -> None:
-    first = Background(llm, [[1, 2, 3]], greedy(100))
-    threading.Timer(0.2, first.go_on).start()
-    started = time.monotonic()
-    llm.exit()
-    assert time.monotonic() - started < 10
-    llm.exit()
-    first.join()
-    assert isinstance(first.error, RuntimeError) and "closed" in str(first.error)
-    assert llm.llm_engine._runner is None
-
-
-def test_exit_does_not_wait_for_a_step_without_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_does_not_wait_for_a_step_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.engine.engine._EXIT_SECONDS", 0.1)
-    first = Background(llm, [[1, 2, 3]], greedy(100))
-    llm.exit()
-    assert llm.llm_engine._runner is not None
-    first.join()
-    assert llm.llm_engine._runner is None, "the step that was waited for closes the engine"
+    engine, runner = make_engine(pipeline_depth=0)
+    forward, within, go_on = runner.forward, threading.Event(), threading.Event()
+
+    def held(batch: Any) -> Any:
+        within.set()
+        assert go_on.wait(240)
+        return forward(batch)
+
+    runner.forward = held  # type: ignore[method-assign]
+    engine.add_request([1, 2, 3], greedy(9))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run, engine)
+        assert within.wait(240)
+        engine.exit()
+        assert not runner.closed
+        go_on.set()
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            running.result(60)
+    assert runner.closed == 1, "the step that was waited for closes the engine"
 
 
-def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step(llm: LLM) -> None:
-    runner: Any = llm.llm_engine._runner
-    launch = runner.forward
-    previous = signal.signal(signal.SIGUSR1, lambda *_: llm.exit())
-
-    def launch_and_signal(batch: Any) -> Any:
-        signal.raise_signal(signal.SIGUSR1)
-        return launch(batch)
-
-    runner.forward = launch_and_signal
-    started = time.monotonic()
+def test_exit_in_a_signal_handler_does_not_wait_for_its_own_step() -> None:
+    engine, runner = make_engine(pipeline_depth=0)
+    forward = runner.forward
+    # Other signals than this one wait for the step's end.
+    runner.forward = lambda batch: signal.raise_signal(signal.SIGUSR1) or forward(batch)  # type: ignore
+    previous = signal.signal(signal.SIGUSR1, lambda *_: engine.exit())
+    engine.add_request([1, 2], greedy(9))
     try:
         with pytest.raises(RuntimeError, match="closed"):
-            llm.generate([[1, 2]], greedy(9), use_tqdm=False)
+            run(engine)
     finally:
         signal.signal(signal.SIGUSR1, previous)
-    assert time.monotonic() - started < 5
-    assert llm.llm_engine._runner is None
+    assert runner.closed == 1
 
 
 @pytest.mark.timeout(30)
@@ -233,25 +129,6 @@ def test_a_signal_handler_may_call_the_engine_within_an_abort() -> None:
         signal.signal(signal.SIGUSR1, previous)
     assert len(refused) == 1 and "already running" in refused[0]
     assert engine.is_finished()
-
-
-def test_the_process_of_a_daemon_thread_that_generates_ends_with_its_own_code() -> None:
-    script = f"""
-import sys, threading, time
-from nanovllm import LLM, SamplingParams
-llm = LLM({BUNDLED_MODEL!r}, device="cpu", max_model_len=512)
-work = lambda: llm.generate([[1, 2, 3]] * 64, SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
-# A daemon thread that prints while the interpreter ends can end it by itself.
-threading.excepthook = lambda hook: None
-threading.Thread(target=work, daemon=True).start()
-while llm.stats()["num_output_tokens"] < 100:
-    time.sleep(0.01)
-sys.exit(3)
-"""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "terminate called" not in done.stderr
 
 
 def test_an_abort_between_a_requests_ids_and_its_sequences_drops_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host import available_memory
 from tests.cache_checks import check_blocks, check_host
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence
+from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence, run
 from tests.rank_processes import rank_pids
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -122,11 +122,7 @@ def test_the_next_to_be_preempted_is_saved_and_loaded_again() -> None:
     runner.num_ready_slots = 60
     prompts = [[i] * 8 for i in range(4)]
     wanted = {engine.add_request(prompt, greedy(24)): complete(prompt, 24, frozenset(), 64) for prompt in prompts}
-    outputs: dict[int, Any] = {}
-    while not engine.is_finished():
-        outputs.update(engine.step().finished)
-        check_engine(engine)
-    assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
+    assert {request_id: output["token_ids"] for request_id, output in run(engine).items()} == wanted
     stats = engine.stats()
     # Even the newest, which was not computed yet when the sequence lost its blocks: it is overwritten last.
     assert (stats["num_preemptions"], stats["num_loaded_blocks"]) == (1, 6), stats
@@ -137,18 +133,17 @@ def test_a_prefix_that_many_share_stays_on_the_device() -> None:
     runner.num_ready_slots = 60
     manager, head = engine.block_manager, [1] * 16
 
-    def run(prompt: list[int]) -> None:
+    def ask(prompt: list[int]) -> None:
         engine.add_request(prompt, greedy(1))
-        while not engine.is_finished():
-            engine.step()
+        run(engine)
 
     # The head has a copy when the last of these ends, and what follows it has none.
     for tail in (2, 3, 4):
-        run(head + [tail] * 9)
+        ask(head + [tail] * 9)
     assert engine.stats()["num_saved_blocks"] == 8 and engine.stats()["num_cached_tokens"] == 32
     # All other blocks are taken.
-    run([5] * (4 * (manager.num_free_blocks - 4) - 1))
-    run([*head, 6])
+    ask([5] * (4 * (manager.num_free_blocks - 4) - 1))
+    ask([*head, 6])
     assert engine.stats()["num_cached_tokens"] == 48 and not engine.stats()["num_loaded_blocks"]
 
 
@@ -158,9 +153,7 @@ def test_the_least_recently_used_makes_room_if_the_host_has_no_more_memory() -> 
     prompts = [[i] * 33 for i in range(6)]
     for prompt in prompts:
         engine.add_request(prompt, greedy(4))
-        while not engine.is_finished():
-            engine.step()
-            check_engine(engine)
+        run(engine)
     stats = engine.stats()
     assert stats["num_host_blocks"] == 10 and stats["num_saved_blocks"] > 30, stats
 
@@ -173,9 +166,7 @@ def test_what_ends_and_is_overwritten_in_the_same_step_is_saved_before() -> None
     runner.num_ready_slots = 60
     for i in range(4):
         engine.add_request([i] * 16, greedy(4))
-    while not engine.is_finished():
-        engine.step()
-        check_engine(engine)
+    run(engine)
     stats = engine.stats()
     assert stats["num_lost_blocks"] == 0 and stats["num_saved_blocks"] > 10, stats
 
@@ -190,15 +181,11 @@ def test_nothing_is_saved_that_nobody_finds_after_a_reset(depth: int) -> None:
     assert not engine.block_manager.reset()
     saved = engine.stats()["num_saved_blocks"]
     # Few blocks are free, while it runs and when it has ended; one that came later has all the saves.
-    while not engine.is_finished():
-        engine.step()
-        check_engine(engine)
+    run(engine)
     assert engine.block_manager.reset(), "its blocks are forgotten"
     for i in range(1, 5):
         engine.add_request([i] * 8, greedy(4))
-    while not engine.is_finished():
-        engine.step()
-        check_engine(engine)
+    run(engine)
     assert engine.stats()["num_saved_blocks"] - saved <= 4 * 2
 
 
@@ -216,9 +203,7 @@ class Saved:
     def run(self, *prompts: list[int]) -> None:
         for prompt in prompts:
             self.engine.add_request(prompt, greedy(1))
-        while not self.engine.is_finished():
-            self.engine.step()
-            check_engine(self.engine)
+        run(self.engine)
 
     def slow_link(self, seconds: float) -> None:
         """Let a block take some time on the link; a small step takes a second."""
@@ -508,7 +493,7 @@ def test_a_rank_that_can_pin_less_than_the_first_has_all_slots(monkeypatch: pyte
     pins_at_most(100, monkeypatch)
     stack = torch.arange(40.0).view(1, 5, 8)
     host = HostBlocks(5, 32, stack.device)
-    host._thread.join(10)
+    host._thread.join(240)
     assert host.has_all_slots and host.num_ready_slots == 2
     copies, before = BlockCopies([stack.view(1, 5, 8, 1)], host), stack.clone()
     copies.queue([BlockTransfer("save", block, block) for block in (4, 1)])

@@ -19,6 +19,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client import jobs
 from nanovllm.client.jobs import ReadAhead
 from tests.cache_checks import check_blocks
+from tests.mock_runner import run
 from tests.null_runner import NullRunner
 
 SETTINGS: dict[str, Any] = {
@@ -71,7 +72,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
         check_blocks(llm.llm_engine.block_manager)
     for thread in threading.enumerate():
         if thread.name == "read-ahead":
-            thread.join(10)
+            thread.join(240)
             assert not thread.is_alive()
 
 
@@ -130,7 +131,7 @@ def test_what_is_given_is_passed_on_as_it_comes(llm: LLM) -> None:
         yield "a"
         yield "b"
         # It goes on once it has both answers.
-        assert done.acquire(timeout=60) and done.acquire(timeout=60)
+        assert done.acquire(timeout=240) and done.acquire(timeout=240)
         yield "c"
 
     outputs = llm.generate(given(), ONE, False, on_output=lambda output: done.release())
@@ -200,7 +201,7 @@ def test_ctrl_c_while_a_source_is_waited_for(llm: LLM) -> None:
     def given() -> Iterator[str]:
         yield from texts(12)
         signal.raise_signal(signal.SIGINT)
-        assert released.wait(60)
+        assert released.wait(240)
         yield "late"
 
     try:
@@ -249,9 +250,7 @@ def test_a_jobs_noise_is_that_of_its_prompts_one_by_one() -> None:
             *together.generate([[5], [6]], params, use_tqdm=False),
         ]
         ids = [apart.add_request(prompt, params) for prompt in [*prompts, [5], [6]]]
-        found: dict[int, RequestOutput] = {}
-        while not apart.is_finished():
-            found.update(apart.step().finished)
+        found = run(apart)
         expected = [found[request_id] for request_id in ids]
     texts = [[item.token_ids for item in output.outputs] for output in outputs]
     assert texts == [[item.token_ids for item in output.outputs] for output in expected]

@@ -15,7 +15,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.model_runner import ModelRunner
 from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import greedy, make_engine, window_kinds
+from tests.mock_runner import greedy, make_engine, run, window_kinds
 from tests.reference import GREEDY, check, check_tokens, complete, make_llm, prompts, set_depth
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -178,8 +178,7 @@ def test_a_chunk_takes_what_a_small_cache_has_for_it(num_blocks: int, lens: list
     assert engine.limits.max_stored_tokens == {16: 40, 22: 60}[num_blocks]
     assert engine.limits.num_kv_slots == num_blocks // 3 * 4
     engine.add_request(list(range(37)), greedy(4))
-    while not engine.is_finished():
-        engine.step()
+    run(engine)
     assert [len(chunk.token_ids) for batch in runner.batches for chunk in batch.chunks] == lens
 
 
@@ -204,6 +203,5 @@ def test_a_sequence_is_given_blocks_of_all_groups_or_none() -> None:
     engine, _ = make_engine(pipeline_depth=0, windows=[None, 9], block_size=4, num_blocks=7, max_model_len=12)
     for token in range(2):
         engine.add_request([token] * 4, greedy(3))
-    while not engine.is_finished():
-        engine.step()
+    run(engine)
     assert engine.stats()["num_preemptions"] == 1

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.report import LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice
-from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
+from tests.mock_runner import run
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 40}
 PREFIX = list(range(7, 57))
@@ -233,94 +232,11 @@ def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair:
     assert not live.reset_prefix_cache()
     live.resume()
     late = live.add_request(prompts[0], params)
-    done: dict[int, Any] = {}
-    while not live.is_finished():
-        check_blocks(live.llm_engine.block_manager, live.llm_engine.scheduler.sequences)
-        done.update(live.step().finished)
+    done = run(live)
     found = [done[i].outputs[0].token_ids for i in ids]
     assert all(tokens[: len(old)] == old for tokens, old in zip(found, before, strict=True))
     assert [len(tokens) for tokens in found] == [20] * 6 and found != want
     assert done[late].outputs[0].token_ids == others[0] and not done[late].num_cached_tokens
-
-
-def test_another_thread_changes_weights_between_the_steps_of_a_generate(live: LLM, pair: tuple[Path, Path]) -> None:
-    found: list[Any] = []
-    params = SamplingParams(0, 60, ignore_eos=True)
-    thread = threading.Thread(target=lambda: found.extend(live.generate([[1, 2]] * 3, params, use_tqdm=False)))
-    thread.start()
-    while not live.stats()["num_output_tokens"]:
-        pass
-    live.pause()
-    num_steps = live.stats()["num_steps"]
-    for _ in range(3):
-        assert live.load_weights(pair[1]) > 0
-    with pytest.raises(RuntimeError, match="the engine is paused"):
-        live.generate([[3]], params)
-    assert live.stats()["num_steps"] == num_steps and thread.is_alive()
-    live.sleep()
-    live.wake_up()
-    live.resume()
-    thread.join()
-    assert [len(output.outputs[0].token_ids) for output in found] == [60] * 3
-
-    def inside(_: Any) -> None:
-        live.pause()
-
-    with pytest.raises(RuntimeError, match="a generate or step of this thread has not ended"):
-        live.generate([[1]], params, use_tqdm=False, on_output=inside)
-
-
-@pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_a_pause_ends_requests(live: LLM, mode: Any) -> None:
-    params = SamplingParams(0, 9, ignore_eos=True)
-    ids = [live.add_request([number, 5], params, priority=1) for number in (1, 2)]
-    live.step()
-    live.step()
-    live.pause(mode)
-    # It comes first, and waits all the same.
-    late = live.add_request([3, 5], params)
-    done = {request_id: output for _ in range(12) for request_id, output in live.step().finished}
-    lengths, reason = ({9}, "length") if mode == "wait" else ({2}, "abort")
-    assert {len(done[i].outputs[0].token_ids) for i in ids} == lengths
-    assert {done[i].outputs[0].finish_reason for i in ids} == {reason} and late not in done
-    dropped = live.add_request([4, 5], params)
-    live.abort([dropped])
-    assert live.load_weights({}) == 0 and not live.is_finished()
-    live.resume()
-    while not live.is_finished():
-        done.update(live.step().finished)
-    assert set(done) == {*ids, late} and len(done[late].outputs[0].token_ids) == 9
-
-
-def test_nobody_freezes_what_a_pause_waits_for(live: LLM) -> None:
-    ids = [live.add_request([number, 5], SamplingParams(0, 9, ignore_eos=True)) for number in (1, 2)]
-    live.step()
-    # As if the thread that waits had not come to its first step.
-    live.llm_engine.pause("wait")
-    for change in (lambda: live.load_weights({}), live.unload_adapter, live.sleep):
-        with pytest.raises(RuntimeError, match="a pause still waits for requests to end"):
-            change()
-    live.pause("keep")
-    done = dict(live.step().finished)
-    assert {len(done[i].outputs[0].token_ids) for i in ids} == {9}
-    assert live.is_paused and live.load_weights({}) == 0
-
-
-def test_requests_that_were_paused_are_computed_again_after_a_sleep(live: LLM) -> None:
-    params = SamplingParams(0, 20, ignore_eos=True)
-    prompts = [[*PREFIX, number] for number in range(3)]
-    want = [o.outputs[0].token_ids for o in live.generate(prompts, params, use_tqdm=False)]
-    ids = [live.add_request(prompt, params) for prompt in prompts]
-    for _ in range(8):
-        live.step()
-    live.pause()
-    live.sleep()
-    live.wake_up()
-    live.resume()
-    done: dict[int, Any] = {}
-    while not live.is_finished():
-        done.update(live.step().finished)
-    assert [done[i].outputs[0].token_ids for i in ids] == want
 
 
 def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Path, Path]) -> None:
@@ -335,10 +251,7 @@ def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Pa
         llm.resume()
         # The last output begins while another one has blocks of their prompt, of the old weights.
         llm.llm_engine.stop([(several, 0)])
-        done: dict[int, Any] = {}
-        while not llm.is_finished():
-            check_blocks(llm.llm_engine.block_manager, llm.llm_engine.scheduler.sequences)
-            done.update(llm.step().finished)
+        done = run(llm)
         # The first block has keys of both weights.
         prompts = [PREFIX[:10] + done[begun].outputs[0].token_ids, [*PREFIX, 3]]
         found = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
@@ -361,15 +274,6 @@ def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LL
     live.sleep()
     live.wake_up()
     assert [num_cached(salt) for salt in ("b", "a")] == [0, 0]
-
-
-def test_requests_that_are_pending_keep_their_weights(live: LLM, pair: tuple[Path, Path]) -> None:
-    request_id = live.add_request([1, 2], GREEDY)
-    for change in (lambda: live.load_weights(pair[1]), live.sleep):
-        with pytest.raises(RuntimeError, match="1 requests are pending"):
-            change()
-    live.abort([request_id])
-    assert live.load_weights(pair[1])
 
 
 def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **config: Any) -> dict[str, torch.Tensor]:

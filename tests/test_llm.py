@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 import warnings
 import weakref
 from pathlib import Path
@@ -25,7 +24,6 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import RequestOutput, StepError
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from nanovllm.text.input_processor import work_of
-from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -171,15 +169,6 @@ def test_every_eos_of_the_generation_config_stops(make_checkpoint: MakeCheckpoin
     assert output["finish_reason"] == "stop"
 
 
-def test_outputs_come_in_the_order_of_the_prompts_with_their_own_params(llm: LLM) -> None:
-    prompts = [[5 + i] * (1 + 3 * i) for i in range(6)]
-    params = [SamplingParams(temperature=0, max_tokens=12 - 2 * i, ignore_eos=True) for i in range(6)]
-    together = llm.generate(prompts, params, use_tqdm=False)
-    assert [len(output["token_ids"]) for output in together] == [12, 10, 8, 6, 4, 2]
-    for prompt, param, output in zip(prompts, params, together, strict=True):
-        assert llm.generate([prompt], param, use_tqdm=False)[0]["token_ids"] == output["token_ids"]
-
-
 def test_seeds(llm: LLM, checkpoint: Path) -> None:
     prompts = [[i, i + 1, i + 2] for i in range(12)]
     seeded = SamplingParams(temperature=1.0, max_tokens=16, ignore_eos=True, seed=2**64 - 1)
@@ -196,16 +185,6 @@ def test_seeds(llm: LLM, checkpoint: Path) -> None:
         with make_llm(checkpoint, seed=5) as other:
             runs.append([output["token_ids"] for output in other.generate(prompts, unseeded, use_tqdm=False)])
     assert runs[0] == runs[1]
-
-
-def test_seeded_tokens_survive_preemption(checkpoint: Path) -> None:
-    prompts = [[i] * 20 for i in range(8)]
-    params = SamplingParams(temperature=1.0, max_tokens=60, ignore_eos=True, seed=3)
-    with make_llm(checkpoint, num_kvcache_blocks=100) as roomy, make_llm(checkpoint, num_kvcache_blocks=9) as tight:
-        want = [output["token_ids"] for output in roomy.generate(prompts, params, use_tqdm=False)]
-        got = [output["token_ids"] for output in tight.generate(prompts, params, use_tqdm=False)]
-        assert roomy.stats()["num_preemptions"] == 0 < tight.stats()["num_preemptions"]
-    assert got == want
 
 
 @pytest.mark.parametrize(
@@ -420,75 +399,6 @@ def test_requests_by_hand(llm: LLM) -> None:
     assert counts == [33, 8 + len(outputs[second]["token_ids"])]
 
 
-def test_generate_leaves_the_requests_of_others_alone(llm: LLM) -> None:
-    other = llm.add_request([9, 8, 7], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
-    (output,) = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    assert len(output["token_ids"]) == 8
-    finished: dict[int, RequestOutput] = {}
-    while not llm.is_finished():
-        finished.update(llm.step().finished)
-    assert len(finished[other]["token_ids"]) == 3
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_ctrl_c_acts_between_steps_and_leaves_nothing(checkpoint: Path, depth: int) -> None:
-    with make_llm(checkpoint) as llm:
-        runner: Any = llm.llm_engine._runner
-        runner.pipeline_depth = depth
-        launch, in_launch = runner.forward, []
-
-        def interrupted_launch(batch: Any) -> Any:
-            if llm.llm_engine.scheduler.stats.num_steps == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.05)
-                in_launch.append("survived")
-            return launch(batch)
-
-        runner.forward = interrupted_launch
-        other = llm.add_request([3, 2, 1], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
-        handler = signal.getsignal(signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1] * 20] * 30, SamplingParams(max_tokens=50, ignore_eos=True), use_tqdm=False)
-        assert in_launch == ["survived"]
-        assert signal.getsignal(signal.SIGINT) is handler
-        assert [seq.seq_id for seq in llm.llm_engine.scheduler.sequences] == [other]
-        check_blocks(llm.llm_engine.block_manager, llm.llm_engine.scheduler.sequences)
-        assert llm.stats()["num_used_blocks"] == 1
-        runner.forward = launch
-        finished: dict[int, RequestOutput] = {}
-        while not llm.is_finished():
-            finished.update(llm.step().finished)
-        assert len(finished[other]["token_ids"]) == 9
-        assert len(llm.generate([[1, 2]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
-        assert llm.stats()["num_used_blocks"] == 0
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_ctrl_c_in_the_last_step_is_not_lost(checkpoint: Path, depth: int) -> None:
-    with make_llm(checkpoint) as llm:
-        runner: Any = llm.llm_engine._runner
-        runner.pipeline_depth = depth
-        launch = runner.forward
-
-        def interrupted_launch(batch: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGINT)
-            return launch(batch)
-
-        runner.forward = interrupted_launch
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
-        assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
-        # By hand, the step is whole and nothing of it is lost.
-        request = llm.add_request([1, 2], SamplingParams(max_tokens=1))
-        with pytest.raises(KeyboardInterrupt):
-            llm.step()
-        runner.forward = launch
-        finished: dict[int, RequestOutput] = {}
-        while not llm.is_finished():
-            finished.update(llm.step().finished)
-        assert list(finished) == [request]
-
-
 def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM) -> None:
     class Interrupted:
         def decode(self, token_ids: list[int], **_: Any) -> str:
@@ -505,78 +415,12 @@ def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM)
     assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
 
 
-def test_a_step_that_fails_leaves_nothing_of_its_generate(checkpoint: Path) -> None:
-    with make_llm(checkpoint) as llm:
-        runner: Any = llm.llm_engine._runner
-        runner.pipeline_depth = 1
-        launch = runner.forward
-
-        def failing_launch(batch: Any) -> Any:
-            if llm.llm_engine.scheduler.stats.num_steps == 2:
-                raise RuntimeError("no launch")
-            return launch(batch)
-
-        runner.forward = failing_launch
-        lens = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 9)]
-        with pytest.raises(StepError, match="no launch"):
-            llm.generate([[1, 2], [3, 4]], lens, use_tqdm=False)
-        assert llm.is_finished()
-        assert llm.step().finished == []
-
-
-def test_after_generate_no_step_is_under_way(make_checkpoint: MakeCheckpoint) -> None:
-    with make_llm(make_checkpoint(eos_token_id=list(range(0, 320, 2)))) as llm:
-        runner: Any = llm.llm_engine._runner
-        runner.pipeline_depth = 1
-        outputs = llm.generate([[i] for i in range(5)], SamplingParams(max_tokens=30), use_tqdm=False)
-        assert {output["finish_reason"] for output in outputs} == {"stop"}
-        assert llm.is_finished()
-        before = llm.stats()["num_output_tokens"]
-        assert before == sum(len(output["token_ids"]) for output in outputs)
-        assert llm.step() == ([], {}, 0, 0)
-
-
-def test_requests_aborted_by_somebody_else_do_not_hang_generate(llm: LLM) -> None:
-    runner: Any = llm.llm_engine._runner
-    launch = runner.forward
-
-    def aborting_launch(batch: Any) -> Any:
-        handle = launch(batch)
-        llm.llm_engine.scheduler.abort(batch.sampled_seq_ids)
-        return handle
-
-    runner.forward = aborting_launch
-    try:
-        with pytest.raises(RuntimeError, match="aborted"):
-            llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    finally:
-        runner.forward = launch
-
-
-def test_a_second_generate_while_one_runs_raises(llm: LLM) -> None:
-    runner: Any = llm.llm_engine._runner
-    launch, raised = runner.forward, []
-
-    def launch_and_generate(batch: Any) -> Any:
-        with pytest.raises(RuntimeError, match="already running"):
-            llm.generate([[1]], GREEDY)
-        raised.append(True)
-        return launch(batch)
-
-    runner.forward = launch_and_generate
-    try:
-        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
-    finally:
-        runner.forward = launch
-    assert len(raised) == 8
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) -> None:
-    with make_llm(checkpoint) as llm:
-        runner: Any = llm.llm_engine._runner
-        runner.pipeline_depth = depth
-        model, calls = runner.model.forward, []
+def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path) -> None:
+    prompts, calls = [[i] * 40 for i in range(4)], []
+    with make_llm(checkpoint) as llm, make_llm(checkpoint) as fresh:
+        want = llm.generate(prompts, GREEDY, use_tqdm=False)
+        runner: Any = fresh.llm_engine._runner
+        runner.pipeline_depth, model = 1, runner.model.forward
 
         def failing(*args: Any) -> Any:
             calls.append(1)
@@ -584,32 +428,12 @@ def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path, depth: int) ->
                 raise MemoryError("no room")
             return model(*args)
 
-        prompts = [[i] * 40 for i in range(4)]
-        want = llm.generate(prompts, GREEDY, use_tqdm=False)
-        with make_llm(checkpoint) as fresh:
-            runner = fresh.llm_engine._runner
-            runner.pipeline_depth = depth
-            model = runner.model.forward
-            runner.model.forward = failing
-            with pytest.raises(StepError, match="no room") as caught:
-                fresh.generate(prompts, GREEDY, use_tqdm=False)
-            assert isinstance(caught.value.__cause__, MemoryError)
-            assert fresh.is_finished() and fresh.stats()["num_used_blocks"] == 0
-            check_blocks(fresh.llm_engine.block_manager)
-            got = fresh.generate(prompts, GREEDY, use_tqdm=False)
-        assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
-
-
-def test_exit_twice_and_use_after(checkpoint: Path) -> None:
-    llm = make_llm(checkpoint)
-    llm.exit()
-    llm.exit()
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.generate([[1]], GREEDY)
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.add_request([1])
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.step()
+        runner.model.forward = failing
+        with pytest.raises(StepError, match="no room"):
+            fresh.generate(prompts, GREEDY, use_tqdm=False)
+        assert fresh.is_finished() and fresh.stats()["num_used_blocks"] == 0
+        got = fresh.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output["token_ids"] for output in got] == [output["token_ids"] for output in want]
 
 
 def test_del_frees_the_model(checkpoint: Path) -> None:

@@ -117,13 +117,13 @@ def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str
             super().append(item)
             reader.start()
             # The reader waits for the writer, or has gone past it.
-            assert reached.wait(10)
+            assert reached.wait(240)
 
     reader = Thread(target=take)
     state._lock = WatchedLock(reached.set)  # type: ignore[assignment]
     state._token_ids = Held()
     state.append(token_id, False, b"a record")
-    reader.join(10)
+    reader.join(240)
     assert [(new.text, new.token_ids, new.logprobs) for new in taken] == [("a", [token_id], b"a record")]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,17 +11,17 @@ from array import array
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.engine_process import replica_devices
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.request import Request
-from tests.mock_runner import make_engine
+from tests.mock_llm import MockReplicas, mock_llm
+from tests.mock_runner import complete
 from tests.rank_processes import engine_pids
 
 BLOCK = 16
@@ -116,37 +115,6 @@ def test_a_request_goes_where_its_first_block_is_unless_that_has_too_much_to_do(
     assert placement.route(next(ids), salted) == least
 
 
-def test_routing_by_prefix_against_round_robin(capsys: pytest.CaptureFixture[str]) -> None:
-    rng = random.Random(0)
-    documents = [[rng.randrange(5, 50) for _ in range(192)] for _ in range(32)]
-    prompts = [document + [rng.randrange(5, 50) for _ in range(8)] for document in documents for _ in range(6)]
-    rng.shuffle(prompts)
-
-    def cached(by_prefix: bool) -> int:
-        settings: dict[str, Any] = {"pipeline_depth": 0, "max_num_seqs": 8, "max_num_batched_tokens": 512}
-        engines = [make_engine(num_blocks=260, max_model_len=512, **settings)[0] for _ in range(2)]
-        placement, turns = Placement([8, 8], BLOCK), count()
-        waiting, running = list(enumerate(prompts)), dict[tuple[int, int], int]()
-        while waiting or running:
-            # Four at a time, as they come.
-            for number, prompt in waiting[:4]:
-                asked = request(prompt)
-                index = placement.route(number, asked) if by_prefix else next(turns) % 2
-                running[index, engines[index].enqueue(asked)] = number
-            waiting = waiting[4:]
-            for index, engine in enumerate(engines):
-                for request_id, _ in engine.step().finished if not engine.is_finished() else ():
-                    number = running.pop((index, request_id))
-                    if by_prefix:
-                        placement.end(number)
-        return sum(engine.stats()["num_cached_tokens"] for engine in engines)
-
-    routed, in_turn = cached(True), cached(False)
-    with capsys.disabled():
-        print(f"\n{len(prompts) * 200} prompt tokens of 32 documents: cached {routed} by prefix, {in_turn} in turn")
-    assert routed > 1.1 * in_turn
-
-
 def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.client.engine_process.num_gpus", lambda: 4)
 
@@ -186,23 +154,21 @@ for turn in range(2):
 
 
 def test_an_output_that_has_met_its_stop_string_stops_again_on_another_replica() -> None:
-    params = SamplingParams(0, 400, stop=["e"], ignore_eos=True)
-    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 512, "kvcache_block_size": 16, "seed": 0}
-    with LLM(BUNDLED_MODEL, **settings) as llm:
-        want = llm.generate(["tell me"], params, use_tqdm=False)[0].outputs[0]
-    with LLM(BUNDLED_MODEL, data_parallel_size=2, num_kvcache_blocks=40, **settings) as llm:
-        engine: Any = llm.engine_client.engine
-        stop = engine.stop
+    replicas = MockReplicas(2, pipeline_depth=0, step_seconds=0.002)
+    engine, stop = replicas.engine, replicas.engine.stop
 
-        def kill_and_stop(outputs: list[tuple[int, int]]) -> None:
-            engine.stop = stop
-            os.kill(engine_pids()[engine._placement.holder(outputs[0][0])], signal.SIGKILL)
-            stop(outputs)
+    def kill_and_stop(outputs: list[tuple[int, int]]) -> None:
+        vars(engine).pop("stop")
+        replicas.kill(engine._placement.holder(outputs[0][0]) or 0)
+        stop(outputs)
 
-        engine.stop = kill_and_stop
-        with pytest.warns(UserWarning, match="its 1 requests run again"):
-            found = llm.generate(["tell me"], params, use_tqdm=False)[0].outputs[0]
-        assert (found.text, found.stop_reason, found.token_ids) == (want.text, "e", want.token_ids)
+    vars(engine)["stop"] = kill_and_stop
+    want = complete([1, 2], 120, frozenset(), 128)
+    with mock_llm(engine) as llm, pytest.warns(UserWarning, match="its 1 requests run again"):
+        params = SamplingParams(0.5, 120, stop=f"{want[4]},", ignore_eos=True)
+        found = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0]
+        end = 1 + next(i for i in range(5) if f"{want[4]}," in f"{want[i]},")
+        assert (found.token_ids, found.stop_reason) == (want[:end], f"{want[4]},")
         assert llm.stats()["num_output_tokens"] < 100
 
 

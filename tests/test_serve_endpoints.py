@@ -9,7 +9,6 @@ import signal
 import ssl
 import subprocess
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from tests.rank_processes import rank_pids
-from tests.server_process import ServerProcess, serving
+from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
@@ -47,7 +46,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def client(server: ServerProcess) -> Iterator[Any]:
-    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=60) as client:
+    with httpx.Client(
+        base_url=server.url, headers={"Authorization": f"Bearer {KEYS[0]}"}, timeout=PATIENCE_SECONDS
+    ) as client:
         yield client
 
 
@@ -155,29 +156,26 @@ def test_state(client: Any) -> None:
     assert ("process_resident_memory_bytes" in metrics) == is_alone
 
 
-def test_a_unix_socket_and_tls(tmp_path: Path) -> None:
+def test_a_unix_socket_tls_and_a_process_that_ends_with_its_engine(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("key.pem", "cert.pem")]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", files[0], "-out", files[1]]
     command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     subprocess.run(command, check=True, capture_output=True)
-    server = ServerProcess("--uds", str(tmp_path / "socket"), "--ssl-keyfile", files[0], "--ssl-certfile", files[1])
+    address = ("--uds", str(tmp_path / "socket"), "--ssl-keyfile", files[0], "--ssl-certfile", files[1])
+    server = ServerProcess(*address, "--tensor-parallel-size", "2", "--exit-when-engine-fails")
+    transport = httpx.HTTPTransport(uds=str(tmp_path / "socket"), verify=ssl.create_default_context(cafile=files[1]))
+    body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
     try:
         assert server.url == f"unix:{tmp_path / 'socket'}"
-        context = ssl.create_default_context(cafile=files[1])
-        transport = httpx.HTTPTransport(uds=str(tmp_path / "socket"), verify=context)
-        with httpx.Client(transport=transport, timeout=60) as client:
-            assert client.get("https://localhost/health").json() == {"status": "ok"}
-    finally:
-        assert server.stop()[0] == -signal.SIGTERM
-
-
-def test_the_process_ends_with_its_engine() -> None:
-    server = ServerProcess("--tensor-parallel-size", "2", "--exit-when-engine-fails")
-    try:
-        os.kill(rank_pids(server.engine_pid)[1], signal.SIGKILL)
-        with suppress(httpx.TransportError):
-            httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 5}, timeout=60)
-        assert server.process.wait(60) == 1 and "the engine is lost" in server.log()
+        with httpx.Client(transport=transport, base_url="https://localhost", timeout=PATIENCE_SECONDS) as client:
+            assert client.get("/health").json() == {"status": "ok"}
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                assert next(lines).startswith("data: {")
+                os.kill(rank_pids(server.engine_pid)[1], signal.SIGKILL)
+                assert any("rank 1 was killed by SIGKILL" in line for line in lines)
+        assert server.process.wait(PATIENCE_SECONDS) == 1 and "the engine is lost" in server.log()
+        assert not subprocess.run(["pgrep", "-P", str(server.process.pid)], check=False, stdout=subprocess.PIPE).stdout
     finally:
         server.process.kill()
         server.process.communicate()

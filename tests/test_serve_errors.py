@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,9 +150,7 @@ def test_choices_are_as_many_as_the_readme_says(client: Any) -> None:
     ],
 )
 def test_a_head_that_is_refused_says_why(server: ServerProcess, head: bytes, status: int, part: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS) as connection:
-        connection.sendall(head + b"\r\n\r\n")
-        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
+    answer = server.ask(head + b"\r\n\r\n")
     assert int(answer.split()[1]) == status and part in answer
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
@@ -236,5 +233,25 @@ def test_health_says_in_a_sentence_how_the_engine_failed(monkeypatch: pytest.Mon
             ]
         sentence = "a step failed: WorkerError: rank 1 failed: torch.cuda.Error: no memory; the engine is closed"
         assert [(answer.status_code, answer.json()["error"]["message"]) for answer in answers] == [(503, sentence)] * 4
+
+    asyncio.run(run())
+
+
+def test_too_many_requests_and_one_that_takes_too_long() -> None:
+    body = {"prompt": "a", "max_tokens": 400, "n": 8, "ignore_eos": True, "temperature": 1}
+
+    async def run() -> None:
+        llm = AsyncLLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=300, kvcache_block_size=16)
+        service = Service(llm, ServeSettings(max_requests=2, max_request_seconds=1))
+        transport = httpx.ASGITransport(create_app(service))
+        async with llm, httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
+            long = [asyncio.ensure_future(client.post(COMPLETION, json={**body, "stream": s})) for s in (False, True)]
+            while llm.num_pending_requests < 2:
+                await asyncio.sleep(0.01)
+            refused = await client.post(COMPLETION, json=body)
+            assert refused.status_code == 429 and "max_requests" in refused.text
+            for answer, status in zip(await asyncio.gather(*long), (408, 200), strict=True):
+                assert answer.status_code == status and "max_request_seconds" in answer.text
+            assert 'kind="timeout_error",model_name="qwen3-tiny"} 2.0' in (await client.get("/metrics")).text
 
     asyncio.run(run())

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import re
 import signal
-import socket
-import subprocess
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -21,14 +14,23 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
+from concurrent.futures import ThreadPoolExecutor
+
 import uvicorn
 from starlette.staticfiles import StaticFiles
 from uvicorn.server import ServerState
 
 from nanovllm.serve.limits import Connection, ConnectionPool
 from nanovllm.serve.settings import ServeSettings
-from tests.rank_processes import rank_pids
-from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving, unexpected_lines
+from tests.server_process import (
+    PATIENCE_SECONDS,
+    ServerProcess,
+    read_to_end,
+    request_bytes,
+    serving,
+    unexpected_lines,
+    wait_until,
+)  # fmt: skip
 
 HELLO: Any = [{"role": "user", "content": "introduce yourself"}]
 INTRODUCTION = "Hello! I am Nano, a tiny language model"
@@ -50,68 +52,34 @@ def nothing_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("server").check_idle()
 
 
-def request_bytes(body: bytes | dict[str, Any], path: str = "/v1/chat/completions", length: int | None = None) -> bytes:
-    """An HTTP request, after which the server closes the connection."""
-    body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
-    return head.encode() + f"Content-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body
-
-
-def connect(server: ServerProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
-
-
-def post(server: ServerProcess, body: bytes | dict[str, Any], **options: Any) -> tuple[int, bytes]:
-    """The status and the body of an answer."""
-    with connect(server) as connection:
-        connection.sendall(request_bytes(body, **options))
-        answer = b"".join(iter(lambda: connection.recv(2**16), b""))
-    return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
-
-
-def num_errors(server: ServerProcess, kind: str) -> float:
-    """How many errors of a kind the server has counted."""
-    with urllib.request.urlopen(server.url + "/metrics") as answer:
-        found = re.search(rf'errors_total{{[^}}]*kind="{kind}"[^}}]*}} (\S+)', answer.read().decode())
-    return float(found[1]) if found else 0.0
-
-
-def wait_for(server: ServerProcess, name: str, least: int) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while server.get("/stats")[name] < least:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_clients_that_vanish(server: ServerProcess, stream: bool) -> None:
     # In the prefill of a long prompt, and in mid-answer.
-    num_vanished = num_errors(server, "client_disconnect")
+    num_vanished = server.num_errors("client_disconnect")
     # One that stays is not counted.
-    assert post(server, {"messages": HELLO, "max_tokens": 2, "stream": stream})[0] == 200
+    assert server.post({"messages": HELLO, "max_tokens": 2, "stream": stream})[0] == 200
     long = {"messages": [{"role": "user", "content": "a b " * 110}], "stream": stream, "n": 4, "temperature": 1}
     for body, name in ((long, "num_waiting"), ({**ENDLESS, "stream": stream}, "num_running")):
         before = server.get("/stats")["num_output_tokens"]
-        connections = [connect(server) for _ in range(8)]
+        connections = [server.connect() for _ in range(8)]
         for connection in connections:
             connection.sendall(request_bytes(body))
         if name == "num_running":
-            wait_for(server, "num_output_tokens", before + 20)
+            wait_until(lambda least=before + 20: server.get("/stats")["num_output_tokens"] >= least)
         for connection in connections:
             connection.close()
         server.check_idle()
         num_vanished += len(connections)
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while (counted := num_errors(server, "client_disconnect")) < num_vanished:
-            assert time.monotonic() < deadline
-        assert counted == num_vanished
+        wait_until(lambda least=num_vanished: server.num_errors("client_disconnect") >= least)
+        assert server.num_errors("client_disconnect") == num_vanished
 
 
 @pytest.fixture(scope="module")
 def roomy_server() -> Iterator[ServerProcess]:
-    """A server with room for a thousand requests, which the last test that has it kills."""
+    """A server with room for a thousand requests, which the last test that has it ends."""
     # A client of a thousand streams may be slow to send and to read, which is not what is tested here.
-    patience = (item for name in ("read", "write") for item in (f"--max-{name}-seconds", str(PATIENCE_SECONDS)))
+    names = ("max-read", "max-write", "grace")
+    patience = (item for name in names for item in (f"--{name}-seconds", str(PATIENCE_SECONDS)))
     server = ServerProcess("--max-requests", "1200", "--max-num-seqs", "1024", *patience)
     try:
         yield server
@@ -145,27 +113,16 @@ def test_a_thousand_streams_at_once(roomy_server: ServerProcess) -> None:
 LARGE = {**ENDLESS, "logprobs": True, "top_logprobs": 20, "n": 32, "max_tokens": 120}
 
 
-def connect_buffering_little(server: ServerProcess) -> socket.socket:
-    connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(PATIENCE_SECONDS)
-    connection.connect(("127.0.0.1", server.port))
-    return connection
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_is_cut_off(server: ServerProcess, stream: bool) -> None:
-    before = num_errors(server, "slow_client")
-    with connect_buffering_little(server) as connection:
+    before = server.num_errors("slow_client")
+    with server.connect(reads_little=True) as connection:
         connection.sendall(request_bytes({**LARGE, "stream": stream}))
-        deadline = time.monotonic() + PATIENCE_SECONDS
         # This connection, and no other one that a busy machine has made slow.
-        while f"cut the connection of {connection.getsockname()}" not in server.log():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert num_errors(server, "slow_client") > before
+        wait_until(lambda: f"cut the connection of {connection.getsockname()}" in server.log())
+        assert server.num_errors("slow_client") > before
         server.check_idle()
-        rest = b"".join(iter(lambda: connection.recv(2**16), b""))
+        rest = read_to_end(connection)
     assert not rest.endswith((b"}", b"data: [DONE]\n\n\r\n0\r\n\r\n"))
 
 
@@ -243,17 +200,11 @@ def test_a_client_that_reads_an_answer_too_slowly_is_cut_off() -> None:
 
 @pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"])
 def test_a_connection_without_a_request_is_closed(server: ServerProcess, head: bytes) -> None:
-    began = time.monotonic()
-    with connect(server) as connection:
+    with server.connect() as connection:
         connection.sendall(head)
+        # Else there is a TimeoutError.
         with suppress(ConnectionResetError):
             assert connection.recv(100) == b""
-    assert time.monotonic() - began < 5
-
-
-def test_a_slow_sender_is_dropped(server: ServerProcess) -> None:
-    status, body = post(server, b'{"mess', length=100)
-    assert status == 408 and b"max_read_seconds" in body
 
 
 BODIES: dict[str, tuple[bytes, set[int]]] = {
@@ -265,20 +216,14 @@ BODIES: dict[str, tuple[bytes, set[int]]] = {
         {200},
     ),
     "empty": (b"", {400}),
-    "half": (b'{"messages": [{"role": "user"', {400}),
     "no object": (b"[1, 2]", {400}),
-    "not UTF-8": (b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}', {400}),
     "lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}', {200, 400}),
     "nul": (b'{"messages": [{"role": "user", "content": "\\u0000"}], "max_tokens": 2}', {200}),
-    "deep list": (b'{"messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", {400}),
     "deep content": (b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}", {400}),
     "deep schema": (
         b'{"messages": [], "structured_outputs": {"json": ' + b'{"properties": ' * 800 + b"{}" + b"}" * 800 + b"}}",
         {400},
     ),
-    "huge number": (b'{"messages": [{"role": "user", "content": "a"}], "seed": ' + b"9" * 5000 + b"}", {400}),
-    "infinity": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', {400}),
-    "NaN": (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', {400}),
     "surrogate bad word": (b'{"messages": [{"role": "user", "content": "a"}], "bad_words": ["\\udfff"]}', {400}),
     "surrogate name": (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\udfff"}', {404}),
 }
@@ -287,17 +232,15 @@ BODIES: dict[str, tuple[bytes, set[int]]] = {
 @pytest.mark.parametrize("name", BODIES)
 def test_bodies_that_are_wrong(server: ServerProcess, name: str) -> None:
     body, statuses = BODIES[name]
-    began = time.monotonic()
-    status, answer = post(server, body)
+    status, answer = server.post(body)
     assert status in statuses, answer
-    assert time.monotonic() - began < 3
     if status != 200:
         assert json.loads(answer)["error"]["message"]
 
 
 def test_a_chunked_body_that_never_ends_is_cut(server: ServerProcess) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-    with connect(server) as connection:
+    with server.connect() as connection:
         connection.sendall(head)
         answer = b""
         try:
@@ -310,115 +253,40 @@ def test_a_chunked_body_that_never_ends_is_cut(server: ServerProcess) -> None:
     assert answer.split()[1] == b"413"
 
 
-def test_a_schema_that_explodes_holds_nobody_up(server: ServerProcess) -> None:
+def test_a_slow_sender_is_dropped(server: ServerProcess) -> None:
+    status, body = server.post(b'{"mess', length=100)
+    assert status == 408 and b"max_read_seconds" in body
+
+
+def test_grammars_that_explode_hold_nobody_up(server: ServerProcess) -> None:
     names: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(25)}
-    schemas: list[dict[str, Any]] = [
-        {"$ref": "#/$defs/d0", "$defs": names | {"d25": {"type": "string"}}},
-        {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(8)]} for i in range(8)]},
-        {"enum": [f"{'x' * 20}{i}" for i in range(5000)]},
+    links = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(3000)}
+    rules = [f'r{i}: r{(i + 1) % 500} r{(7 * i + 2) % 500} | "a" | "b" r{3 * i % 500}' for i in range(500)]
+    attacks: list[dict[str, Any]] = [
+        {"json": {"$ref": "#/$defs/d0", "$defs": names | {"d25": {"type": "string"}}}},
+        {"json": {"$ref": "#/$defs/d0", "$defs": links | {"d3000": {"enum": ["ok"]}}}},
+        {"json": {"allOf": [{"anyOf": [{"properties": {f"p{i}{j}": {}}} for j in range(8)]} for i in range(8)]}},
+        {"json": {"enum": [f"{'x' * 20}{i}" for i in range(5000)]}},
+        {"regex": "((a{1,100}){1,100}){1,100}"},
+        {"regex": "a{1000000}"},
+        {"regex": "(ab|c)*" * 4600},
+        {"grammar": "\n".join(["start: r0", *rules])},
     ]
-    bodies = [{"messages": HELLO, "max_tokens": 5, "structured_outputs": {"json": schema}} for schema in schemas]
-    bodies += [{"messages": HELLO, "max_tokens": 5, "structured_outputs": {"regex": "((a{1,100}){1,100}){1,100}"}}]
-    threads = [threading.Thread(target=post, args=(server, body)) for body in bodies]
-    for thread in threads:
-        thread.start()
-    status, answer = post(server, {"messages": HELLO, "temperature": 0, "max_tokens": 9})
-    assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"].startswith("Hello! I am")
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def test_too_many_requests_and_one_that_takes_too_long() -> None:
-    with serving("--max-requests", "2", "--max-request-seconds", "2") as server:
-        # Two that have not sent their body yet, and so count already.
-        waiting = [connect(server) for _ in range(2)]
-        for connection in waiting:
-            connection.sendall(request_bytes(b"{", length=50))
-        time.sleep(0.3)
-        status, answer = post(server, {"messages": HELLO})
-        assert status == 429 and b"max_requests" in answer
-        for connection in waiting:
-            connection.close()
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while num_errors(server, "client_disconnect") < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        for count, stream in enumerate((False, True), 1):
-            status, answer = post(server, {**ENDLESS, "max_tokens": 400, "n": 16, "stream": stream, "logprobs": True})
-            assert b"max_request_seconds" in answer and status == (200 if stream else 408)
-            assert num_errors(server, "timeout_error") == count
-
-
-def test_the_event_loop_is_not_held(server: ServerProcess) -> None:
-    """While 200 streams run, a request that needs the event loop alone is answered soon."""
-    body = request_bytes({**ENDLESS, "max_tokens": 60, "stream": True})
-    times: list[float] = []
-
-    async def read() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(body)
-        await reader.read()
-        writer.close()
-
-    async def run() -> None:
-        streams = asyncio.gather(*(read() for _ in range(200)))
-        await asyncio.sleep(0.5)
-        while not streams.done():
-            began = time.perf_counter()
-            await asyncio.to_thread(server.get, "/health")
-            times.append(time.perf_counter() - began)
-        await streams
-
-    asyncio.run(run())
-    times.sort()
-    # The client's own work on the same two cores is in it.
-    assert len(times) > 20 and times[len(times) // 2] < 0.1, times[-5:]
-
-
-def test_a_server_that_was_killed_starts_again_and_sigterm_lets_what_runs_finish(roomy_server: ServerProcess) -> None:
-    """What does not end within the grace period: `test_serve_attacks.py`."""
-    with connect(roomy_server) as connection:
-        connection.sendall(request_bytes(ENDLESS))
-        wait_for(roomy_server, "num_running", 1)
-        roomy_server.stop(signal.SIGKILL)
-    server = ServerProcess("--port", str(roomy_server.port), "--grace-seconds", str(PATIENCE_SECONDS))
-    assert server.port == roomy_server.port
-    answers: list[tuple[int, bytes]] = []
-    body = {**ENDLESS, "max_tokens": 100, "n": 8}
-    threads = [threading.Thread(target=lambda: answers.append(post(server, body))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    wait_for(server, "num_running", 16)
-    code, error = server.stop(seconds=PATIENCE_SECONDS)
-    for thread in threads:
-        thread.join()
-    assert code == -signal.SIGTERM and "Traceback" not in error, error
-    assert [status for status, _ in answers] == [200, 200]
-
-
-def test_a_killed_rank_ends_requests_and_health_says_so() -> None:
-    server = ServerProcess("--tensor-parallel-size", "2")
-    answers: list[tuple[int, bytes]] = []
-    try:
-        threads = [
-            threading.Thread(target=lambda stream=stream: answers.append(post(server, {**ENDLESS, "stream": stream})))
-            for stream in (False, True)
+    with ThreadPoolExecutor(len(attacks)) as pool:
+        running = [
+            pool.submit(server.post, {"messages": HELLO, "max_tokens": 5, "structured_outputs": attack})
+            for attack in attacks
         ]
-        for thread in threads:
-            thread.start()
-        wait_for(server, "num_running", 2)
-        os.kill(rank_pids(server.engine_pid)[1], signal.SIGKILL)
-        for thread in threads:
-            thread.join(20)
-        assert sorted(status for status, _ in answers) == [200, 503]
-        assert all(b"rank" in body for _, body in answers), answers
-        with pytest.raises(urllib.error.HTTPError, match="503") as health:
-            server.get("/health")
-        said = json.loads(health.value.read())["error"]["message"]
-        assert "rank 1 was killed by SIGKILL" in said and "the engine is closed" in said and "\n" not in said
-        assert post(server, {"messages": HELLO})[0] == 503
-        assert server.stop()[0] == -signal.SIGTERM
-        assert not subprocess.run(["pgrep", "-P", str(server.process.pid)], check=False, stdout=subprocess.PIPE).stdout
-    finally:
-        server.process.kill()
+        status, answer = server.post({"messages": HELLO, "temperature": 0, "max_tokens": 9})
+        assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"].startswith("Hello! I am")
+        assert {future.result()[0] for future in running} <= {200, 400}
+
+
+def test_sigterm_lets_what_runs_finish(roomy_server: ServerProcess) -> None:
+    """What does not end within the grace period: `test_serve_attacks.py`."""
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(roomy_server.post, {**ENDLESS, "max_tokens": 100, "n": 8}) for _ in range(2)]
+        wait_until(lambda: roomy_server.get("/stats")["num_running"] >= 16)
+        code, error = roomy_server.stop()
+        assert [future.result()[0] for future in running] == [200, 200]
+    assert code == -signal.SIGTERM and "Traceback" not in error, error

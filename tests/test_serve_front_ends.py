@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import socket
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,7 +21,7 @@ pytest.importorskip("uvicorn")
 
 from nanovllm.serve.settings import ServeSettings
 from tests.rank_processes import engine_pids, front_end_pids
-from tests.server_process import PATIENCE_SECONDS, ServerProcess
+from tests.server_process import PATIENCE_SECONDS, ServerProcess, read_to_end, request_bytes, wait_until
 
 HELLO: Any = [{"role": "user", "content": "introduce yourself"}]
 CHAT = {"messages": HELLO, "max_tokens": 12, "temperature": 0}
@@ -51,31 +49,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 def send(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
     """A connection of its own, over which a chat was sent."""
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_SECONDS)
-    data = json.dumps(body).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Connection: close\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    connection = server.connect()
+    connection.sendall(request_bytes(body))
     return connection
-
-
-def answer(server: ServerProcess, body: dict[str, Any]) -> tuple[int, bytes]:
-    """The status and the body of a whole answer."""
-    with send(server, body) as connection:
-        received = b"".join(iter(lambda: connection.recv(2**16), b""))
-    return int(received.split()[1]), received.partition(b"\r\n\r\n")[2]
-
-
-def metric(server: ServerProcess, name: str) -> float:
-    with urllib.request.urlopen(server.url + "/metrics") as answered:
-        found = re.search(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", answered.read().decode(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def connections_of(pid: int, port: int) -> int:
@@ -87,20 +63,17 @@ def connections_of(pid: int, port: int) -> int:
 
 def test_all_of_them_answer_and_a_scrape_shows_what_all_have_counted(server: ServerProcess) -> None:
     with ThreadPoolExecutor(8) as executor:
-        answers = list(executor.map(lambda _: answer(server, {**CHAT, "stream": False}), range(24)))
+        answers = list(executor.map(lambda _: server.post({**CHAT, "stream": False}), range(24)))
         texts = {json.loads(body)["choices"][0]["message"]["content"] for _, body in answers}
     assert {status for status, _ in answers} == {200} and len(texts) == 1
     server.check_idle()
     # Whichever answers, the counts are those of all, and of the one engine.
     for _ in range(6):
         labels = 'engine="0",finished_reason="length",model_name="qwen3-tiny"'
-        assert metric(server, f"vllm:request_success_total{{{labels}}}") == 24
-        assert (
-            metric(server, "vllm:request_generation_tokens_sum")
-            == 24 * 12
-            == metric(server, "vllm:generation_tokens_total")
-        )
-        assert metric(server, "vllm:iteration_tokens_total_count") > 0
+        assert server.metric(f"vllm:request_success_total{{{labels}}}") == 24
+        for name in ("request_generation_tokens_sum", "generation_tokens_total"):
+            assert server.metric(f"vllm:{name}") == 24 * 12
+        assert server.metric("vllm:iteration_tokens_total_count") > 0
     assert len({server.get("/v1/models")["data"][0]["created"] for _ in range(6)}) == 1
 
 
@@ -113,10 +86,10 @@ def test_the_limit_of_requests_is_the_servers_and_who_goes_away_aborts(server: S
         shares = [connections_of(pid, server.port) for pid in front_end_pids(server.process.pid).values()]
         # The kernel shares them out: all at one has a probability of 3 to the power of -11.
         assert sum(shares) >= MOST_REQUESTS and max(shares) < MOST_REQUESTS
-        assert answer(server, CHAT)[0] == 429
+        assert server.post(CHAT)[0] == 429
         wait_until(lambda: server.get("/load")["server_load"] == MOST_REQUESTS)
     server.check_idle()
-    assert answer(server, CHAT)[0] == 200
+    assert server.post(CHAT)[0] == 200
     wait_until(lambda: server.get("/load")["server_load"] == 0)
 
 
@@ -139,13 +112,13 @@ def test_what_one_front_end_is_told_holds_for_all(server: ServerProcess) -> None
     post("/wake_up")
     post("/resume")
     all_say("/is_paused", {"is_paused": False})
-    assert all(answer(server, CHAT)[0] == 200 for _ in range(4))
+    assert all(server.post(CHAT)[0] == 200 for _ in range(4))
 
 
 @pytest.mark.deaths
 def test_a_front_end_that_dies_is_started_again_and_only_its_clients_notice(server: ServerProcess) -> None:
     server.check_idle()
-    num_counted = metric(server, "vllm:request_params_n_count")
+    num_counted = server.metric("vllm:request_params_n_count")
     before = front_end_pids(server.process.pid)
     with ExitStack() as stack:
         streams = [stack.enter_context(send(server, {**ENDLESS, "max_tokens": 400})) for _ in range(9)]
@@ -166,15 +139,12 @@ def test_a_front_end_that_dies_is_started_again_and_only_its_clients_notice(serv
     # Its requests are out of the engine, its places free, and what it had counted is not lost.
     server.check_idle()
     with ThreadPoolExecutor(8) as executor:
-        assert {status for status, _ in executor.map(lambda _: answer(server, CHAT), range(16))} == {200}
-    assert metric(server, "vllm:request_params_n_count") == num_counted + 9 + 16
+        assert {status for status, _ in executor.map(lambda _: server.post(CHAT), range(16))} == {200}
+    assert server.metric("vllm:request_params_n_count") == num_counted + 9 + 16
 
 
 def _ends_well(stream: socket.socket) -> bool:
-    try:
-        return b"".join(iter(lambda: stream.recv(2**16), b"")).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    except ConnectionResetError:
-        return False
+    return read_to_end(stream).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 def _listens(pid: int) -> bool:
@@ -189,12 +159,12 @@ def test_the_death_of_the_engine_is_told_with_its_cause(server: ServerProcess) -
     with send(server, ENDLESS) as stream:
         assert stream.recv(12) == b"HTTP/1.1 200"
         os.kill(engine_pids(server.process.pid)[0], signal.SIGKILL)
-        rest = b"".join(iter(lambda: stream.recv(2**16), b""))
+        rest = read_to_end(stream)
     assert b"the engine's process was killed by SIGKILL" in rest and b"[DONE]" not in rest
     # One that is idle notices within a moment.
     wait_until(lambda: not any(_is_healthy(server) for _ in range(8)))
     for _ in range(8):
-        status, body = answer(server, CHAT)
+        status, body = server.post(CHAT)
         assert status == 503 and b"the engine's process was killed by SIGKILL" in body
         with pytest.raises(urllib.error.HTTPError) as health:
             server.get("/health")

@@ -209,22 +209,6 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     }
 
 
-def test_the_dashboards_panels_are_apart_and_ask_the_chosen_source() -> None:
-    panels = DASHBOARD["panels"]
-    source = {"type": "prometheus", "uid": "${datasource}"}
-    assert all(part["datasource"] == source for panel in panels for part in (panel, *panel["targets"]))
-    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {
-        "datasource",
-        "job",
-        "instance",
-        "model",
-    }
-    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
-    boxes = [panel["gridPos"] for panel in panels]
-    cells = [(x, y) for b in boxes for x in range(b["x"], b["x"] + b["w"]) for y in range(b["y"], b["y"] + b["h"])]
-    assert len(set(cells)) == len(cells) and max(x for x, _ in cells) < 24
-
-
 GATEWAY = {
     "TotalQueuedRequests": "vllm:num_requests_waiting",
     "TotalRunningRequests": "vllm:num_requests_running",

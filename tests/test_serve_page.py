@@ -26,17 +26,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tests.server_process import ServerProcess, serving
+from tests.server_process import serving, wait_until
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium"),
-]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 KEY = "a-secret"
 MODEL = "stub-model"
 NUM_WORDS, WORD_SECONDS = 100, 0.02
-# Less than a whole answer takes.
-ABORT_SECONDS = 1
 PAGE = resources.files("nanovllm.serve") / "page"
 MEDIA_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
@@ -61,7 +57,7 @@ class StubServer:
 
     def __init__(self) -> None:
         self.counts = dict.fromkeys(("num_running", "num_waiting", "num_preemptions"), 0)
-        self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens"), 0)
+        self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens", "num_unread"), 0)
         files = Route("/page/{name}", self.file)
         chat = Route("/v1/chat/completions", self.chat, methods=["POST"])
         self.app = Starlette(routes=[Route("/", self.file), files, Route("/stats", self.stats), chat])
@@ -88,6 +84,7 @@ class StubServer:
     async def words(self) -> AsyncIterator[bytes]:
         self.counts["num_running"] += 1
         self.counts["num_prompt_tokens"] += 10
+        self.counts["num_unread"] += 1
         try:
             for i in range(NUM_WORDS):
                 whole = event(chunk(f"wörd {i} ")).encode()
@@ -99,6 +96,7 @@ class StubServer:
                 self.counts["num_output_tokens"] += 2
             yield event(chunk("", "stop")).encode()
             yield event({"choices": [], "usage": {"completion_tokens": 2 * NUM_WORDS}}).encode()
+            self.counts["num_unread"] -= 1
             yield b"data: [DONE]\n\n"
         finally:
             # Also when the client has gone.
@@ -159,13 +157,6 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
     assert origins == visited
 
 
-def wait_until(is_true: Callable[[], bool], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def send(page: Page, text: str) -> None:
     page.get_by_label("Message", exact=True).fill(text)
     page.get_by_role("button", name="Send").click()
@@ -197,13 +188,20 @@ def canned(page: Page, body: str) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
-def test_an_answer_streams_in_and_is_part_of_the_next_request(visit: Visit) -> None:
+def test_an_answer_streams_in_beside_the_servers_state_and_is_part_of_the_next_request(visit: Visit) -> None:
     page = visit()
+    value = "[data-value=%s]"
+    expect(page.get_by_role("status")).to_have_text("live")
+    expect(page.locator("#model")).to_have_text(MODEL)
+    expect(page.locator(value % "num_running")).to_have_text("0")
     send(page, "count")
     first = wait_for_text(page)
     assert page.get_by_role("button", name="Send").is_hidden()
     second = wait_for_text(page, len(first) + 1)
     assert second.startswith(first.rstrip())
+    expect(page.locator(value % "num_running")).to_have_text("1")
+    expect(page.locator(value % "cache_use")).to_have_text("25%")
+    expect(page.locator(value % "output_rate")).to_have_text(re.compile("^[1-9]"))
     expect(page.get_by_text("tokens/s", exact=False).last).to_be_visible()
     page.get_by_role("button", name="Send").wait_for()
     whole = answers(page).last.text_content() or ""
@@ -215,38 +213,23 @@ def test_an_answer_streams_in_and_is_part_of_the_next_request(visit: Visit) -> N
     ]
 
 
-def test_the_stop_button_ends_the_request_and_keeps_what_came(visit: Visit, page_url: str) -> None:
+@pytest.mark.parametrize("button", ["Stop", "Clear"])
+def test_an_answer_is_ended_and_kept_or_forgotten(visit: Visit, page_url: str, button: str) -> None:
     page = visit()
     send(page, "count")
     wait_for_text(page)
-    assert stats(page, page_url)["num_running"] == 1
-    page.get_by_role("button", name="Stop").click()
-    wait_until(lambda: stats(page, page_url)["num_running"] == 0, ABORT_SECONDS)
-    page.get_by_text("stopped").wait_for()
-    text = answers(page).last.text_content()
-    assert sent_by(page, "go on")["messages"][1] == {"role": "assistant", "content": text}
-
-
-def test_clear_aborts_and_forgets_the_conversation(visit: Visit, page_url: str) -> None:
-    page = visit()
-    send(page, "count")
-    wait_for_text(page)
-    page.get_by_role("button", name="Clear").click()
-    assert page.get_by_role("article").count() == 0
-    wait_until(lambda: stats(page, page_url)["num_running"] == 0, ABORT_SECONDS)
-    assert sent_by(page, "anew")["messages"] == [{"role": "user", "content": "anew"}]
-
-
-def test_the_servers_state_is_shown(visit: Visit) -> None:
-    page = visit()
-    value = "[data-value=%s]"
-    expect(page.get_by_role("status")).to_have_text("live")
-    expect(page.locator("#model")).to_have_text(MODEL)
-    expect(page.locator(value % "num_running")).to_have_text("0")
-    send(page, "count")
-    expect(page.locator(value % "num_running")).to_have_text("1")
-    expect(page.locator(value % "cache_use")).to_have_text("25%")
-    expect(page.locator(value % "output_rate")).to_have_text(re.compile("^[1-9]"))
+    before = stats(page, page_url)
+    page.get_by_role("button", name=button).click()
+    wait_until(lambda: not stats(page, page_url)["num_running"])
+    # It has not been read to its end.
+    assert stats(page, page_url)["num_unread"] == before["num_unread"]
+    kept: list[dict[str, Any]] = []
+    if button == "Stop":
+        page.get_by_text("stopped").wait_for()
+        answer = {"role": "assistant", "content": answers(page).last.text_content()}
+        kept = [{"role": "user", "content": "count"}, answer]
+    assert page.get_by_role("article").count() == len(kept)
+    assert sent_by(page, "go on")["messages"] == [*kept, {"role": "user", "content": "go on"}]
 
 
 def test_a_refused_request_shows_why_and_gives_the_question_back(visit: Visit) -> None:
@@ -287,14 +270,8 @@ def test_the_fields_are_sent_and_empty_ones_are_not(visit: Visit) -> None:
     for label, value in (("Temperature", "0"), ("Top p", "0.5"), ("Max tokens", "7"), ("Seed", "3")):
         page.get_by_label(label).fill(value)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "two"}]
-    assert sent_by(page, "two") == {
-        **always,
-        "messages": messages,
-        "temperature": 0,
-        "top_p": 0.5,
-        "max_tokens": 7,
-        "seed": 3,
-    }
+    set_fields = {"temperature": 0, "top_p": 0.5, "max_tokens": 7, "seed": 3}
+    assert sent_by(page, "two") == {**always, **set_fields, "messages": messages}
 
 
 def test_markup_in_an_answer_is_text(visit: Visit) -> None:
@@ -343,39 +320,22 @@ def test_everything_is_in_reach_on_a_phone(visit: Visit) -> None:
         assert place is not None and place["y"] + place["height"] <= 640 and place["height"] >= 44
 
 
-@pytest.fixture
-def real_server() -> Iterator[ServerProcess]:
+def test_the_real_server_streams_an_answer_to_who_has_the_key(visit: Visit) -> None:
     pytest.importorskip("fastapi")
     with serving(key=KEY, NANOVLLM_API_KEY=KEY) as server:
-        yield server
-
-
-def test_the_real_server_streams_an_answer_to_who_has_the_key(real_server: ServerProcess, visit: Visit) -> None:
-    page = visit(key="wrong", url=real_server.url)
-    expect(page.get_by_role("status")).to_have_text("needs an API key")
-    page.get_by_label("Temperature").fill("0")
-    send(page, "list all prime numbers within 100")
-    expect(page.get_by_role("alert")).to_have_text("the API key is missing or wrong")
-    page.get_by_label("API key").fill(KEY)
-    # Every text that the page shows of the answer.
-    page.evaluate("""
-        window.texts = [];
-        new MutationObserver(() => {
-            const answer = document.querySelector('[aria-label=Model] > .text');
-            if (answer) texts.push(answer.textContent);
-        }).observe(document.querySelector('#messages'), {childList: true, subtree: true, characterData: true});
-    """)
-    page.get_by_role("button", name="Send").click()
-    expect(page.get_by_text("tokens/s", exact=False).last).to_be_visible()
-    page.get_by_role("button", name="Send").wait_for()
-    whole = answers(page).last.text_content() or ""
-    assert whole.startswith("2, 3, 5, 7") and whole.endswith("89, 97")
-    lengths = sorted({len(text) for text in page.evaluate("texts")})
-    assert len(lengths) > 3 and lengths[-1] == len(whole)
-    expect(page.get_by_role("status")).to_have_text("live")
-    expect(page.locator("#model")).to_have_text("qwen3-tiny · CPU")
-    for name in ("num_prompt_tokens", "num_output_tokens"):
-        expect(page.locator(f"[data-value={name}]")).to_have_text(str(real_server.get("/stats")[name]))
-    assert real_server.get("/stats")["num_output_tokens"] > 20
-    page.reload()
-    assert answers(page).last.text_content() == whole
+        page = visit(key="wrong", url=server.url)
+        expect(page.get_by_role("status")).to_have_text("needs an API key")
+        page.get_by_label("Temperature").fill("0")
+        page.get_by_label("API key").fill(KEY)
+        send(page, "list all prime numbers within 100")
+        expect(page.get_by_text("tokens/s", exact=False).last).to_be_visible()
+        page.get_by_role("button", name="Send").wait_for()
+        whole = answers(page).last.text_content() or ""
+        assert whole.startswith("2, 3, 5, 7") and whole.endswith("89, 97")
+        expect(page.get_by_role("status")).to_have_text("live")
+        expect(page.locator("#model")).to_have_text("qwen3-tiny · CPU")
+        for name in ("num_prompt_tokens", "num_output_tokens"):
+            expect(page.locator(f"[data-value={name}]")).to_have_text(str(server.get("/stats")[name]))
+        assert server.get("/stats")["num_output_tokens"] > 20
+        page.reload()
+        assert answers(page).last.text_content() == whole

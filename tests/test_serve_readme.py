@@ -48,7 +48,7 @@ def test_a_curl_example_is_answered(server: ServerProcess, command: str, tmp_pat
     (tmp_path / ".curlrc").write_text("fail\n")
     done = subprocess.run(
         ["bash", "-ec", command.replace(ADDRESS, server.url)],
-        env=os.environ | {"CURL_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=60, check=False,
+        env=os.environ | {"CURL_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     answer = done.stdout
     assert done.returncode == 0 and '"error"' not in answer, answer + done.stderr

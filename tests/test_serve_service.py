@@ -273,7 +273,7 @@ def test_a_client_that_does_not_read_keeps_no_request_running() -> None:
         reads.set()
         await sending
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 240))
 
 
 def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_a_stream_without_events_is_kept_alive(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0.05)
         return sent
 
-    start, first, *pings, last, end = asyncio.run(asyncio.wait_for(run(), 30))
+    start, first, *pings, last, end = asyncio.run(asyncio.wait_for(run(), 240))
     assert (start, first, last, end) == (b"", b"data: a\n\n", b"data: b\n\n", b"")
     assert set(pings) == {b": ping\n\n"}
 

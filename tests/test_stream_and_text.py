@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
 from tests.cache_checks import check_blocks
+from tests.streams import joined
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
@@ -163,28 +163,10 @@ STREAMED: list[SamplingParams] = [
 def test_a_stream_joined_is_what_generate_returns(llm: LLM) -> None:
     prompts: Any = [PROMPT, "The sea", [5, 6, 7], PROMPT, "a", "b", "c", "d"]
     whole = llm.generate(prompts, STREAMED, use_tqdm=False)
-    texts: dict[tuple[int | str, int], str] = {}
-    tokens: dict[tuple[int | str, int], list[int]] = {}
-    logprobs: dict[tuple[int | str, int], list[Any]] = {}
-    last: dict[int | str, RequestOutput] = {}
-    for part in llm.stream(prompts, STREAMED):
-        assert part.request_id not in last
-        for item in part.outputs:
-            key = part.request_id, item.index
-            texts[key] = texts.get(key, "") + item.text
-            tokens.setdefault(key, []).extend(item.token_ids)
-            logprobs.setdefault(key, []).extend(item.logprobs or [])
-            assert part.finished == (item.finish_reason is not None)
-        if part.finished:
-            last[part.request_id] = part
-    assert len(last) == len(whole)
-    for output, (request_id, part) in zip(whole, sorted(last.items(), key=lambda item: int(item[0])), strict=True):
-        assert part.prompt_token_ids == output.prompt_token_ids and part.prompt_logprobs == output.prompt_logprobs
-        for item, final in zip(output.outputs, part.outputs, strict=True):
-            key = request_id, item.index
-            assert (texts[key], tokens[key]) == (item.text, item.token_ids)
-            assert logprobs[key] == (item.logprobs or [])
-            assert replace(final, text=item.text, token_ids=item.token_ids, logprobs=item.logprobs) == item
+    found = joined(llm.stream(prompts, STREAMED))
+    for output, want in zip(found, whole, strict=True):
+        assert (output.outputs, output.prompt_token_ids) == (want.outputs, want.prompt_token_ids)
+        assert output.prompt_logprobs == want.prompt_logprobs
     assert whole[3].outputs[0].text == ""
     # EOS and stop tokens do not show, though special tokens do.
     assert [whole[i].outputs[0].text for i in (6, 7)] == ["", ""]
@@ -221,41 +203,3 @@ def test_a_step_of_a_stream_looks_at_requests_with_new_tokens_alone(llm: LLM, mo
     outputs = list(llm.stream([[1, 2, 3]] * 40, SamplingParams(0, 2, ignore_eos=True)))
     assert len(outputs) == len(looked_at) == 80
     assert [output.request_id for output in outputs if output.finished] == sorted(set(looked_at))
-
-
-def test_a_stream_that_is_aborted_ends_with_what_it_has(llm: LLM) -> None:
-    stream = llm.stream([[1, 2, 3], [4, 5]], SamplingParams(0, 30, ignore_eos=True))
-    first = next(stream)
-    assert isinstance(first.request_id, int)
-    llm.llm_engine.abort([first.request_id], keep_outputs=True)
-    ends = {output.request_id: output.outputs[0].finish_reason for output in stream if output.finished}
-    assert ends == {first.request_id: "abort", first.request_id + 1: "length"}
-
-
-def test_closing_a_stream_frees_all(llm: LLM) -> None:
-    stream = llm.stream([PROMPT] * 3, SamplingParams(1.0, 100, seed=1, n=2, ignore_eos=True))
-    # Nothing is queued before the first output is asked for.
-    assert llm.is_finished()
-    for _ in range(4):
-        next(stream)
-    assert llm.stats()["num_used_blocks"] > 0
-    with pytest.raises(RuntimeError, match="already running"):
-        llm.generate(PROMPT)
-    stream.close()
-    assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
-    with pytest.raises(ValueError, match="priority"):
-        llm.stream([PROMPT], priority=[1, 2])
-
-
-def test_an_exception_in_on_output_drops_the_rest(llm: LLM) -> None:
-    seen: list[RequestOutput] = []
-
-    def fail(output: RequestOutput) -> None:
-        seen.append(output)
-        raise KeyError("mine")
-
-    params = [SamplingParams(0, n, ignore_eos=True) for n in (30, 2, 9)]
-    with pytest.raises(KeyError, match="mine"):
-        llm.generate([PROMPT] * 3, params, use_tqdm=False, on_output=fail)
-    assert [len(output.outputs[0].token_ids) for output in seen] == [2]
-    assert llm.step().finished == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.kernels import ops
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel
@@ -34,6 +35,14 @@ class Refusing(KernelPolicy):
         if name.startswith("_"):
             return super().__getattribute__(name)
         raise AskedError(name)
+
+
+def test_every_op_is_in_the_file_that_the_table_names() -> None:
+    assert sorted(name for names in ops._FILES.values() for name in names) == sorted(ops.__all__)
+    for name in ops.__all__:
+        assert getattr(ops, name) is getattr(ops, name)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        ops.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
 @pytest.mark.parametrize("weight", [DenseWeight(SHARD), Fp8Weight(SHARD, QuantizationConfig("channel"))])

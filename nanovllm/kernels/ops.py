@@ -1,6 +1,6 @@
-"""The ops that layers and the sampler call, by name; the file of each is imported when the op is first used.
+"""The ops that layers and the sampler call; each op's file is imported when it is first used.
 
-A reader, or a process, of a plain model on the CPU meets no more kernels than the model takes.
+So a layer can be read, and imported, without the kernels.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ __all__ = [
     "token_logprobs",
 ]  # fmt: skip
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    for file, names in _FILES.items():
-        if name in names:
-            # From now on an attribute of this module.
-            globals()[name] = found = getattr(import_module(f"nanovllm.kernels.{file}"), name)
-            return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        for file, names in _FILES.items():
+            if name in names:
+                # From now on an attribute of this module.
+                globals()[name] = found = getattr(import_module(f"nanovllm.kernels.{file}"), name)
+                return found
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

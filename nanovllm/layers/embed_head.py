@@ -10,7 +10,8 @@ from torch import nn
 from nanovllm.layers.linear import ColumnParallelLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.weight import DenseWeight, MatrixShard, make_weight
+from nanovllm.quantization import make_weight
+from nanovllm.quantization.weight import DenseWeight, MatrixShard
 
 if TYPE_CHECKING:
     from nanovllm.configs.quantization import QuantizationConfig

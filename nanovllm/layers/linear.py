@@ -15,7 +15,8 @@ from torch import nn
 from nanovllm.kernels import ops
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight, make_weight
+from nanovllm.quantization import make_weight
+from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight
 
 if TYPE_CHECKING:
     from nanovllm.configs.quantization import QuantizationConfig

@@ -4,3 +4,30 @@ A layer holds a `Weight` and asks it to apply itself; dtype, layout and kernels 
 kinds, `DenseWeight` and `Fp8Weight`; `make_weight` makes the one that the model's `QuantizationConfig` asks for. A
 mixture holds an `ExpertsWeight`, whose matrices `fused_experts` takes.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nanovllm.quantization.weight import DenseWeight, MatrixShard, Weight
+
+if TYPE_CHECKING:
+    from nanovllm.configs.quantization import QuantizationConfig
+
+
+def make_weight(
+    quant_config: QuantizationConfig | None, prefix: str, shard: MatrixShard, has_bias: bool = False
+) -> Weight:
+    """Return the weight of a layer, not yet filled.
+
+    Args:
+        quant_config: of the model; None if nothing is quantised.
+        prefix: name of the layer in the model.
+        shard: this rank's part of the matrix.
+        has_bias: whether the layer has a bias.
+    """
+    if quant_config is None or quant_config.ignores(prefix, shard.outputs):
+        return DenseWeight(shard, has_bias)
+    from nanovllm.quantization.fp8 import Fp8Weight  # noqa: PLC0415
+
+    return Fp8Weight(shard, quant_config, has_bias)

@@ -17,7 +17,6 @@ from nanovllm.parallel.shard import Shard
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
-    from nanovllm.configs.quantization import QuantizationConfig
     from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
     from nanovllm.kernels.rms_norm import Norm
 
@@ -141,21 +140,3 @@ class DenseWeight(Weight):
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
         assert isinstance(x, torch.Tensor) and self.bias is None
         return ops.linear_into(x, self.values, residual, self.policy)
-
-
-def make_weight(
-    quant_config: QuantizationConfig | None, prefix: str, shard: MatrixShard, has_bias: bool = False
-) -> Weight:
-    """Return the weight of a layer, not yet filled.
-
-    Args:
-        quant_config: of the model; None if nothing is quantised.
-        prefix: name of the layer in the model.
-        shard: this rank's part of the matrix.
-        has_bias: whether the layer has a bias.
-    """
-    if quant_config is None or quant_config.ignores(prefix, shard.outputs):
-        return DenseWeight(shard, has_bias)
-    from nanovllm.quantization.fp8 import Fp8Weight  # noqa: PLC0415
-
-    return Fp8Weight(shard, quant_config, has_bias)

@@ -97,11 +97,6 @@ class WorkerProcesses:
             self.stop()
             raise
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids in rank order; empty after `stop`."""
-        return [rank.process.pid for rank in self._ranks]
-
     def send(self, order: object) -> None:
         """Send every rank an order of `runner.worker`, unless `check` raises; `replies` must follow a `CallOrder`."""
         self.check()

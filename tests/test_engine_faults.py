@@ -106,7 +106,7 @@ def test_a_text_that_cannot_be_decoded_fails_alone(depth: int, stop: str | None)
     if stop is None:
         texts = {ids[i]: "".join(f"{token_id}," for token_id in want[i]) for i in (0, 2)}
         assert {i: output["text"] for i, output in outputs.items()} == texts
-    assert llm.stats()["num_used_blocks"] == 0
+    assert engine.stats()["num_used_blocks"] == 0
     assert [failure.request_ids for failure in failures] == [[ids[1]]]
     assert isinstance(failures[0].__cause__, Panic)
 

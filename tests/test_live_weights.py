@@ -411,8 +411,7 @@ def test_a_tensor_that_is_written_in_part_is_missing(
 
 def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) -> None:
     control = LLM.__new__(LLM)
-    control.engine_client = Mock()
-    engine = control.engine_client.engine
+    control._engine = engine = Mock()
     engine.is_in_process = False
     engine.call.side_effect = [LoadFailedError("no memory", MissingWeights()), [True, False]]
     with pytest.raises(LoadFailedError, match="no memory"):
@@ -432,8 +431,8 @@ def test_a_warning_names_what_an_adapter_makes_no_number(live: LLM, pair: tuple[
 @pytest.mark.parametrize("had_one", [[True, False], [False, True], [False, False]])
 def test_an_adapter_of_any_replica_is_one(had_one: list[bool]) -> None:
     control = LLM.__new__(LLM)
-    control.engine_client = Mock()
-    control.engine_client.engine.call.return_value = had_one
+    control._engine = Mock()
+    control._engine.call.return_value = had_one
     assert control.unload_adapter() == any(had_one)
 
 

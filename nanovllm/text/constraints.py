@@ -75,11 +75,7 @@ class BadWordsConstraint:
 
 
 def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]]:
-    """Return the token sequences of a text at the start of the output and after a space.
-
-    Raises:
-        ValueError: a text has no tokens.
-    """
+    """Return the tokens of each text at the start of an output and after a space; a ValueError if it has none."""
     sequences: list[list[int]] = []
     for word in bad_words:
         try:

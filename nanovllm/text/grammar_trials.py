@@ -235,11 +235,7 @@ class _TrialProcess:
         return self.process.poll() is None
 
     def try_grammar(self, text: str, is_choice: bool, seconds: float) -> int | str:
-        """Return the bytes of memory that a grammar takes, or an error message if it is invalid.
-
-        Raises:
-            EOFError, ConnectionError: a limit was exceeded, or the process was killed.
-        """
+        """Return the bytes that a grammar takes, or why it is invalid; EOFError or ConnectionError at a limit."""
         own, other = socket.socketpair()
         with Connection(own.detach()) as trial:
             with other:

@@ -88,11 +88,7 @@ def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
 
 
 def lark_json(schema: Any) -> str:
-    """Return a part of a Lark grammar that matches a JSON schema, without additional properties in its objects.
-
-    Raises:
-        ValueError: the schema is not an object, or cannot be written as JSON.
-    """
+    """Return a part of a Lark grammar that matches a JSON schema, whose objects get no additional properties."""
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {schema!r:.80}")
     guidance = schema.get("x-guidance")
@@ -257,11 +253,7 @@ class GrammarConstraint:
         self._pending: list[int] = []
 
     def accept(self, token_id: int) -> None:
-        """Accept a token of the output.
-
-        Raises:
-            GrammarError: llguidance failed on the grammar, so that its mask for this token was meaningless.
-        """
+        """Accept a token of the output; raises GrammarError if llguidance failed, so that its mask was meaningless."""
         if self._matcher.is_error():
             raise GrammarError(with_advice(self._matcher.get_error()))
         self._pending.append(token_id)

@@ -33,11 +33,7 @@ _MOST_START = 64
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the path itself if it is a GGUF file, regardless of its name, or the GGUF file in a folder; else None.
-
-    Raises:
-        ValueError: a folder has files of several models.
-    """
+    """Return the path if it is a GGUF file, by any name, or the GGUF file (of one model) in a folder; else None."""
     if not os.path.isdir(path):
         with open(path, "rb") as opened:
             return Path(path) if path.endswith(".gguf") or opened.read(len(_MAGIC)) == _MAGIC else None
@@ -135,11 +131,7 @@ def _filled(folder: Path) -> Iterator[None]:
 
 
 def _parts(file: Path) -> list[Path]:
-    """Return all parts of a file's model, in order; only the file if the model is not split.
-
-    Raises:
-        ValueError: a part is missing.
-    """
+    """Return all parts of a file's model, in order, or the file alone if the model is not split."""
     if (found := _PART.fullmatch(file.name)) is None:
         return [file]
     count, width = int(found["count"]), len(found["count"])

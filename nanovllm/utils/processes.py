@@ -20,10 +20,9 @@ _PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {
 def start_python(
     module: str, function: str, arguments: Sequence[int], title: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls a module's function, without importing the user's program, and ignores Ctrl-C.
+    """Start a process that calls a module's function and ignores Ctrl-C; it does not import the user's program.
 
-    It is started by `subprocess`, because a fork of this process would at exit terminate the processes started by
-    `multiprocessing`.
+    It is started by `subprocess`: a fork of this process would at exit terminate the processes of `multiprocessing`.
 
     Args:
         module, function: the function to call.

@@ -44,12 +44,7 @@ class ConstraintFactory:
 
 
 class BadWordsConstraint:
-    """A `TokenConstraint` that forbids sequences of several tokens, optionally on top of another constraint.
-
-    Args:
-        sequences: token ids of each.
-        inner: another constraint on the output.
-    """
+    """A `TokenConstraint` that forbids sequences of several tokens, optionally on top of another one, `inner`."""
 
     def __init__(self, sequences: Sequence[list[int]], inner: TokenConstraint | None) -> None:
         self._sequences = sequences

@@ -40,11 +40,7 @@ class CheckedParams(NamedTuple):
 
 
 class ParamsChecker:
-    """Checks the sampling parameters of a job's prompts, and caches the results.
-
-    Args:
-        check: checks parameters that are not in the cache.
-    """
+    """Checks the sampling parameters of a job's prompts, and caches the results of `check`."""
 
     def __init__(self, check: Callable[[Any], CheckedParams]) -> None:
         self._check = check

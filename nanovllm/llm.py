@@ -393,7 +393,7 @@ class LLM(ModelClient):
                 return
             outputs = (state.result() for state in states)
             for search in (search for search in searches if not search.done and states):
-                search.extend_by(outputs)
+                search.extend(outputs)
             requests = [request for search in searches if not search.done for request in search.requests()]
             states[:] = [RequestState(request, self.output_processor) for request in requests]
             self.engine_client.add_pending(states, pending)

@@ -156,7 +156,9 @@ class ModelConfig:
             if not trust_remote_code:
                 refuse_remote_code(path, "config.json", "AutoConfig")
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
-        eos_token_ids = _generation_eos(path)
+        # Chat models have more EOS ids in this file than the tokenizer's one.
+        generation = os.path.join(path, "generation_config.json")
+        eos_token_ids = _as_ids(read_json(generation).get("eos_token_id")) if os.path.isfile(generation) else []
         # Reject unsupported values here, since "auto" leaves non-native models to transformers.
         QuantizationConfig.from_hf(hf)
         if model_impl == "native" or (model_impl == "auto" and _is_native(hf)):
@@ -190,11 +192,7 @@ class ModelConfig:
         )
 
     def with_expert_parallel(self) -> ModelConfig:
-        """Return the config of the same model whose ranks hold whole experts.
-
-        Raises:
-            ValueError: the model has no experts.
-        """
+        """Return the config with whole experts on each rank; without experts a ValueError."""
         if self.experts is None:
             raise ValueError("enable_expert_parallel=True: the model has no mixtures of experts that run natively")
         return replace(self, experts=replace(self.experts, is_parallel=True))
@@ -254,7 +252,7 @@ class ModelConfig:
             tie_word_embeddings=False,
             max_position=yarn_length(hf.get_text_config(), max_position),
             initializer_range=0.0,
-            dtype=_dtype(hf.get_text_config() if _has_dtype(hf.get_text_config()) else hf),
+            dtype=_dtype(hf.get_text_config(), hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(values.get("eos_token_id"))),
             hf=hf,
         )
@@ -296,16 +294,8 @@ def _size_of(values: dict[str, Any], name: str) -> int:
     return check_int(name, values.get(name), 1)
 
 
-def _has_dtype(hf: Any) -> bool:
-    return (getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None)) is not None
-
-
 def _is_native(hf: Any) -> bool:
-    """Whether an architecture in the table matches a config.
-
-    Raises:
-        ValueError: one does, but a value is wrong for either implementation.
-    """
+    """Whether an architecture in the table matches a config; a value wrong for either is a ValueError."""
     try:
         ModelConfig.from_hf(hf)
     except UnsupportedError:
@@ -348,8 +338,10 @@ def _head_dim(hf: Any) -> int:
     return int(head_dim)
 
 
-def _dtype(hf: Any) -> str:
-    name = str(getattr(hf, "dtype", None) or getattr(hf, "torch_dtype", None) or "float32").rsplit(".", maxsplit=1)[-1]
+def _dtype(*configs: Any) -> str:
+    """Return the dtype in the first config that has one."""
+    given = [getattr(config, key, None) for config in configs for key in ("dtype", "torch_dtype")]
+    name = str(next(filter(None, given), "float32")).rsplit(".", maxsplit=1)[-1]
     if name not in _DTYPES:
         raise ValueError(f"the checkpoint's dtype {name!r} is not supported: only {_DTYPES}")
     return name
@@ -379,14 +371,6 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         LayerConfig(window if kind == "sliding_attention" else None, ropes[kind] if rotates else None, has_experts)
         for kind, rotates, has_experts in zip(kinds, rotating, experts, strict=True)
     )
-
-
-def _generation_eos(path: str) -> list[int]:
-    """Return the EOS ids of `generation_config.json`, because chat models have more than the tokenizer's one."""
-    file = os.path.join(path, "generation_config.json")
-    if not os.path.isfile(file):
-        return []
-    return _as_ids(read_json(file).get("eos_token_id"))
 
 
 def _as_ids(value: Any) -> list[int]:
@@ -440,7 +424,6 @@ def is_sparse(hf: Any, layer: int) -> bool:
     return layer not in (getattr(hf, "mlp_only_layers", None) or []) and (layer + 1) % step == 0
 
 
-_MODULES = "modules.json"
 _POOLINGS: dict[str, Pooling] = {
     "lasttoken": "last", "mean": "mean", "mean_tokens": "mean",
     # The sum divided by the root of its length: after normalisation, as here, it equals the mean.
@@ -450,13 +433,9 @@ _KNOWN_MODULES = ("Transformer", "Pooling", "Normalize")
 
 
 def folder_pooling(folder: str) -> Pooling:
-    """Return the pooling of a folder's own modules; "last" without any.
-
-    Raises:
-        ValueError: it has an unsupported module or pooling.
-    """
+    """Return the pooling of a folder's own modules, "last" without any; others than the known are a ValueError."""
     pooling: Pooling = "last"
-    path = os.path.join(folder, _MODULES)
+    path = os.path.join(folder, "modules.json")
     for module in read_json_list(path) if os.path.isfile(path) else []:
         kind = str(module.get("type")).rsplit(".", maxsplit=1)[-1]
         if kind not in _KNOWN_MODULES:

@@ -120,8 +120,7 @@ class NanoVLLM(TemplateLM):
 
         Args:
             requests: cache key, context tokens and continuation tokens of each request.
-            disable_tqdm: hide the progress bar.
-            kwargs: options of other models, ignored.
+            disable_tqdm, kwargs: the harness's; other models' options are ignored.
         """
         contexts = [self._truncated(context, self.max_length + 1 - len(tokens)) for _, context, tokens in requests]
         scores = self.llm.score(contexts, [tokens for _, _, tokens in requests], use_tqdm=not disable_tqdm)
@@ -173,11 +172,7 @@ class NanoVLLM(TemplateLM):
         return token_ids[-length:]
 
     def _sampling_params(self, given: dict[str, Any]) -> SamplingParams:
-        """Return a task's generation options as sampling parameters, greedy by default.
-
-        Raises:
-            ValueError: an unsupported option.
-        """
+        """Return a task's generation options as sampling parameters, greedy by default."""
         options = dict(given)
         lengths = [options.pop(name, None) for name in _MAX_TOKENS_NAMES]
         max_tokens = next((int(length) for length in lengths if length is not None), self.max_gen_toks)

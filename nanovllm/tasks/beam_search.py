@@ -62,21 +62,13 @@ class BeamSearch:
         )
         return [Request(array("i", self.prompt_token_ids + beam.token_ids), params) for beam in self.running]
 
-    def extend_by(self, outputs: Iterator[RequestOutput]) -> None:
+    def extend(self, outputs: Iterator[RequestOutput]) -> None:
         """Do one step with the outputs of its `requests`, the next ones of an iterator."""
-        self.extend([_continuations(next(outputs), self.num_candidates) for _ in self.running])
-
-    def extend(self, continuations: list[list[tuple[int, float]]]) -> None:
-        """Do one step.
-
-        Args:
-            continuations: most likely next tokens of each running beam, with log-probabilities.
-        """
         width = self.params.beam_width
         candidates = [
             Beam([*beam.token_ids, token_id], beam.logprob + logprob)
-            for beam, tokens in zip(self.running, continuations, strict=True)
-            for token_id, logprob in tokens
+            for beam in self.running
+            for token_id, logprob in _continuations(next(outputs), self.num_candidates)
         ]
         candidates.sort(key=lambda beam: -beam.logprob)
         candidates = candidates[: self.num_candidates]

@@ -107,10 +107,10 @@ class Judge:
 
         An answer that is not among the `max_logprobs` most likely tokens gets the probability of the last of them.
         """
-        return [self._score(output) for output in outputs]
-
-    def _score(self, output: RequestOutput) -> float:
-        (logprobs,) = output.outputs[0].logprobs or ()
-        found = {token_id: logprob.logprob for token_id, logprob in logprobs.items()}
-        least = min(found.values())
-        return 1 / (1 + math.exp(found.get(self._no, least) - found.get(self._yes, least)))
+        scores = []
+        for output in outputs:
+            (logprobs,) = output.outputs[0].logprobs or ()
+            found = {token_id: logprob.logprob for token_id, logprob in logprobs.items()}
+            least = min(found.values())
+            scores.append(1 / (1 + math.exp(found.get(self._no, least) - found.get(self._yes, least))))
+        return scores

@@ -284,10 +284,7 @@ REASONING_FORMATS = {
 
 
 def reasoning_format(name: str, tokenizer: Any, template: str | None = None) -> ReasoningFormat:
-    """Return a format by name; "auto" detects it in the chat template, and else accepts any tags.
-
-    See `tool_call_format`.
-    """
+    """Return a format by name; "auto" detects it in the template, else accepts any tags. See `tool_call_format`."""
     if name != "auto":
         if name not in REASONING_FORMATS:
             raise ValueError(f"reasoning_parser must be auto or one of {', '.join(REASONING_FORMATS)}, not {name!r}")

@@ -505,10 +505,7 @@ def _argument_schemas(parameters: Any) -> dict[str, Any]:
 
 
 def argument_value(text: str, schema: Any) -> Any:
-    """Parse a value written without quotes: a string if the schema says so, else JSON or Python.
-
-    One line break around it belongs to the tags.
-    """
+    """Parse a value written without quotes: a string if the schema says so, else JSON or Python."""
     text = text.removeprefix("\n").removesuffix("\n")
     types = _types(schema)
     if types and types <= {"string", "null"}:

@@ -205,11 +205,7 @@ class AnswerOptions:
 
 
 def function_of(tool: Any) -> Mapping[str, Any]:
-    """Return the function of a tool or of a tool choice, as in OpenAI's API.
-
-    Raises:
-        ValueError: it has the wrong form.
-    """
+    """Return the function of a tool or of a tool choice, as in OpenAI's API; another form is a ValueError."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool is {{'type': 'function', 'function': {{'name': ...}}}}, not {tool!r:.80}")

@@ -44,12 +44,7 @@ class ConstraintFactory:
 
 
 class BadWordsConstraint:
-    """A `TokenConstraint` that forbids sequences of several tokens, optionally on top of another constraint.
-
-    Args:
-        sequences: token ids of each.
-        inner: another constraint on the output.
-    """
+    """A `TokenConstraint` that forbids sequences of several tokens, optionally on top of another one, `inner`."""
 
     def __init__(self, sequences: Sequence[list[int]], inner: TokenConstraint | None) -> None:
         self._sequences = sequences
@@ -75,11 +70,7 @@ class BadWordsConstraint:
 
 
 def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]]:
-    """Return the token sequences of a text at the start of the output and after a space.
-
-    Raises:
-        ValueError: a text has no tokens.
-    """
+    """Return the tokens of each text at the start of an output and after a space; a ValueError if it has none."""
     sequences: list[list[int]] = []
     for word in bad_words:
         try:

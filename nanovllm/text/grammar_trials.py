@@ -120,19 +120,13 @@ class TokenizerParts:
 
 
 def compile_grammar(library: Any, tokenizer: Any, text: str, is_choice: bool) -> Any:
-    """Compile a grammar and compute its first mask, which takes longest.
+    """Compile a grammar, compute its first mask, which takes longest, and return a matcher at its start.
 
     Args:
         library: the module llguidance.
         tokenizer: llguidance's.
-        text: the grammar in llguidance's form.
+        text: the grammar in llguidance's form; a GrammarError if it cannot be used.
         is_choice: whether the grammar is a list of texts; see `Grammar`.
-
-    Returns:
-        A matcher at the start of the grammar.
-
-    Raises:
-        GrammarError: the grammar cannot be used.
     """
     fuel = _CHOICE_FUEL if is_choice else _LEXER_FUEL
     limits = library.LLParserLimits(initial_lexer_fuel=fuel, **_LIMITS)
@@ -168,9 +162,6 @@ class GrammarTrials:
 
     The process holds the tokenizer and has a single thread, so that it can be forked. It starts at the first grammar,
     and exits when this object is deleted.
-
-    Args:
-        parts: the parts of the tokenizer.
     """
 
     def __init__(self, parts: TokenizerParts) -> None:
@@ -235,11 +226,7 @@ class _TrialProcess:
         return self.process.poll() is None
 
     def try_grammar(self, text: str, is_choice: bool, seconds: float) -> int | str:
-        """Return the bytes of memory that a grammar takes, or an error message if it is invalid.
-
-        Raises:
-            EOFError, ConnectionError: a limit was exceeded, or the process was killed.
-        """
+        """Return the bytes that a grammar takes, or why it is invalid; EOFError or ConnectionError at a limit."""
         own, other = socket.socketpair()
         with Connection(own.detach()) as trial:
             with other:
@@ -257,11 +244,7 @@ def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
 
 
 def run_trials(descriptor: int) -> None:
-    """Run the trial process: fork for each trial, until the socket's other end is closed.
-
-    Args:
-        descriptor: file descriptor of the socket.
-    """
+    """Run the trial process: fork for each trial, until the other end of the socket `descriptor` is closed."""
     import llguidance  # noqa: PLC0415
 
     # The system reaps the forks.

@@ -56,11 +56,7 @@ _COMPOSING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else",
 
 
 def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
-    """Return a grammar in llguidance's form, not compiled yet.
-
-    Args:
-        library: the module llguidance.
-        params: the constraint.
+    """Return a grammar in llguidance's form, not compiled yet; `library`: the module.
 
     Raises:
         ValueError: a regular expression or a Lark grammar is too large.
@@ -88,11 +84,7 @@ def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
 
 
 def lark_json(schema: Any) -> str:
-    """Return a part of a Lark grammar that matches a JSON schema, without additional properties in its objects.
-
-    Raises:
-        ValueError: the schema is not an object, or cannot be written as JSON.
-    """
+    """Return a part of a Lark grammar that matches a JSON schema, whose objects get no additional properties."""
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {schema!r:.80}")
     guidance = schema.get("x-guidance")
@@ -241,13 +233,7 @@ def _object_schema(parameters: Any) -> dict[str, Any]:
 
 
 class GrammarConstraint:
-    """A `TokenConstraint` of the engine: one output's state in its grammar.
-
-    Args:
-        executor: llguidance's threads for masks.
-        matcher: llguidance's state of this output.
-        num_tokens: number of tokens in a mask.
-    """
+    """A `TokenConstraint` of the engine: one output's state in its grammar (`matcher`), with the threads for masks."""
 
     def __init__(self, executor: Any, matcher: Any, num_tokens: int) -> None:
         self._executor = executor
@@ -257,11 +243,7 @@ class GrammarConstraint:
         self._pending: list[int] = []
 
     def accept(self, token_id: int) -> None:
-        """Accept a token of the output.
-
-        Raises:
-            GrammarError: llguidance failed on the grammar, so that its mask for this token was meaningless.
-        """
+        """Accept a token of the output; raises GrammarError if llguidance failed, so that its mask was meaningless."""
         if self._matcher.is_error():
             raise GrammarError(with_advice(self._matcher.get_error()))
         self._pending.append(token_id)
@@ -345,12 +327,8 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer, and makes constraints of outputs from them.
 
     A grammar is compiled where it is checked, outside the engine's thread. An engine in the same process finds it in
-    the cache; an engine in another process compiles it when the request is queued, without delaying a step.
-
-    Args:
-        tokenizer: a fast transformers tokenizer, if grammars are used.
-        vocab_size: upper bound of the model's token ids.
-        eos_token_ids: tokens that end an output.
+    the cache; an engine in another process compiles it when the request is queued, without delaying a step. See
+    `ConstraintFactory` for arguments.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:

@@ -40,11 +40,7 @@ class CheckedParams(NamedTuple):
 
 
 class ParamsChecker:
-    """Checks the sampling parameters of a job's prompts, and caches the results.
-
-    Args:
-        check: checks parameters that are not in the cache.
-    """
+    """Checks the sampling parameters of a job's prompts, and caches the results of `check`."""
 
     def __init__(self, check: Callable[[Any], CheckedParams]) -> None:
         self._check = check
@@ -108,11 +104,7 @@ class InputProcessor:
     def process(
         self, prompts: list[Any], params: list[SamplingParams], priorities: list[int], **options: Any
     ) -> list[Request]:
-        """Return requests; all must be valid. See `process_each`.
-
-        Raises:
-            ValueError: a request cannot be served; the message names what is out of bounds.
-        """
+        """Like `process_each`, but all must be valid: raises the first error, which names what is out of bounds."""
         return good_items(self.process_each(prompts, params, priorities, **options))
 
     def process_each(
@@ -268,39 +260,35 @@ class InputProcessor:
             parts[i] = parts[i]._replace(token_ids=token_ids)
         return parts if max_tokens is None else [part.last(max_tokens) for part in parts]
 
+    def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Encode texts in one call, so that tokenizers use every core; raises the first error."""
+        found = self._tokenize_each(texts, add_special_tokens)
+        for item in found:
+            if isinstance(item, ValueError):
+                raise item
+        return found
+
     def _tokenize_each(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
         """Encode texts; return an error in the place of a text that cannot be encoded."""
-        try:
-            return self.tokenize(texts, add_special_tokens)
-        except ValueError as error:
-            # Encode one at a time to find the invalid one.
-            return [error] if len(texts) == 1 else [self._tokenize_each([t], add_special_tokens)[0] for t in texts]
-
-    def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode texts in one call, so that tokenizers use every core."""
         if not texts:
             return []
-        if self.tokenizer is None:
-            raise ValueError(f"prompt {texts[0][:40]!r} is a string, but the model has no tokenizer: pass token ids")
+        # Not `verbose`, which warns about long texts: these are refused, or cut.
+        unwanted = dict.fromkeys(("verbose", "return_attention_mask", "return_token_type_ids"), False)
+        shown = f"prompt {texts[0][:40]!r}"
         try:
-            # Not `verbose`, which warns about long texts: these are refused, or cut.
-            unwanted = dict.fromkeys(("verbose", "return_attention_mask", "return_token_type_ids"), False)
-            options = {"add_special_tokens": add_special_tokens, **unwanted}
-            token_ids: list[list[int]] = self.tokenizer(texts, **options)["input_ids"]
-        except TypeError as error:
+            if self.tokenizer is None:
+                raise ValueError(f"{shown} is a string, but the model has no tokenizer: pass token ids")
+            token_ids: list[Any] = self.tokenizer(texts, add_special_tokens=add_special_tokens, **unwanted)["input_ids"]
+        except (TypeError, ValueError) as error:
             if len(texts) > 1:
-                # Encode one at a time to find the invalid text.
-                return [self.tokenize([text], add_special_tokens)[0] for text in texts]
-            raise ValueError(f"prompt {texts[0][:40]!r} cannot be tokenized: {error}") from error
+                # Encode one at a time to find the invalid ones.
+                return [self._tokenize_each([text], add_special_tokens)[0] for text in texts]
+            return [error if isinstance(error, ValueError) else _caused(f"{shown} cannot be tokenized: {error}", error)]
         return token_ids
 
 
 def good_items(found: Sequence[T | ValueError]) -> list[T]:
-    """Return the items, or raise the first error among them.
-
-    Raises:
-        ValueError: the first error, with the prompt's number unless all prompts share it.
-    """
+    """Return the items, or raise the first error, with the prompt's number unless all prompts share it."""
     good = [item for item in found if not isinstance(item, ValueError)]
     if len(good) < len(found):
         index, error = next((i, item) for i, item in enumerate(found) if isinstance(item, ValueError))
@@ -311,9 +299,13 @@ def good_items(found: Sequence[T | ValueError]) -> list[T]:
 def of_prompt(index: int, error: ValueError) -> ValueError:
     """Return an error that names the prompt, with the given error as its cause."""
     kind = PromptTooLongError if isinstance(error, PromptTooLongError) else ValueError
-    named = kind(f"prompts[{index}]: {error}")
-    named.__cause__ = error
-    return named
+    return _caused(f"prompts[{index}]: {error}", error, kind)
+
+
+def _caused(message: str, cause: Exception, kind: type[ValueError] = ValueError) -> ValueError:
+    error = kind(message)
+    error.__cause__ = cause
+    return error
 
 
 def pooling_params(pooling: Pooling) -> SamplingParams:

@@ -93,15 +93,9 @@ def decode_options(params: SamplingParams) -> dict[str, bool]:
 
 
 class TextOffsets:
-    """Counts the characters before each token of a text, by decoding it incrementally.
+    """Counts the characters before each token of a text, by decoding it incrementally; see `Detokenizer`.
 
-    A token that completes a character begins where the character does.
-
-    Args:
-        tokenizer: a transformers tokenizer; None makes no text.
-        start: number of characters before the first token.
-        prompt: token ids before the first token.
-        options: keyword arguments of the tokenizer's `decode`.
+    A token that completes a character begins where the character does. `start`: characters before the first token.
     """
 
     def __init__(self, tokenizer: Any, start: int = 0, prompt: Sequence[int] = (), **options: bool) -> None:
@@ -134,8 +128,7 @@ class OutputState:
 
     Args:
         tokenizer: a transformers tokenizer; None makes no text.
-        params: the request's sampling parameters.
-        prompt: the prompt's token ids.
+        params, prompt: the request's.
 
     Attributes:
         num_tokens: tokens so far; tokens after a stop string are dropped.
@@ -230,14 +223,7 @@ class OutputProcessor:
         self.token_bytes = token_bytes_function(tokenizer)
 
     def decode(self, prompt: Sequence[int], token_ids: list[int], params: SamplingParams, ends: bool) -> str:
-        """Return the text of a whole output without stop strings.
-
-        Args:
-            prompt: the prompt's token ids.
-            token_ids: the output's token ids.
-            params: the request's sampling parameters.
-            ends: whether the last token is EOS or a stop token, whose text is left out.
-        """
+        """Return the text of a whole output without stop strings; `ends`: its last token is EOS or a stop token."""
         if self.tokenizer is None or not params.detokenize:
             return ""
         whole = token_ids[:-1] if ends and not params.include_stop_str_in_output else token_ids

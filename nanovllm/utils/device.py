@@ -53,11 +53,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def call_driver(name: str, *args: Any) -> None:
-    """Call a driver function; the thread must have used the current device before.
-
-    Raises:
-        RuntimeError: the driver returns an error.
-    """
+    """Call a driver function; the thread must have used the current device. An error is a RuntimeError."""
     error = getattr(_driver(), name)(*args)
     if error:
         raise RuntimeError(f"{name} failed with CUDA error {error} on cuda:{torch.cuda.current_device()}")

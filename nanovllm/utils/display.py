@@ -27,14 +27,7 @@ def install_hint(extra: str) -> str:
 
 
 def loading_bar(stage: str, total: int, unit: str, rank: int = 0) -> Any:
-    """Return a bar that disappears when closed; shown only by rank 0, on a terminal.
-
-    Args:
-        stage: name of the stage.
-        total: total work in `unit`; may be 0.
-        unit: unit of `total`; "B" for bytes.
-        rank: rank of the process.
-    """
+    """Return a bar that disappears when closed; shown only by rank 0, on a terminal. Unit "B" is bytes."""
     disable = None if total and rank == 0 else True
     return tqdm(
         total=total, desc=stage, unit=unit, unit_scale=unit == "B", disable=disable, leave=False, dynamic_ncols=True

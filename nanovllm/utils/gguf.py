@@ -33,11 +33,7 @@ _MOST_START = 64
 
 
 def gguf_file(path: str) -> Path | None:
-    """Return the path itself if it is a GGUF file, regardless of its name, or the GGUF file in a folder; else None.
-
-    Raises:
-        ValueError: a folder has files of several models.
-    """
+    """Return the path if it is a GGUF file, by any name, or the GGUF file (of one model) in a folder; else None."""
     if not os.path.isdir(path):
         with open(path, "rb") as opened:
             return Path(path) if path.endswith(".gguf") or opened.read(len(_MAGIC)) == _MAGIC else None
@@ -135,11 +131,7 @@ def _filled(folder: Path) -> Iterator[None]:
 
 
 def _parts(file: Path) -> list[Path]:
-    """Return all parts of a file's model, in order; only the file if the model is not split.
-
-    Raises:
-        ValueError: a part is missing.
-    """
+    """Return all parts of a file's model, in order, or the file alone if the model is not split."""
     if (found := _PART.fullmatch(file.name)) is None:
         return [file]
     count, width = int(found["count"]), len(found["count"])
@@ -181,15 +173,19 @@ def _opened(part: Path, reader: Any) -> Any:
 def _read(path: Path, file: Path, dtype: str) -> tuple[Any, Any]:
     """Return the model and the tokenizer in `path`; messages name `file`."""
     # Slow imports, which a cached model does not need.
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoTokenizer, logging  # noqa: PLC0415
 
     source = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    # transformers warns about running a GGUF model in transformers itself.
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
-        with _errors_alone():
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            model, info = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model, info = AutoModelForCausalLM.from_pretrained(**source, dtype=dtype, output_loading_info=True)
     except Exception as error:  # transformers has one for each way in which a file can be unknown to it
         raise ValueError(f"transformers cannot read {os.fspath(file)!r}: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     # transformers initialises these randomly.
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"{os.fspath(file)!r} has not all of the model: tensors missing {shown(missing)}")
@@ -198,16 +194,3 @@ def _read(path: Path, file: Path, dtype: str) -> tuple[Any, Any]:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model, tokenizer
-
-
-@contextmanager
-def _errors_alone() -> Iterator[None]:
-    """Suppress transformers' warnings, which are about running a GGUF model in transformers itself."""
-    import transformers  # noqa: PLC0415
-
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(before)

@@ -11,11 +11,7 @@ _GIB = 2**30
 
 
 def check_swap_space(swap_space: float, num_engines: int = 1) -> None:
-    """Check that the host has free memory for engines, given the GiB of each.
-
-    Raises:
-        ValueError: there is not enough.
-    """
+    """Raise a `ValueError` unless the host has this number of free GiB for each engine."""
     if swap_space and num_engines * swap_space * _GIB > (free := available_memory()):
         each = f" for each of {num_engines} engines" if num_engines > 1 else ""
         raise ValueError(

@@ -20,10 +20,9 @@ _PROGRAM = "import sys; sys.path[:] = {path}; from {module} import {function}; {
 def start_python(
     module: str, function: str, arguments: Sequence[int], title: str, descriptors: Sequence[int]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that calls a module's function, without importing the user's program, and ignores Ctrl-C.
+    """Start a process that calls a module's function and ignores Ctrl-C; it does not import the user's program.
 
-    It is started by `subprocess`, because a fork of this process would at exit terminate the processes started by
-    `multiprocessing`.
+    It is started by `subprocess`: a fork of this process would at exit terminate the processes of `multiprocessing`.
 
     Args:
         module, function: the function to call.
@@ -41,11 +40,7 @@ def start_python(
 
 
 class PythonProcess:
-    """Watches a process until its exit; usable from any thread and from signal handlers.
-
-    Args:
-        process: from `start_python`.
-    """
+    """Watches a process of `start_python` until its exit; usable from any thread and from signal handlers."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -102,11 +97,9 @@ def _blocked_sigint() -> Iterator[None]:
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
-    """Exit this process once its parent is gone, even if the main thread is blocked.
+    """Exit this process, after `clean_up`, once its parent is gone, even if the main thread is blocked.
 
-    Args:
-        parent: the parent's process id; the parent may be gone already.
-        clean_up: called before the exit.
+    `parent` is the parent's id when this process was started; the parent may be gone already.
     """
 
     def poll() -> None:

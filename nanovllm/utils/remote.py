@@ -28,11 +28,7 @@ def is_url(path: str) -> bool:
 
 
 def absolute_folder(path: str) -> str:
-    """Return a folder's absolute path, for other processes of this host; a URL is returned unchanged.
-
-    Raises:
-        ValueError: the local folder does not exist.
-    """
+    """Return an existing folder's absolute path, for other processes of this host; a URL is returned unchanged."""
     if is_url(path):
         return path
     if not os.path.isdir(path):
@@ -102,11 +98,7 @@ def fetch_small_files(url: str, patterns: list[str]) -> str:
 
 
 def cached_copy(path: str) -> str:
-    """Return a local file with a path's content: the path itself, or for a URL a cached copy, updated if it changed.
-
-    Raises:
-        ValueError: it cannot be read, or the cache cannot be written.
-    """
+    """Return a path's local file: the path itself, or a URL's cached copy, updated if it changed."""
     if not is_url(path):
         return path
     source, found = filesystem(path)
@@ -163,11 +155,7 @@ def make_cached(path: Path, make: Callable[[Path], object], content: str) -> str
 
 
 def list_names(url: str) -> list[str]:
-    """Return the names in a local or remote folder.
-
-    Raises:
-        ValueError: the folder does not exist, or cannot be read.
-    """
+    """Return the names in a local or remote folder; a ValueError if it cannot be read."""
     source, path = filesystem(url)
     with storage_errors(url, ValueError):
         found = source.ls(path, detail=False)

@@ -105,17 +105,9 @@ def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
 
 @dataclass(frozen=True)
 class FrontEndPlan:
-    """The first message to a front end.
+    """The first message to a front end; `listener` and `counts` are descriptors of its socket and of `ServerCounts`.
 
-    Attributes:
-        config, settings: the engine's and the server's settings.
-        folder: folder of the model.
-        index, size: index of this front end, and number of front ends.
-        number: number of front ends started before it, including replaced ones.
-        listener: descriptor of the listening socket.
-        counts: descriptor of the memory of the `ServerCounts`.
-        metrics_folder: folder of all front ends' counters.
-        created: start time of the server, in seconds since 1970.
+    `number`: number of front ends started before it, including replaced ones; `created`: see `Service`.
     """
 
     config: Config

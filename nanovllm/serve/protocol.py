@@ -199,7 +199,8 @@ class SamplingBody(IgnoredFields):
     add_special_tokens: bool | None = Field(
         None, description="whether encoding a text adds special tokens, such as BOS"
     )
-    request_id: str | None = Field(None, description="without effect")
+    # Without effect.
+    request_id: str | None = None
     # Not supported.
     use_beam_search: Literal[False] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None

@@ -1,4 +1,4 @@
-"""Connects the HTTP handlers to the engine: submits requests within the server's limits, and returns outputs."""
+"""Connects HTTP handlers to the engine: their routes, requests within the server's limits, and outputs."""
 
 from __future__ import annotations
 

@@ -135,6 +135,14 @@ class ServerProcess:
         """The errors of a kind that it has counted."""
         return self.metric(rf'\S*errors_total{{[^}}]*kind="{kind}"[^}}]*}}')
 
+    def wait_for_errors(self, kind: str, least: float) -> None:
+        """Wait until so many errors of a kind are counted."""
+        wait_until(lambda: self.num_errors(kind) >= least)
+
+    def wait_for_tokens(self, least: int) -> None:
+        """Wait until so many tokens are sampled."""
+        wait_until(lambda: self.get("/stats")["num_output_tokens"] >= least)
+
     def check_idle(self) -> None:
         """Nothing runs, waits or holds a block once what was under way has ended, and requests are answered."""
         names = ("num_running", "num_waiting", "cache_use")

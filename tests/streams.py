@@ -44,7 +44,7 @@ def check_same(outputs: Iterable[RequestOutput], whole: Iterable[RequestOutput])
         for item, other in zip(output.outputs, want.outputs, strict=True):
             assert rounded(item.logprobs) == rounded(other.logprobs)
             assert item.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
-            left = {"logprobs": None, "cumulative_logprob": None}
+            left: dict[str, Any] = {"logprobs": None, "cumulative_logprob": None}
             assert replace(item, **left) == replace(other, **left)
 
 

@@ -11,10 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed import (
-    HashStore,  # type: ignore[attr-defined]
-    TCPStore,  # type: ignore[attr-defined]
-)
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.multiprocessing import get_context
 
 from nanovllm import LLM, SamplingParams

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -419,7 +420,7 @@ class Life(RuleBasedStateMachine):
             self.pause("keep")
             self.wake_up(None)
             for half in HALVES:
-                self.control(lambda half=half: self.llm.load_weights({half: torch.tensor(0)}))
+                self.control(partial(self.llm.load_weights, {half: torch.tensor(0)}))
             self.versions.append([])
             self.resume()
             for _ in range(10_000):

@@ -31,15 +31,14 @@ from tests.test_kernels import (
 
 
 def step_of(
-    tables: torch.Tensor, seq_lens: torch.Tensor, lens: list[int], query_lens: list[int], variant: Any = None
+    tables: list[torch.Tensor], seq_lens: torch.Tensor, lens: list[int], query_lens: list[int], variant: Any = None
 ) -> StepMetadata:
-    """Decode rows, then chunks of so many queries."""
-    chunks, num_decodes = chunk_rows(tables, seq_lens, query_lens), len(lens) - len(query_lens)
+    """Decode rows, then chunks of so many queries; tables: of each group of layers."""
+    chunks, num_decodes = chunk_rows(tables[0], seq_lens, query_lens), len(lens) - len(query_lens)
     return StepMetadata(
-        num_decodes=num_decodes, slot_mappings=[new_slots(tables, lens, 16)[:0]], block_tables=[tables],
-        seq_lens=seq_lens,
-        cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles, sample_tiles=chunks.tiles, seq_lens_host=lens,
-        query_lens_host=query_lens, variant=variant,
+        num_decodes=num_decodes, slot_mappings=[new_slots(table, lens, 16)[:0] for table in tables], block_tables=tables,
+        seq_lens=seq_lens, cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles, sample_tiles=chunks.tiles,
+        seq_lens_host=lens, query_lens_host=query_lens, variant=variant,
     )  # fmt: skip
 
 
@@ -62,7 +61,7 @@ def test_decode_rows_and_chunks(
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, seq_lens = paged(lens, 16, 2, 32, dtype)
     query = randn(sum(query_lens), 6, 32, dtype=dtype)
-    metadata = step_of(tables, seq_lens, lens, query_lens[3:])
+    metadata = step_of([tables], seq_lens, lens, query_lens[3:])
     backend = SdpaBackend(16)
     backend.plan(metadata)
     out = backend.run(query, AttentionLayer(KVPages(cache[0], cache[1]), 32**-0.5), metadata)
@@ -98,9 +97,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
     other_cache, other_tables = torch.empty_like(cache), order[tables.long()].int()
     other_cache[:, order] = cache
     groups = [[options for options in LAYERS if (options.window is None) == is_full] for is_full in (True, False)]
-    metadata = step_of(tables, seq_lens, lens, [num_queries], variant)
-    metadata.slot_mappings *= 2
-    metadata.block_tables.append(other_tables)
+    metadata = step_of([tables, other_tables], seq_lens, lens, [num_queries], variant)
     backend.plan(metadata)
     query = randn(sum(query_lens), 4, 16)
     for number, (group, pages) in enumerate(zip(groups, (cache, other_cache), strict=True)):
@@ -135,7 +132,7 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
     cache, tables, seq_lens = paged(lens, 16, 2, 512, dtype)
     slots = np.arange(3, dtype=np.int32)
     variant, _ = backend.plan_host(slots, seq_lens.cpu().numpy()[:3] - 1, tables.cpu().numpy()[:3])
-    metadata = step_of(tables, seq_lens, lens, [num_queries], variant)
+    metadata = step_of([tables], seq_lens, lens, [num_queries], variant)
     backend.plan(metadata)
     for spec in specs:
         keys, values = cache[0, :, :, : spec.num_kv_heads], cache[1, :, :, : spec.num_kv_heads]

@@ -65,12 +65,12 @@ def test_clients_that_vanish(server: ServerProcess, stream: bool) -> None:
         for connection in connections:
             connection.sendall(request_bytes(body))
         if name == "num_running":
-            wait_until(lambda least=before + 20: server.get("/stats")["num_output_tokens"] >= least)
+            server.wait_for_tokens(before + 20)
         for connection in connections:
             connection.close()
         server.check_idle()
         num_vanished += len(connections)
-        wait_until(lambda least=num_vanished: server.num_errors("client_disconnect") >= least)
+        server.wait_for_errors("client_disconnect", num_vanished)
         assert server.num_errors("client_disconnect") == num_vanished
 
 

@@ -211,7 +211,7 @@ def swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
 @contextmanager
 def no_saturation() -> Iterator[None]:
     """Store NaN for what is too large, as a conversion to e4m3 that does not saturate does."""
-    store = qkv_rope_store.store_rows
+    store = qkv_rope_store.store_kv_ref
 
     def overflowing(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
         assert pages.scales is not None
@@ -219,7 +219,7 @@ def no_saturation() -> Iterator[None]:
             x.masked_fill_(x.abs() > LARGEST * scale[:, None], math.nan)
         store(key, value, pages, slot_mapping)
 
-    with patch.object(qkv_rope_store, "store_rows", overflowing):
+    with patch.object(qkv_rope_store, "store_kv_ref", overflowing):
         yield
 
 

@@ -36,9 +36,9 @@ def step_of(
     """Decode rows, then chunks of so many queries; tables: of each group of layers."""
     chunks, num_decodes = chunk_rows(tables[0], seq_lens, query_lens), len(lens) - len(query_lens)
     return StepMetadata(
-        num_decodes=num_decodes, slot_mappings=[new_slots(table, lens, 16)[:0] for table in tables], block_tables=tables,
-        seq_lens=seq_lens, cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles, sample_tiles=chunks.tiles,
-        seq_lens_host=lens, query_lens_host=query_lens, variant=variant,
+        num_decodes=num_decodes, slot_mappings=[new_slots(table, lens, 16)[:0] for table in tables],
+        block_tables=tables, seq_lens=seq_lens, cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles,
+        sample_tiles=chunks.tiles, seq_lens_host=lens, query_lens_host=query_lens, variant=variant,
     )  # fmt: skip
 
 

@@ -340,7 +340,8 @@ def _head_dim(hf: Any) -> int:
 
 def _dtype(*configs: Any) -> str:
     """Return the dtype in the first config that has one."""
-    given = [getattr(config, key, None) for config in configs for key in ("dtype", "torch_dtype")]
+    # Newer versions warn of the old name, which is looked at only if there is no other.
+    given = (getattr(config, key, None) for config in configs for key in ("dtype", "torch_dtype"))
     name = str(next(filter(None, given), "float32")).rsplit(".", maxsplit=1)[-1]
     if name not in _DTYPES:
         raise ValueError(f"the checkpoint's dtype {name!r} is not supported: only {_DTYPES}")

@@ -93,7 +93,9 @@ def _thoughts(reader: TextReader, ends: tuple[str, ...], keeps_tags: bool) -> Ev
         if not tag and not reader.is_final:
             # Hold back a possible start of an end tag, and space before it.
             at = len(text[: partial_start(text, ends)].rstrip())
-        thoughts = text[: at + len(tag)] if keeps_tags else text[:at].rstrip() if tag else text[:at]
+        thoughts = text[:at]
+        if tag:
+            thoughts = thoughts + tag if keeps_tags else thoughts.rstrip()
         reader.at = at + len(tag)
         reader.trim()
         yield Reasoning(thoughts)
@@ -360,7 +362,7 @@ class CallReader(TextReader):
     def _json_object(self) -> Events:
         """Read an object and yield it as pieces of arguments."""
         for piece in self.pieces_to(EndFinder(self.at)):
-            yield piece and self._more(piece)
+            yield self._more(piece) if piece else None
 
     def _json_arguments(self) -> Events:
         """Read arguments incrementally, and the rest of the call's object."""

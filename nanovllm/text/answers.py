@@ -246,7 +246,8 @@ class AnswerSplitter:
         self.separates = options.separates or form.has_channels
         self.call_ids: list[str] = []
         self._has_short_ids = form.calls.short_ids
-        self._only_first = not (options.parallel or form.has_channels)
+        # Of several calls.
+        self._keeps_all = options.parallel or form.has_channels
         self._dropped = dropped
         # Text that may be the start of a dropped token.
         self._held = ""
@@ -270,7 +271,8 @@ class AnswerSplitter:
             if event is None:
                 break
             if isinstance(event, ToolCallDelta):
-                new.calls += [] if self._only_first and event.index else [event]
+                if event.index == 0 or self._keeps_all:
+                    new.calls.append(event)
             elif self.separates and isinstance(event, Reasoning):
                 new.reasoning += event
             else:

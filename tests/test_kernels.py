@@ -726,24 +726,26 @@ def hopper_prefill_attention(
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
 
-    if not hopper_prefill.supports(query.dtype, query.shape[2], pages.k_cache.shape[1]):
-        pytest.skip("not one of its shapes")
+    is_wide = pages.scales is None
+    if not is_wide or not hopper_prefill.supports(query.dtype, query.shape[2], pages.k_cache.shape[1]):
+        pytest.skip("not one of its shapes or dtypes")
     hopper_prefill.hopper_prefill_attention(query, pages, out, chunks, scale, num_programs)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), over_dtypes([*SHAPES, *([(64, 3, 128)] if GPU else [])]))
+@pytest.mark.parametrize(("shape", "dtypes"), over_dtypes([*SHAPES, *([(64, 3, 128)] if GPU else [])], dtypes=CACHED))
 @pytest.mark.parametrize(
     "function", [prefill_attention, *(partial(hopper_prefill_attention, n) for n in ((3, 132) if GPU else ()))]
 )
-def test_prefill_attention(shape: tuple[int, int, int], dtype: torch.dtype, function: Any) -> None:
-    (head_dim, group, block_size), kv_heads = shape, 2
+def test_prefill_attention(shape: tuple[int, int, int], dtypes: Any, function: Any) -> None:
+    (head_dim, group, block_size), (dtype, cached), kv_heads = shape, dtypes, 2
     pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(200, 210)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(sum(query_lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
     out, chunks = unfilled(query), chunk_rows(tables, seq_lens, query_lens, num_padding=3)
-    function(query, KVPages(cache[0], cache[1]), out, chunks, head_dim**-0.5)
-    check_attention(out, query, cache, tables, query_lens, lens)
+    pages, meant, share = pages_of(cache, cached)
+    function(query, pages, out, chunks, share * head_dim**-0.5)
+    check_attention(out, query, meant, tables, query_lens, lens, share=share)
 
 
 ONES = 0xFFFFFFFF

@@ -423,8 +423,7 @@ class Life(RuleBasedStateMachine):
             self.control(lambda: self.engine.call("order_fault", ""))
             self.pause("keep")
             self.wake_up(None)
-            for half in HALVES:
-                self.control(lambda half=half: self.llm.load_weights({half: torch.tensor(0)}))
+            self.control(lambda: self.llm.load_weights(dict.fromkeys(HALVES, torch.tensor(0))))
             self.versions.append([])
             self.resume()
             for _ in range(10_000):

@@ -47,10 +47,15 @@ PARAMS = st.builds(
 # What happens at the n-th call of a method of the engine within a call that drives it; Ctrl-C comes at its end.
 SITES = ("run_step", "run_step", "take_results", "take_results", "enqueue_all", "stop", "abort")
 ACTIONS = (
-    *["interrupt"] * 3, "nested", "end own", "abort own", "abort others",
+    "interrupt", "nested", "end own", "abort own", "abort others",
     "thread adds", "thread pauses", "thread generates",
 )  # fmt: skip
-EVENT = st.none() | st.tuples(st.sampled_from(ACTIONS), st.sampled_from(SITES), st.sampled_from([1, 1, 2, 3, 5, 8]))
+CTRL_C = st.tuples(st.just("interrupt"), st.sampled_from(["run_step", "take_results"]), st.integers(1, 3))
+EVENT = (
+    st.none()
+    | CTRL_C
+    | st.tuples(st.sampled_from(ACTIONS), st.sampled_from(SITES), st.sampled_from([1, 1, 2, 3, 5, 8]))
+)
 Event = tuple[str, str, int] | None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.mock_llm import make_mock_engine
+from tests.mock_llm import make_mock_engine, mock_llm
 from tests.mock_runner import complete, greedy, make_engine, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -167,3 +167,15 @@ def test_a_pause_waits_for_one_step_and_comes_before_the_next() -> None:
     assert engine.stats()["num_steps"] == 1, "the step that was under way"
     engine.resume()
     assert list(run(engine)) == [request]
+
+
+def test_a_pause_that_waits_runs_nothing_that_comes_later() -> None:
+    engine, _ = make_mock_engine(pipeline_depth=0)
+    llm = mock_llm(engine)
+    first = llm.add_request([1, 2], greedy(9))
+    llm.step()
+    llm.pause("wait")
+    late = llm.add_request([3], greedy(2), priority=-1)
+    assert [request_id for _ in range(12) for request_id, _ in llm.step().finished] == [first]
+    llm.resume()
+    assert list(run(llm)) == [late]

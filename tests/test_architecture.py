@@ -172,10 +172,10 @@ def closure(*names: str) -> dict[str, int]:
 
 CORE = ("models.decoder", "attention.sdpa", "sampling.sampler")
 LIMITS = {
-    "lines": 41_300,
-    "files": 238,
-    "loaded by `import nanovllm.llm`": 12_820,
-    "the core with all that it imports": 12_940,
+    "lines": 38_100,
+    "files": 192,
+    "loaded by `import nanovllm.llm`": 9_700,
+    "the core with all that it imports": 7_600,
 }
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not."""
 

@@ -85,9 +85,9 @@ def test_generate(remote: LLM, whole: list[RequestOutput]) -> None:
     check_same(outputs, whole)
     stopped = [item for output in outputs[1:3] for item in output.outputs]
     assert all(isinstance(item.stop_reason, str) for item in stopped)
-    # The engines went on past stop strings, and nobody sees it.
+    # The engines may have gone on past stop strings, and nobody sees it.
     num_returned = sum(len(item.token_ids) for output in outputs for item in output.outputs)
-    assert remote.stats()["num_output_tokens"] >= before + num_returned + len(stopped)
+    assert remote.stats()["num_output_tokens"] >= before + num_returned
 
 
 def test_other_calls(remote: LLM, llm: LLM) -> None:

@@ -445,22 +445,6 @@ def test_del_frees_the_model(checkpoint: Path) -> None:
     assert freed() is None
 
 
-def test_a_runner_loads_and_allocates_again_what_it_has_let_go_of(checkpoint: Path) -> None:
-    with make_llm(checkpoint, enable_prefix_caching=False) as llm:
-        want = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"]
-        runner: Any = llm.llm_engine._runner
-        freed = weakref.ref(runner.model.model.embed_tokens.weight)
-        runner._drop_graphs()
-        runner._free()
-        assert not any(hasattr(layer, "pages") for layer in runner.model.attention_layers)
-        runner._unload()
-        assert freed() is None
-        runner._load(str(checkpoint))
-        runner._allocate(runner.num_kvcache_blocks)
-        runner._capture()
-        assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"] == want
-
-
 def test_engines_live_side_by_side_also_in_threads(checkpoint: Path) -> None:
     with make_llm(checkpoint) as first, make_llm(checkpoint, kvcache_block_size=32) as second:
         want = [output["token_ids"] for output in first.generate([[1] * 50, [2]], GREEDY, use_tqdm=False)]

@@ -401,6 +401,17 @@ def test_norm_linear_takes_each_road(rows: int, dtype: torch.dtype) -> None:
     check_error(out, same, exact)
 
 
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("gated", [False, True])
+def test_norm_linear_adds_up_parts_and_residual(rows: int, gated: bool) -> None:
+    weight, norm = randn(96, 64) / 8, Norm(randn(64), 1e-6)
+    parts, residual = randn(3, rows, 64), randn(rows, 64)
+    out, total = norm_linear.norm_linear(parts, weight, None, norm, residual, gated)
+    torch.testing.assert_close(total, parts.sum(0) + residual, rtol=1e-5, atol=1e-5)
+    whole, _ = norm_linear.norm_linear_ref(total, weight, None, norm, None, gated)
+    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 257, 5003])

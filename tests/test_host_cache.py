@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -278,6 +278,21 @@ def test_a_prompt_that_loads_nothing_is_computed_beside_what_is_loaded(saved: Sa
     assert [len(chunk.token_ids) for chunk in loading[0].chunks] == [16]
 
 
+@DEPTHS
+def test_documents_that_only_load_save_what_they_overwrite(depth: int) -> None:
+    # A block takes as long on the link as a small step, and five times that to compute.
+    engine, runner = make_engine(pipeline_depth=depth, block_size=4, num_blocks=40, num_host_slots=99, max_model_len=64)
+    runner.num_ready_slots, host = 99, engine.block_manager.host
+    assert host is not None
+    host._copy_seconds, host._memory = 1.0, replace(host._memory, tokens_per_second=0.8)
+    documents = [[i] * 33 for i in range(10)]
+    for number in range(3):
+        for document in documents:
+            engine.add_request(document, greedy(2))
+        run(engine)
+        assert host.num_lost == 0 and host.num_loaded == 80 * number
+
+
 def cached_blocks(token_ids: list[int]) -> list[Block]:
     """Blocks of four tokens, as they are cached."""
     blocks, parent = list[Block](), ROOT_IDENTITY
@@ -303,7 +318,7 @@ def test_prefixes_are_loaded_from_the_length_at_which_that_is_faster(
     seq = make_sequence(0, tokens)
     seq.block_tables = [BlockTable([], 0, 0)]
     for _ in range(5):
-        cache.plan_saves(cached_blocks(tokens)[:4], set(), 20)
+        cache.plan_saves(cached_blocks(tokens)[:4], set(), 20, 0)
     for end in range(1, 6):
         found = min(end, 4)
         assert cache.would_load(seq, 0, 0, end) == (found >= least)
@@ -315,10 +330,12 @@ def test_a_step_saves_what_the_link_copies_while_it_runs() -> None:
     cache, tokens = HostCache(HostMemory(20, lambda: 20, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(400))
     blocks = cached_blocks(tokens)
     # Blocks that are not computed yet are not saved.
-    assert [save.source for save in cache.plan_saves(blocks, {0}, 4)] == [4]
+    assert [save.source for save in cache.plan_saves(blocks, {0}, 4, 0)] == [4]
     # A tenth of the step is left for its results.
     for num_prompt_tokens, count in ((10, 4), (20, 9), (0, 1), (400, 20)):
-        assert len(cache.plan_saves(blocks, set(), num_prompt_tokens)) == count
+        assert len(cache.plan_saves(blocks, set(), num_prompt_tokens, 0)) == count
+    # The link copies both ways at once.
+    assert len(cache.plan_saves(blocks, set(), 0, 7)) == 7
 
 
 def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None:
@@ -327,27 +344,27 @@ def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None
         HostCache(HostMemory(8, lambda: num_ready, lambda: False, 1, 1e9, 1.0, 1.0), 4),
         cached_blocks(list(range(20))),
     )
-    assert len(cache.plan_saves(blocks, set(), 0)) == 5
+    assert len(cache.plan_saves(blocks, set(), 0, 0)) == 5
     cache.clear()
     num_ready = 2
-    assert [save.destination for save in cache.plan_saves(blocks, set(), 0)] == [0, 1]
+    assert [save.destination for save in cache.plan_saves(blocks, set(), 0, 0)] == [0, 1]
     check_host(cache, {})
     cache.drop(block.key for block in blocks[:2] if block.key is not None)
-    assert len(cache.plan_saves(blocks, set(), 0)) == 2
+    assert len(cache.plan_saves(blocks, set(), 0, 0)) == 2
     check_host(cache, {})
 
 
 def test_the_tail_of_a_prefix_is_dropped_before_its_head() -> None:
     cache = HostCache(HostMemory(5, lambda: 5, lambda: True, 1, 1e9, 1.0, 1.0), 4)
     tokens = list(range(20))
-    saves = cache.plan_saves(cached_blocks(tokens), set(), 0)
+    saves = cache.plan_saves(cached_blocks(tokens), set(), 0, 0)
     assert [save.source for save in saves] == [0, 4, 8, 12, 16] and sorted(save.destination for save in saves) == [
         *range(5)
     ]
     seq = make_sequence(0, tokens)
     seq.block_tables = [BlockTable([], 0, 0)]
     assert len(cache.fetch(seq, 0, 5)) == 5
-    cache.plan_saves(cached_blocks([7] * 8), set(), 0)
+    cache.plan_saves(cached_blocks([7] * 8), set(), 0, 0)
     assert len(cache.fetch(seq, 0, 5)) == 3
 
 
@@ -373,7 +390,7 @@ def saves_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save what can be, however long a step takes, and load what is there."""
     manager = llm.llm_engine.block_manager
     assert manager.host is not None
-    monkeypatch.setattr(manager.host, "_most_saves", lambda num_prompt_tokens: 1000)
+    monkeypatch.setattr(manager.host, "_most_saves", lambda num_prompt_tokens, num_loads: 1000)
     monkeypatch.setattr(manager.host, "min_loaded_blocks", 1)
     manager._num_clean_blocks = manager.num_blocks
 

@@ -440,7 +440,8 @@ class BlockManager:
         if self.host is None:
             return copies
         unconfirmed = {block_id for step in self._unconfirmed for block_id in step.registered}
-        saves = self.host.plan_saves(self._next_to_evict(self.host, running), unconfirmed, num_prompt_tokens)
+        blocks = self._next_to_evict(self.host, running)
+        saves = self.host.plan_saves(blocks, unconfirmed, num_prompt_tokens, self._num_loading)
         keys = [self.blocks[save.source].key for save in saves]
         self._unconfirmed[-1].saved += [key for key in keys if key is not None]
         return copies + self.take_loads() + saves

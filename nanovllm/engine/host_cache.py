@@ -37,7 +37,7 @@ class HostCache:
     """Copies of blocks, least recently used first.
 
     A prefix is loaded if it is long enough that loading it, and starting one small step later, is faster than computing
-    it. A step saves as much as the link copies while it runs, by the rates measured at the start.
+    it. A step saves as much as the link copies while it runs or loads, by the rates measured at the start.
 
     Args:
         memory: provides the slots.
@@ -117,17 +117,17 @@ class HostCache:
             self._copies.move_to_end(key)
 
     def plan_saves(
-        self, blocks: Iterable[Block], unconfirmed: Container[int], num_prompt_tokens: int
+        self, blocks: Iterable[Block], unconfirmed: Container[int], num_prompt_tokens: int, num_loads: int
     ) -> list[BlockTransfer]:
         """Give slots to blocks without a copy, so that no eviction has to wait, and return the transfers.
 
         Args:
             blocks: the next to be overwritten, in that order.
             unconfirmed: ids of blocks whose content is not computed yet.
-            num_prompt_tokens: prompt tokens of the step that saves them.
+            num_prompt_tokens, num_loads: prompt tokens that the step computes, and blocks that it loads.
         """
         saves: list[BlockTransfer] = []
-        most = self._most_saves(num_prompt_tokens)
+        most = self._most_saves(num_prompt_tokens, num_loads)
         for block in blocks:
             if block.key is None or block.key in self._copies or block.block_id in unconfirmed:
                 continue
@@ -141,10 +141,13 @@ class HostCache:
         self.num_saved += len(saves)
         return saves
 
-    def _most_saves(self, num_prompt_tokens: int) -> int:
-        """Return the number of blocks that the link copies during a step, at least one."""
+    def _most_saves(self, num_prompt_tokens: int, num_loads: int) -> int:
+        """Return the number of blocks that the link copies during a step, at least one.
+
+        The link copies both ways at once: a step that waits for its loads saves the same number meanwhile.
+        """
         seconds = max(self._memory.step_seconds, num_prompt_tokens / self._memory.tokens_per_second)
-        return min(self._memory.num_slots, max(1, int(_SAVES_SHARE * seconds / self._copy_seconds)))
+        return min(self._memory.num_slots, max(1, num_loads, int(_SAVES_SHARE * seconds / self._copy_seconds)))
 
     def _take_slot(self) -> int | None:
         """Return a free slot, or the slot of the least recently used copy; None if memory is still being allocated."""

@@ -240,6 +240,7 @@ class TransformersForCausalLM(CausalLM):
         """Set whether steps can be CUDA graphs: a run of some tokens must not wait for the device."""
         positions = torch.arange(NUM_ROWS, device=device)
         stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
         mode = torch.cuda.get_sync_debug_mode()
         with torch.cuda.stream(stream):
             with probing(makes_layers=False):

@@ -1,16 +1,18 @@
-"""The gated delta rule (Yang et al. 2024, arXiv:2412.06464), token by token and in tiles.
+"""The gated delta rule, token by token and in tiles of prompts.
 
-With a decay a in (0, 1], a step size b, a key k, a query q, a value v and a state S, [key_size, value_size], a token does
+With a decay a in (0, 1], a step size b, a key k, a query q, a value v and a state S, [key_size, value_size], a token
+computes (Yang et al. 2024, arXiv:2412.06464)
 
     S <- a S;  u = b (v - S' k);  S <- S + k u';  o = S' q
 
-In a tile that begins with the state S_0, let A_t be the product of its first t decays. Then the u of its tokens solve
-a lower triangular system (arXiv:2406.06484),
+In a tile that begins with the state S_0, let A_t be the product of the first t decays. Then the u of its tokens solve a
+lower triangular system (arXiv:2406.06484),
 
     u_t + b_t sum_{s<t} (A_t / A_s) (k_t' k_s) u_s = b_t v_t - b_t A_t S_0' k_t,
 
-whose inverse T is computed for all tiles at once; the tiles of a chunk then follow one another, each with
-u = T b v - (T b A k) S_0. Ratios of decays are exponentials of differences of logarithms; all is computed in float32.
+whose inverse T needs no state, so it is computed for all tiles at once; the tiles of a chunk then follow one another,
+each with u = T b v - (T b A k) S_0. Ratios of decays are exponentials of differences of logarithms. Everything is
+computed in float32.
 """
 
 from __future__ import annotations
@@ -488,6 +490,7 @@ def delta_rule_prompt(
     )  # fmt: skip
     normed = empty(num_tokens, heads, value)
     _gated_norm_kernel[(num_tokens, triton.cdiv(heads, 16))](
-        out, z, rule.norm_weight, normed, rule.eps, z.stride(0), HEADS=heads, BLOCK=16, SIZE=value, num_warps=4, **pdl_options(x.device),
+        out, z, rule.norm_weight, normed, rule.eps, z.stride(0), HEADS=heads, BLOCK=16, SIZE=value,
+        num_warps=4, **pdl_options(x.device),
     )  # fmt: skip
     return normed

@@ -18,12 +18,10 @@ from typing import Any
 import numpy as np
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.kv_cache_spec import State
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.runner.kv_cache import cache_kind
 from nanovllm.runner.messages import (
     BlockTransfer,
     CacheKind,
@@ -31,6 +29,7 @@ from nanovllm.runner.messages import (
     HostMemory,
     Rows,
     ScheduledBatch,
+    StateCache,
     StepOutput,
     TokenLogprobs,
     WindowCache,
@@ -160,7 +159,7 @@ class MockRunner:
         copy_seed: int = 0,
         *,
         num_drafts: int = 0,
-        states: Sequence[State] = (),
+        states: Sequence[StateCache] = (),
     ) -> None:
         self.num_kvcache_blocks = num_blocks
         self.num_drafts = num_drafts
@@ -179,8 +178,8 @@ class MockRunner:
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
         self.windows: list[int | None] = windows or [None]
-        # Blocks that hold two numbers of state each.
-        self.states: list[CacheKind] = [cache_kind(state, block_bytes=16) for state in states]
+        # Each block of a state holds a hash of the tokens so far.
+        self.states: list[CacheKind] = list(states)
         self.cache_kinds = [*window_kinds(*self.windows), *self.states]
         # Numbers that every token follows from.
         self.weights: list[int] = []
@@ -427,7 +426,7 @@ def make_engine(
     num_host_slots: int = 0,
     copy_seed: int = 0,
     num_drafts: int = 0,
-    states: Sequence[State] = (),
+    states: Sequence[StateCache] = (),
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.attention.kv_cache_spec import State
 from nanovllm.engine import sequence
 from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
@@ -35,10 +33,6 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
-def state_spec(size: int, checkpoint: int) -> State:
-    return State({"hash": ((size,), torch.int64)}, checkpoint)
-
-
 # Built once: strategies made inside a composite are made anew for each example, which takes most of the test's time.
 SIZES = st.fixed_dictionaries(
     {
@@ -52,9 +46,9 @@ SIZES = st.fixed_dictionaries(
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
         "num_drafts": st.sampled_from([0, 0, 1, 3]),
         "copy_seed": st.integers(0, 99),
-        # Groups with states of so many numbers, two of which fill a block, and block ends at which they are kept.
+        # Groups with states: blocks of each, and block ends at which they are kept.
         "states": st.sampled_from(
-            [[], [], [state_spec(1, 1)], [state_spec(3, 2)], [state_spec(2, 3), state_spec(4, 1)]]
+            [[], [], [StateCache(1, 1)], [StateCache(2, 2)], [StateCache(1, 3), StateCache(2, 1)]]
         ),
         "windows": st.sampled_from(
             [[None], [None], [None], [1], [2], [5], [7], [None, 3], [None, None, 6], [None, 2, 5], [4, 4], [3, 7]]
@@ -75,10 +69,12 @@ EVENT = st.one_of(ADD, ADD, ADD, STEP, STEP, ABORT, FAIL)
 EVENTS = st.lists(EVENT, min_size=8, max_size=25)
 
 
-def num_needed(num_tokens: int, *, windows: list[int | None], block_size: int, states: list[State], **_: Any) -> int:
+def num_needed(
+    num_tokens: int, *, windows: list[int | None], block_size: int, states: list[StateCache], **_: Any
+) -> int:
     """The blocks that a sequence of so many stored tokens cannot do without, in all groups."""
     filled = -(-num_tokens // block_size)
-    num_states = sum(-(-state.num_bytes // 16) for state in states)
+    num_states = sum(state.num_blocks for state in states)
     # A window begins with the last token of a block, if there is no worse place.
     return num_states + sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
 
@@ -291,7 +287,7 @@ def test_rows_with_drafts_return_several_tokens(depth: int, num_drafts: int) -> 
 def test_a_prefix_with_a_state_begins_at_a_checkpoint(depth: int) -> None:
     # Three numbers take two blocks; every second block end is kept, and a prompt's last.
     engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[state_spec(3, 2)]
+        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[StateCache(2, 2)]
     )
 
     def num_cached(prompt: list[int], max_tokens: int = 1) -> int:
@@ -320,7 +316,7 @@ def test_a_prefix_with_a_state_begins_at_a_checkpoint(depth: int) -> None:
 def test_states_are_forgotten_where_no_block_is_free_for_a_copy(depth: int) -> None:
     # The sequence needs four blocks for keys and one for its state.
     engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=5, max_num_batched_tokens=8, states=[state_spec(1, 1)]
+        pipeline_depth=depth, block_size=4, num_blocks=5, max_num_batched_tokens=8, states=[StateCache(1, 1)]
     )
     prompt = list(range(9))
     request_id = engine.add_request(prompt, greedy(8))

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.metadata import StepMetadata
+from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.kernels.slot_tensors import gather_decode_rows
+from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
 from nanovllm.sampling.sampler import ExtraRows, Sampled, SamplingInputs
@@ -111,6 +112,7 @@ class PromptArrays(NamedTuple):
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
         tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
         sample_tiles: [2 * C]; likewise for the tiles that contain one of sample_indices.
+        state_tiles, state_chunks: [4 * num_tiles] and [5 * C], if layers keep states; see `StateTiles`.
     """
 
     token_ids: Any
@@ -123,16 +125,19 @@ class PromptArrays(NamedTuple):
     sample_slots: Any
     tiles: Any
     sample_tiles: Any
+    state_tiles: Any
+    state_chunks: Any
 
     @staticmethod
-    def num_tiles(num_tokens: int, num_chunks: int) -> int:
+    def num_tiles(num_tokens: int, num_chunks: int, tile: int = QUERY_TILE) -> int:
         """Return the most tiles that `num_tokens` tokens in `num_chunks` chunks can take."""
-        return num_tokens // QUERY_TILE + num_chunks
+        return num_tokens // tile + num_chunks
 
     @classmethod
     def total_size(cls, num_tokens: int, num_chunks: int, num_groups: int) -> int:
         """Return the number of elements of all arrays together."""
-        return (2 + num_groups) * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
+        states = 4 * cls.num_tiles(num_tokens, num_chunks, TILE) + 5 * num_chunks
+        return (2 + num_groups) * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks) + states
 
 
 _NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
@@ -146,6 +151,7 @@ def make_prompt_arrays(
     block_tables: np.ndarray,
     padding_slot: int,
     block_size: int,
+    has_states: bool = False,
 ) -> PromptArrays:
     """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
@@ -166,6 +172,10 @@ def make_prompt_arrays(
         if not chunk.store:
             slot_mapping[:, first:end] = -1
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    state_tiles = state_chunks = NO_ROWS.slots
+    if has_states:
+        num_state_tiles = PromptArrays.num_tiles(num_tokens, num_chunks, TILE)
+        state_tiles, state_chunks = _state_tiles(lens, starts, num_state_tiles, num_chunks)
     return PromptArrays(
         token_ids=_pad(token_ids, num_tokens, 0),
         positions=_pad(positions, num_tokens, 0),
@@ -179,7 +189,30 @@ def make_prompt_arrays(
         sample_tiles=np.concatenate(
             (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
         ),
+        state_tiles=state_tiles,
+        state_chunks=state_chunks,
     )
+
+
+def _state_tiles(
+    lens: np.ndarray, starts: np.ndarray, num_tiles: int, num_chunks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the fields of `StateTiles`, flat: each chunk starts from its slot's state, and leaves its own there."""
+    counts = -(-lens // TILE)
+    first_tiles, first_tokens = counts.cumsum() - counts, lens.cumsum() - lens
+    numbers = np.arange(len(lens))
+    chunk = np.repeat(numbers, counts)
+    offsets = (np.arange(len(chunk)) - first_tiles[chunk]) * TILE
+    is_last = offsets + TILE >= lens[chunk]
+    tiles = np.zeros((num_tiles, 4), dtype=np.int32)
+    tiles[:, 3] = -1
+    in_tile = np.minimum(TILE, lens[chunk] - offsets)
+    tiles[: len(chunk)] = np.stack((first_tokens[chunk] + offsets, in_tile, chunk, np.where(is_last, chunk, -1)), 1)
+    chunks = np.zeros((num_chunks, 5), dtype=np.int32)
+    chunks[:, 2] = -1
+    read = np.where(starts > 0, numbers, -1)
+    chunks[: len(lens)] = np.stack((first_tokens, starts, read, first_tiles, counts), 1)
+    return tiles.reshape(-1), chunks.reshape(-1)
 
 
 def _tiles(lens: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
@@ -237,7 +270,8 @@ class BatchBuilder:
         max_num_batched_tokens: most tokens of a step.
         backend: plans the steps' attention.
         device: device of the tensors.
-        num_groups: groups of the KV cache.
+        num_groups: groups of the cache.
+        num_state_blocks: blocks of a sequence's state, in the last group; 0 if no layer keeps any.
     """
 
     def __init__(
@@ -250,9 +284,14 @@ class BatchBuilder:
         device: torch.device,
         *,
         num_groups: int,
+        num_state_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.slots = SlotState(num_slots, max_blocks, num_groups, device)
+        self._num_state_blocks = num_state_blocks
+        self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device)
+        if num_state_blocks:
+            # Padding has no state.
+            self.slots.tensors.block_tables[self.slots.padding_slot, -1] = -1
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots = self._sent_plan = NO_ROWS.slots
@@ -282,8 +321,9 @@ class BatchBuilder:
         slots, chunks = self.slots, batch.chunks
         changed_index, changed_values = slots.update_host(batch)
         prompts = make_prompt_arrays(
-            chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
-        )
+            chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size,
+            has_states=self._num_state_blocks > 0,
+        )  # fmt: skip
         num_padding = shape.num_decodes - len(batch.rows)
         decode_slots = batch.rows.slots
         if num_padding:
@@ -341,6 +381,7 @@ class BatchBuilder:
             seq_lens_host=step.seq_lens_host,
             query_lens_host=step.query_lens_host,
             variant=shape.variant,
+            states=self._states(decodes, prompts) if self._num_state_blocks else None,
         )
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -361,3 +402,11 @@ class BatchBuilder:
                 state.temperature[index], state.seed[index], positions[sample_indices] + 1 - state.num_prompt[index]
             ),
         )
+
+    def _states(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
+        """Return the states of a step: sequences own the ones in their tables, and overwrite them."""
+        tables = decodes.block_tables[-1][:, : self._num_state_blocks]
+        prompt_tables = self.slots.tensors.block_tables[prompts.slots, -1, : self._num_state_blocks]
+        chunks = prompts.state_chunks.view(len(prompts.slots), 5)
+        tiles = StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, prompt_tables)
+        return StateMetadata(StateRows(decodes.positions, tables, tables), tiles)

@@ -1,8 +1,8 @@
 """States of sequences in blocks of the paged cache.
 
-A state is the bytes of `blocks_per_state` blocks, one after the other: of each block the part in the first layer's keys,
-then in the second layer's, and so on, as the cache divides it. A layer's tensors lie at fixed offsets in a state, and a
-table gives the blocks of each sequence's state.
+A state is the bytes of `blocks_per_state` blocks, one after the other: first a block's part in the first layer's keys,
+then its part in the second layer's, and so on, as the cache divides it. A layer's tensors lie at fixed offsets in a
+state, and a table gives the blocks of each sequence's state.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # As many value heads as key heads; tied; attention first; whole heads rotated; a filter of 2.
     "dense-odd": ("Qwen3_5Text", _BASE | {
         "num_hidden_layers": 6, "layer_types": [_F, _L, _F, _L, _L, _F], "tie_word_embeddings": True,
-        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 64, "linear_conv_kernel_dim": 2,
-        "num_attention_heads": 6, "num_key_value_heads": 1, "rms_norm_eps": 0.05,
+        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 2, "num_attention_heads": 6, "num_key_value_heads": 1, "rms_norm_eps": 0.05,
         "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]},
     }),
     "moe": ("Qwen3_5MoeText", _BASE | _MOE | {

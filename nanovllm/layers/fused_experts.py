@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from typing_extensions import override
 
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.kernels import ops
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
@@ -19,6 +21,9 @@ from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import make_experts_weight
 from nanovllm.quantization.weight import MatrixShard, Stream
 from nanovllm.weights.slices import LoadableModule
+
+if TYPE_CHECKING:
+    from nanovllm.models.decoder import MLP
 
 
 class Router(LoadableModule):
@@ -84,10 +89,28 @@ class FusedExperts(nn.Module):
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
 
 
-class SparseMLP(nn.Module):
-    """A mixture of SwiGLU experts; a router chooses some for each token."""
+class TokenGate(LoadableModule):
+    """The weight of a gate of one number for each token, [1, hidden_size]; the same on every rank."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
+
+
+class SparseMLP(nn.Module):
+    """A mixture of SwiGLU experts; a router chooses some for each token.
+
+    shared_expert: computes every token, scaled by a gate; None if there is none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: ModelShard,
+        communicator: Communicator,
+        prefix: str,
+        shared_expert: MLP | None = None,
+    ) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None
         self.gate = Router(config.hidden_size, config.experts)
@@ -95,10 +118,16 @@ class SparseMLP(nn.Module):
             config.hidden_size, shard.experts, communicator,
             quant_config=config.quantization, prefix=f"{prefix}.experts",
         )  # fmt: skip
+        self.shared_expert = shared_expert
+        if shared_expert is not None:
+            self.shared_expert_gate = TokenGate(config.hidden_size)
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> Stream:
         """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
         rows, routing, residual = self.gate(x, norm, residual)
-        return self.experts(rows, routing), residual
+        out = self.experts(rows, routing)
+        if self.shared_expert is not None:
+            out = ops.add_gated(rows, self.shared_expert_gate.weight, self.shared_expert(rows)[0], out)
+        return out, residual

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanovllm.configs.model import ExpertsConfig, ModelConfig
+    from nanovllm.configs.model import DeltaNetConfig, ExpertsConfig, ModelConfig
 
 _MLP_UNIT = 16
 """MLP shards are multiples of this number of columns, so that the rows of every shard stay aligned."""
@@ -58,21 +58,23 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExpertsShard:
-    """One rank's shard of each mixture: its experts, and its columns of each."""
+    """One rank's shard of each mixture: its experts, its columns of each, and of a shared expert if there is one."""
 
     experts: Shard
     intermediate: Shard
+    shared: Shard | None = None
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids, and experts if any."""
+    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids; experts, key heads of delta nets."""
 
     kv_heads: Shard
     heads: Shard
     intermediate: Shard
     vocab: Shard
     experts: ExpertsShard | None = None
+    key_heads: Shard | None = None
 
 
 def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
@@ -102,7 +104,14 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
         else _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, unit)),
         vocab=_padded_shard(model.vocab_size, rank, size),
         experts=experts_shard(model.experts, rank, size, max(_MLP_UNIT, unit)) if model.experts is not None else None,
+        key_heads=_delta_net_shard(model.delta_net, rank, size) if model.delta_net is not None else None,
     )
+
+
+def _delta_net_shard(model: DeltaNetConfig, rank: int, size: int) -> Shard:
+    if size > model.num_key_heads:
+        raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_key_heads} linear key heads")
+    return _even_shard(model.num_key_heads, 1, rank, size)
 
 
 def _input_unit(model: ModelConfig) -> int:
@@ -116,12 +125,15 @@ def _input_unit(model: ModelConfig) -> int:
 
 def experts_shard(experts: ExpertsConfig, rank: int, size: int, unit: int = _MLP_UNIT) -> ExpertsShard:
     """Return the shard of each mixture for rank `rank` of `size`, columns in units; see `shard_of`."""
-    count, columns = experts.num_experts, experts.intermediate_size
+    count, columns, shared = experts.num_experts, experts.intermediate_size, None
+    if experts.shared_size:
+        shared = _column_shard("shared_expert_intermediate_size", experts.shared_size, rank, size, unit)
     if not experts.is_parallel:
-        return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size, unit))
+        own = _column_shard("moe_intermediate_size", columns, rank, size, unit)
+        return ExpertsShard(Shard.whole(count), own, shared)
     if size > count:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {count} experts")
-    return ExpertsShard(_even_shard(count, 1, rank, size), Shard.whole(columns))
+    return ExpertsShard(_even_shard(count, 1, rank, size), Shard.whole(columns), shared)
 
 
 def _column_shard(name: str, total: int, rank: int, size: int, unit: int) -> Shard:

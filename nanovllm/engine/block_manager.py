@@ -202,12 +202,14 @@ class BlockManager:
         seq.num_resets = self._cache.num_resets
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
         matched: list[list[Block | None]] = []
+        seq.num_branch_blocks = 0
         if not most:
             return [[]] * self._num_growing
         for group in range(self._num_growing):
             root = self._cache.root(seq.num_resets, group)
             matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most))
             most = len(matched[-1])
+        seq.num_branch_blocks = most
         length, longer = most, -1
         while length != longer and self._has_gaps:
             longer = length
@@ -234,10 +236,12 @@ class BlockManager:
             block.ref_count += 1
             block.num_hits += 1
         sources: list[Block] = []
+        seq.decode_state = None
         if self._states and fit.found:
             sources = [self._cache.blocks[key] for key in self._state_keys(fit.found[0][-1].identity)]
             for block in sources:
                 block.num_hits += 1
+                block.is_spent = False
                 if block.ref_count == 0:
                     self._free.move_to_end(block.block_id)
         seq.block_tables.clear()
@@ -398,7 +402,7 @@ class BlockManager:
                 self._cache.remove(block)
             self._free[block_id] = None
             # Blocks that can never be found again are reused first.
-            self._free.move_to_end(block_id, last=block.key is not None)
+            self._free.move_to_end(block_id, last=block.key is not None and not block.is_spent)
             self._num_gained += 1
             if self.host is not None and block.key is not None:
                 self.host.touch(block.key)
@@ -466,21 +470,58 @@ class BlockManager:
             self._register_states(seq, num_full)
 
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
-        """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are checkpoints."""
+        """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
+
+        Of a prompt these are checkpoints. In decoding each block end replaces the one before, where there is room.
+        """
         parent = seq.block_tables[0].registered_identity
-        for group, policy in self._states.items():
-            if policy.is_checkpoint(num_blocks, seq.num_prompt_tokens):
-                for i, block_id in enumerate(seq.block_tables[group]):
-                    key = _state_key(parent, group, i)
-                    if key not in self._cache.blocks:
-                        self._register(self.blocks[block_id], key)
-                        self._coming_states.add(key)
+        if num_blocks * self.block_size >= seq.num_prompt_tokens:
+            if seq.decode_state is not None:
+                self._spend(seq.decode_state)
+            seq.decode_state = parent
+            if not self._has_room_for_states():
+                return
+        elif not any(
+            policy.is_checkpoint(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks)
+            for policy in self._states.values()
+        ):
+            return
+        block_ids = chain.from_iterable(seq.block_tables[self._num_growing :])
+        for key, block_id in zip(self._state_keys(parent), block_ids, strict=True):
+            if key not in self._cache.blocks:
+                self._register(self.blocks[block_id], key)
+                self._coming_states.add(key)
+
+    def _spend(self, parent: int) -> None:
+        """Evict first the states at the end of the block with identity `parent`, if they are still cached."""
+        for key in self._state_keys(parent):
+            block = self._cache.blocks.get(key)
+            if block is not None:
+                block.is_spent = True
+                if block.ref_count == 0:
+                    self._free.move_to_end(block.block_id, last=False)
+
+    def _has_room_for_states(self) -> bool:
+        """Whether states can be copied without evicting anything that is worth more."""
+        num_blocks = sum(policy.num_blocks for policy in self._states.values())
+        first = [self.blocks[block_id] for block_id in islice(self._free, num_blocks)]
+        return len(first) == num_blocks and all(block.key is None or block.is_spent for block in first)
+
+    def waits_for_state(self, seq: Sequence) -> bool:
+        """Whether the step being planned computes the state from which a waiting sequence could start."""
+        num_matched = len(self._match_prefix(seq)[0])
+        branch = min(seq.num_branch_blocks, (seq.num_tokens - 1) // self.block_size)
+        if branch <= num_matched or not self._coming_states:
+            return False
+        root = self._cache.root(seq.num_resets, 0)
+        block = self._cache.match(root, seq.token_ids, seq.request.cache_extra, branch)[branch - 1]
+        return block is not None and any(key in self._coming_states for key in self._state_keys(block.identity))
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
         """Return where a chunk up to `end` must end so that checkpoints fall on ends of chunks."""
         if self._states and self.enable_prefix_caching:
             for policy in self._states.values():
-                end = policy.chunk_end(seq.num_computed_tokens, end, seq.num_prompt_tokens)
+                end = policy.chunk_end(seq.num_computed_tokens, end, seq.num_prompt_tokens, seq.num_branch_blocks)
         return end
 
     def _register(self, block: Block, key: BlockKey) -> Block:

@@ -168,7 +168,7 @@ def test_prompts_may_be_arrays() -> None:
     request_id = engine.add_request(array("i", [3, 1, 4]), greedy(5))
     assert run(engine)[request_id]["token_ids"] == complete([3, 1, 4], 5, frozenset(), 128, None)
     for bad in (array("d", [3.0]), array("i", []), array("i", [-1])):
-        with pytest.raises(ValueError, match="prompt|token id"):
+        with pytest.raises(ValueError, match=r"prompt|token id"):
             engine.add_request(bad, greedy(5))  # type: ignore[arg-type]
 
 

@@ -120,7 +120,8 @@ def make_tiles(chunks: list[Chunk], tables: torch.Tensor, padding: int = 0) -> S
         first += chunk.length
     tiles += [[0, 0, 0, -1]] * padding
     rows += [[0, 0, -1, 0, 0]] * padding
-    return StateTiles(*(torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (tiles, rows)), tables)
+    tensors = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (tiles, rows)]
+    return StateTiles(tensors[0], tensors[1], tables)
 
 
 def transformers_outputs(layer: Layer, inputs: Inputs, recurrent: bool) -> torch.Tensor:

@@ -102,9 +102,9 @@ class States:
         tiles = [[at, min(64, length - at), 0, -1] for at in range(0, length, 64)]
         if tiles:
             tiles[-1][3] = write
-        chunks = [[0, position, read, 0, len(tiles)]]
-        states = StateMetadata(rows, StateTiles(*(torch.tensor(part, dtype=torch.int32).view(-1, size) for part, size in
-                                                  ((tiles, 4), (chunks, 5))), self.tables))  # fmt: skip
+        chunk_row = torch.tensor([[0, position, read, 0, len(tiles)]], dtype=torch.int32)
+        tile_rows = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+        states = StateMetadata(rows, StateTiles(tile_rows, chunk_row, self.tables))
         nothing = torch.empty(0, dtype=torch.int32)
         metadata = StepMetadata(len(decodes), [], [], nothing, nothing, nothing, nothing, states=states)
         with set_step_metadata(metadata), torch.inference_mode():

@@ -163,6 +163,15 @@ def test_a_sequence_far_longer_than_the_window_holds_a_bounded_number_of_blocks(
     assert num_decoding == 3 and not engine.stats()["num_preemptions"]
 
 
+def test_prompts_may_be_arrays() -> None:
+    engine, _ = make_engine(pipeline_depth=0)
+    request_id = engine.add_request(array("i", [3, 1, 4]), greedy(5))
+    assert run(engine)[request_id]["token_ids"] == complete([3, 1, 4], 5, frozenset(), 128, None)
+    for bad in (array("d", [3.0]), array("i", []), array("i", [-1])):
+        with pytest.raises(ValueError, match=r"prompt|token id"):
+            engine.add_request(bad, greedy(5))  # type: ignore[arg-type]
+
+
 def test_a_prefix_is_found_by_the_window_before_its_end_alone() -> None:
     engine, _ = make_engine(pipeline_depth=0, windows=[6], block_size=4, num_blocks=12, max_num_batched_tokens=64)
     manager, prompt = engine.block_manager, list(range(32))

@@ -78,6 +78,7 @@ class Attention(CachedAttention):
         rotary: RotaryEmbedding,
         options: AttentionOptions = PLAIN,
         scales: KVCacheScales | None = None,
+        *,
         has_gates: bool = False,
     ) -> None:
         super().__init__(num_kv_heads, head_dim, head_dim, head_dim**-0.5, options, scales)
@@ -130,10 +131,10 @@ class Attention(CachedAttention):
         heads = qkv.view(len(positions), -1, self.head_dim)
         if self.has_gates:
             query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
-            out = self.attend(query, rows)
-            assert isinstance(out, torch.Tensor)
-            gated = ops.gate_heads(out.unflatten(1, query.shape[1:]), heads if rows is None else heads[rows])
-            return gated.flatten(1)
+            attended = self.attend(query, rows)
+            assert isinstance(attended, torch.Tensor)
+            gates = heads if rows is None else heads[rows]
+            return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
         if rows is None and self.options.is_plain:
             out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata(), rounding)
             if out is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,9 +20,6 @@ from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import make_experts_weight
 from nanovllm.quantization.weight import MatrixShard, Stream
 from nanovllm.weights.slices import LoadableModule
-
-if TYPE_CHECKING:
-    from nanovllm.models.decoder import MLP
 
 
 class Router(LoadableModule):
@@ -100,7 +96,7 @@ class TokenGate(LoadableModule):
 class SparseMLP(nn.Module):
     """A mixture of SwiGLU experts; a router chooses some for each token.
 
-    shared_expert: computes every token, scaled by a gate; None if there is none.
+    shared_expert: the MLP that computes every token, scaled by a gate; None if there is none.
     """
 
     def __init__(
@@ -109,7 +105,7 @@ class SparseMLP(nn.Module):
         shard: ModelShard,
         communicator: Communicator,
         prefix: str,
-        shared_expert: MLP | None = None,
+        shared_expert: nn.Module | None = None,
     ) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None

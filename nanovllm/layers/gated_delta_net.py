@@ -167,10 +167,10 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, (num_heads, self.sizes.value_size))
         b, a = ba.split(num_heads, 1)
         outs = list[torch.Tensor]()
-        for tokens, compute, where in (
-            (slice(None, num_decodes), delta_rule_step, states.rows),
-            (slice(num_decodes, None), delta_rule_prompt, states.tiles),
-        ):
-            if len(x[tokens]):
-                outs.append(compute(self.rule, x[tokens], a[tokens], b[tokens], z[tokens], where))
+        if num_decodes:
+            own = slice(num_decodes)
+            outs.append(delta_rule_step(self.rule, x[own], a[own], b[own], z[own], states.rows))
+        if num_decodes < len(x):
+            own = slice(num_decodes, None)
+            outs.append(delta_rule_prompt(self.rule, x[own], a[own], b[own], z[own], states.tiles))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from nanovllm.attention.kv_cache_spec import State
-from nanovllm.kernels.mixers.state_pool import StatePool
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.mixers.state_pool import StatePool
 
 
 class StateLayer(nn.Module, ABC):

@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
             from nanovllm.quantization.fp8 import KVCacheScales  # noqa: PLC0415
 
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
-        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales, has_gates)
+        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales, has_gates=has_gates)
 
     def forward(
         self,

@@ -26,14 +26,14 @@ class HybridForCausalLM(DecoderForCausalLM):
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)
         assert config.delta_net is not None
-        mapping = {"conv1d": ("q", "k", "v")}
+        mapping: dict[str, tuple[str, ...]] = {"conv1d": ("q", "k", "v")}
         if config.architecture.delta_net == "parts":
             mapping |= {"in_proj_qkvz": ("q", "k", "v")}
         else:
             for module, names in (("in_proj_qkvz", "qkvz"), ("in_proj_ba", "ba")):
                 heads = range(config.delta_net.num_key_heads)
                 mapping[module] = tuple(f"{name}.{head}" for head in heads for name in names)
-        self.fused_modules_mapping = DecoderForCausalLM.fused_modules_mapping | mapping
+        self.fused_modules_mapping = {**DecoderForCausalLM.fused_modules_mapping, **mapping}
 
     @override
     def weight_targets(self, name: str) -> list[WeightTarget]:

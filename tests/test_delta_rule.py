@@ -74,8 +74,8 @@ class Layer:
         return ring, rule.pool.read(rule.first, rule.shape, self.tables[index])
 
     def write(self, index: int, ring: torch.Tensor, state: torch.Tensor) -> None:
-        self.rule.conv.pool.write(self.rule.conv.first, ring.to(self.dtype), self.tables[index])
-        self.rule.pool.write(self.rule.first, state, self.tables[index])
+        self.rule.conv.pool.write(self.rule.conv.first, ring.to(DEVICE, self.dtype), self.tables[index])
+        self.rule.pool.write(self.rule.first, state.to(DEVICE), self.tables[index])
 
 
 @dataclass
@@ -155,7 +155,8 @@ def test_tokens_in_chunks_and_steps(cuts: list[int], recurrent: bool) -> None:
     state = len(ends) - 2
     for position in range(192, 200):
         new = state + position % 2
-        rows = StateRows(torch.tensor([position]), layer.tables[state : state + 1], layer.tables[new : new + 1])
+        at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
+        rows = StateRows(at, layer.tables[state : state + 1], layer.tables[new : new + 1])
         outs.append(delta_rule_step(layer.rule, *inputs.at([position]), rows))
         state = new
     torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)

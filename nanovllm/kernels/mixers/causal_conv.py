@@ -98,7 +98,7 @@ def inputs_at(
     return tl.where(inside, x, before).to(tl.float32)
 
 
-@jit
+@jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _causal_conv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride,
     part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,

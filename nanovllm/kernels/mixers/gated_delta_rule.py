@@ -36,6 +36,8 @@ from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
 
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
+_COLUMNS = 32
+"""Values of a program. Few, so that many programs of a multiprocessor hide the latency of each other's loads."""
 
 
 @dataclass(frozen=True)
@@ -182,74 +184,71 @@ def _softplus(x):
 
 @jit
 def _ring_conv(
-    x_ptr, weight_ptr, state_ptr, read_ptr, write_ptr, position, channels, first, part_stride, apart,
+    x_ptr, weight_ptr, state_ptr, read_ptr, write_ptr, position, channels, first, part_stride, stores, is_apart,
     dtype: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
-    STORE: tl.constexpr,
 ):  # fmt: skip
-    """Return a row's outputs of the convolution, [channels] float32, and keep its inputs in its state."""
+    """Return a row's outputs of the convolution, [channels] float32; if it `stores`, keep its inputs in its state."""
+    kept = channels < tl.where(stores, CHANNELS, 0)
     x = tl.load(x_ptr + channels).to(tl.float32)
     total = x * tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1)).to(tl.float32)
-    if STORE:
-        index = first + position % WIDTH * CHANNELS + channels
-        block = tl.load(write_ptr + index // (PARTS * PART_SIZE))
-        tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), x.to(state_ptr.dtype.element_ty))
+    index = first + position % WIDTH * CHANNELS + channels
+    block = tl.load(write_ptr + index // (PARTS * PART_SIZE))
+    places = place(index, block, part_stride, PARTS, PART_SIZE)
+    tl.store(state_ptr + places, x.to(state_ptr.dtype.element_ty), mask=kept)
     for back in tl.static_range(1, WIDTH):
         at = position - back
         index = first + tl.maximum(at, 0) % WIDTH * CHANNELS + channels
-        stored = channels < tl.where(at >= 0, CHANNELS, 0)
+        there = channels < tl.where(at >= 0, CHANNELS, 0)
+        moved = channels < tl.where((at >= 0) & stores & is_apart, CHANNELS, 0)
         block = tl.load(read_ptr + index // (PARTS * PART_SIZE))
-        before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
+        before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=there, other=0.0)
         total += before.to(tl.float32) * tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back)).to(tl.float32)
-        if STORE:
-            kept = channels < tl.where((at >= 0) & apart, CHANNELS, 0)
-            block = tl.load(write_ptr + index // (PARTS * PART_SIZE))
-            tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), before, mask=kept)
+        block = tl.load(write_ptr + index // (PARTS * PART_SIZE))
+        tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), before, mask=moved)
     return (total / (1 + tl.exp(-total))).to(dtype).to(tl.float32)
 
 
-@jit
+@jit(unaligned=["a_ptr", "b_ptr", "positions_ptr", "reads_ptr", "writes_ptr"])
 def _delta_rule_step_kernel(
-    x_ptr, a_ptr, b_ptr, z_ptr, out_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, norm_weight_ptr,
-    ring_ptr, pool_ptr, positions_ptr, reads_ptr, writes_ptr, eps, ring_first, first,
-    x_stride, a_stride, b_stride, z_stride, table_stride, ring_stride, part_stride,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, RING_SIZE: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, a_ptr, b_ptr, out_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, ring_ptr, pool_ptr,
+    positions_ptr, reads_ptr, writes_ptr, ring_first, first,
+    x_stride, a_stride, b_stride, table_stride, ring_stride, part_stride,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, RING_SIZE: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_head = head // GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
-    keys, values = tl.arange(0, KEY), tl.arange(0, VALUE)
+    keys, values = tl.arange(0, KEY), part * COLUMNS + tl.arange(0, COLUMNS)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
     position, target = tl.load(positions_ptr + row), tl.load(write_ptr)
     places = (row * (KEY_HEADS * GROUP) + head) * VALUE + values
-    wait_for_previous(PDL)
     if target < 0:
-        tl.store(out_ptr + places, tl.zeros([VALUE], dtype))
+        wait_for_previous(PDL)
+        tl.store(out_ptr + places, tl.zeros([COLUMNS], dtype))
     else:
-        # Rows of a state, which begin anywhere in a block.
+        # Rows of a state, which begin anywhere in a block. No kernel of this layer's projections writes to it.
         state_rows = first + (head * KEY + keys) * VALUE
         blocks = tl.load(read_ptr + state_rows // (PARTS * PART_SIZE))
         sources = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
         state = tl.load(pool_ptr + sources[:, None] + values[None, :])
-        apart = tl.load(read_ptr) != target
+        blocks = tl.load(write_ptr + state_rows // (PARTS * PART_SIZE))
+        targets = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
+        is_apart = tl.load(read_ptr) != target
+        # One program keeps the inputs of a group's queries and keys.
+        stores = (head % GROUP == 0) & (part == 0)
+        wait_for_previous(PDL)
         x_ptr += row * x_stride
-        # The first head of a group keeps the inputs of its queries and keys.
-        if head % GROUP == 0:
-            q = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position, key_head * KEY + keys,
-                           ring_first, ring_stride, apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE, True)  # fmt: skip
-            k = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position,
-                           (KEY_HEADS + key_head) * KEY + keys,
-                           ring_first, ring_stride, apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE, True)  # fmt: skip
-        else:
-            q = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position, key_head * KEY + keys,
-                           ring_first, ring_stride, apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE, False)  # fmt: skip
-            k = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position,
-                           (KEY_HEADS + key_head) * KEY + keys,
-                           ring_first, ring_stride, apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE, False)  # fmt: skip
+        q = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position, key_head * KEY + keys,
+                       ring_first, ring_stride, stores, is_apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE)  # fmt: skip
+        k = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position,
+                       (KEY_HEADS + key_head) * KEY + keys,
+                       ring_first, ring_stride, stores, is_apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE)  # fmt: skip
         v = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position,
                        2 * KEY_HEADS * KEY + head * VALUE + values,
-                       ring_first, ring_stride, apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE, True)  # fmt: skip
+                       ring_first, ring_stride, part >= 0, is_apart, dtype,
+                       CHANNELS, WIDTH, PARTS, RING_SIZE)  # fmt: skip
         q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
         k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
         a = tl.load(a_ptr + row * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
@@ -258,19 +257,16 @@ def _delta_rule_step_kernel(
         state *= decay
         update = beta * (v - tl.sum(state * k[:, None], axis=0))
         state += k[:, None] * update[None, :]
-        out = tl.sum(state * q[:, None], axis=0).to(dtype).to(tl.float32)
-        blocks = tl.load(write_ptr + state_rows // (PARTS * PART_SIZE))
-        targets = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
         tl.store(pool_ptr + targets[:, None] + values[None, :], state)
-        z = tl.load(z_ptr + row * z_stride + head * VALUE + values).to(tl.float32)
-        out = out * tl.rsqrt(tl.sum(out * out) / VALUE + eps) * tl.load(norm_weight_ptr + values).to(tl.float32)
-        tl.store(out_ptr + places, (out * z / (1 + tl.exp(-z))).to(dtype))
+        tl.store(out_ptr + places, tl.sum(state * q[:, None], axis=0).to(dtype))
 
 
 def delta_rule_step(
     rule: DeltaRule, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, rows: StateRows
 ) -> torch.Tensor:
-    """Compute one token of each of several sequences, and their states, in one kernel.
+    """Compute one token of each of several sequences, and their states.
+
+    Two kernels: one for each row, head and slice of values; and the norm of the outputs.
 
     Args:
         rule: the layer's.
@@ -285,17 +281,18 @@ def delta_rule_step(
     if not uses_triton(x.device):
         return delta_rule_step_ref(rule, x, a, b, z, rows)
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    group = rule.num_value_heads // rule.num_key_heads
+    group, columns = rule.num_value_heads // rule.num_key_heads, min(rule.value_size, _COLUMNS)
     assert all(tensor.stride(-1) == 1 for tensor in (x, a, b, z)) and z.stride(1) == rule.value_size
     ring, pool = rule.conv.pool.sizes, rule.pool.sizes
-    _delta_rule_step_kernel[(len(x), rule.num_value_heads)](
-        x, a, b, z, out, rule.conv_weight, rule.a_log, rule.dt_bias, rule.norm_weight,
-        rule.conv.pool.elements, rule.pool.elements, rows.positions, rows.reads, rows.writes, rule.eps,
-        rule.conv.first, rule.first, x.stride(0), a.stride(0), b.stride(0), z.stride(0), rows.reads.stride(0),
+    _delta_rule_step_kernel[(len(x), rule.num_value_heads, rule.value_size // columns)](
+        x, a, b, out, rule.conv_weight, rule.a_log, rule.dt_bias,
+        rule.conv.pool.elements, rule.pool.elements, rows.positions, rows.reads, rows.writes,
+        rule.conv.first, rule.first, x.stride(0), a.stride(0), b.stride(0), rows.reads.stride(0),
         ring["part_stride"], KEY_HEADS=rule.num_key_heads, GROUP=group, KEY=rule.key_size, VALUE=rule.value_size,
-        WIDTH=rule.conv_weight.shape[1], RING_SIZE=ring["PART_SIZE"], num_warps=8, **pool, **pdl_options(x.device),
+        COLUMNS=columns, WIDTH=rule.conv_weight.shape[1], RING_SIZE=ring["PART_SIZE"], num_warps=4,
+        **pool, **pdl_options(x.device),
     )  # fmt: skip
-    return out
+    return _gated_norm(rule, out, z)
 
 
 @jit
@@ -330,7 +327,7 @@ def _inverse(system, TILE: tl.constexpr, precision: tl.constexpr):
     return once - tl.dot(power, once, input_precision=precision)
 
 
-@jit(do_not_specialize=["num_tokens"])
+@jit(do_not_specialize=["num_tokens"], unaligned=["a_ptr", "b_ptr", "tiles_ptr"])
 def _delta_rule_tiles_kernel(
     conv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, q_ptr, k_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, tiles_ptr,
     num_tokens, a_stride, b_stride,
@@ -379,7 +376,7 @@ def _delta_rule_tiles_kernel(
             tl.store(decay_ptr + rows * TILE + index, total)
 
 
-@jit
+@jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _delta_rule_scan_kernel(
     x_ptr, q_ptr, k_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, out_ptr, ring_ptr, pool_ptr,
     tiles_ptr, chunks_ptr, tables_ptr, ring_first, first, x_stride, table_stride, ring_stride, part_stride,
@@ -464,7 +461,7 @@ def delta_rule_prompt(
     conv = causal_conv(x, rule.conv_weight, None, rule.conv, tiles)
     num_tokens, num_tiles, dtype = len(x), len(tiles.tiles), x.dtype
     heads, key, value = rule.shape
-    group, columns = heads // rule.num_key_heads, min(value, 32)
+    group, columns = heads // rule.num_key_heads, min(value, _COLUMNS)
     precision = "ieee" if dtype == torch.float32 else "tf32"
 
     def empty(*shape: int) -> torch.Tensor:
@@ -488,9 +485,15 @@ def delta_rule_prompt(
         WIDTH=rule.conv_weight.shape[1], PRECISION=precision, RING_SIZE=ring["PART_SIZE"],
         num_warps=4, **shape, **rule.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
-    normed = empty(num_tokens, heads, value)
+    return _gated_norm(rule, out, z)
+
+
+def _gated_norm(rule: DeltaRule, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Compute `DeltaRule.gated_norm` of contiguous outputs."""
+    normed = torch.empty_like(out)
+    num_tokens, heads, value = out.shape
     _gated_norm_kernel[(num_tokens, triton.cdiv(heads, 16))](
         out, z, rule.norm_weight, normed, rule.eps, z.stride(0), HEADS=heads, BLOCK=16, SIZE=value,
-        num_warps=4, **pdl_options(x.device),
+        num_warps=4, **pdl_options(out.device),
     )  # fmt: skip
     return normed

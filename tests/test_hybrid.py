@@ -78,6 +78,20 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
                 assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
 
 
+RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {})]
+
+
+@pytest.mark.parametrize(("name", "settings"), RANKS)
+def test_ranks_say_the_same(references: dict[str, tuple[Path, Any]], name: str, settings: dict[str, Any]) -> None:
+    """By key heads, and one KV head for both ranks; as many as they are, or not."""
+    folder, model = references[name]
+    asked = prompts((40, 3, 17))
+    with LLM(str(folder), tensor_parallel_size=2, max_num_batched_tokens=32, **SETTINGS, **settings) as llm:
+        outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == complete(model, prompt, 8)[0]
+
+
 class States:
     """States of one layer in a pool of small parts, which begins as NaN."""
 

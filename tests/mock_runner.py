@@ -27,6 +27,7 @@ from nanovllm.runner.messages import (
     CacheKind,
     FullCache,
     HostMemory,
+    KeptState,
     Rows,
     ScheduledBatch,
     StateCache,
@@ -245,7 +246,7 @@ class MockRunner:
         for chunk in batch.chunks:
             # Its first token sees what was stored before.
             self._context(chunk.slot, chunk.start + 1)
-            self._advance(chunk.slot, chunk.start, chunk.token_ids)
+            self._advance(chunk.slot, chunk.start, chunk.token_ids, chunk.kept_states)
             self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
             if chunk.samples:
                 self.prefilling.discard(chunk.slot)
@@ -260,6 +261,8 @@ class MockRunner:
                 for table in self.tables[slot][len(self.windows) :]:
                     for block in table:
                         self.cache[block] = [EMPTY] * self.block_size
+            for block in [block for chunk in batch.chunks for kept in chunk.kept_states for block in kept.block_ids]:
+                self.cache[block] = [EMPTY] * self.block_size
             for transfer in transfers:
                 self.cache[transfer.destination] = [EMPTY] * self.block_size
             for chunk in batch.chunks:
@@ -391,14 +394,18 @@ class MockRunner:
         assert all(longest[len(longest) - len(tokens) :] == tokens for tokens in seen)
         return [token for tokens in seen for token in tokens]
 
-    def _advance(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
-        """Read the states of a slot, unless it begins, and overwrite them."""
+    def _advance(self, slot: int, start: int, token_ids: Sequence[int], kept_states: Sequence[KeptState] = ()) -> None:
+        """Read the states of a slot, unless it begins, and overwrite them; keep some on the way."""
+        kept = {state.num_tokens: iter(state.block_ids) for state in kept_states}
         for group, table in enumerate(self.tables[slot][len(self.windows) :]):
             for part, block in enumerate(table):
                 state = 0
                 if start:
                     *kind, state = self.cache[block]
                     assert kind == [group, part, start], f"{kind} of {block}, not {[group, part, start]}"
+                for end, others in kept.items():
+                    assert start < end < start + len(token_ids)
+                    self.cache[next(others)] = group, part, end, state_after(state, token_ids[: end - start], part)
                 self.cache[block] = group, part, start + len(token_ids), state_after(state, token_ids, part)
 
     def _states(self, slot: int) -> list[int]:

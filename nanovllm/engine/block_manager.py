@@ -29,7 +29,7 @@ from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import Block, BlockKey, BlockTable, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
-from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, NewBlock
+from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, KeptState, NewBlock
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,13 @@ class BlockManager:
         self._num_gained = 0
         self.host = host
         self._num_clean_blocks = num_clean_blocks
-        # What the step being planned loads, by destination; the copies of states that it makes; the states it computes.
+        # What the step being planned loads, by destination; the copies of states that it makes; the states that it
+        # computes, and the blocks of the ones that it keeps.
         self._loads: dict[int, BlockTransfer] = {}
         self._num_loading = 0
         self._copies: list[BlockTransfer] = []
         self._coming_states: set[BlockKey] = set()
+        self._kept_blocks: list[int] = []
         # Of steps without a result yet, oldest step first.
         self._unconfirmed: deque[_Unconfirmed] = deque()
         self.policies = [make_policy(kind, block_size, max_chunk) for kind in kinds]
@@ -440,6 +442,7 @@ class BlockManager:
             # Waiting sequences may use them from the next step on.
             self._coming_states.clear()
             self._num_gained += 1
+        self._release_kept()
         copies, self._copies = self._copies, []
         if self.host is None:
             return copies
@@ -450,6 +453,13 @@ class BlockManager:
         self._unconfirmed[-1].saved += [key for key in keys if key is not None]
         return copies + self.take_loads() + saves
 
+    def _release_kept(self) -> None:
+        """Let later steps take the blocks of the states that the planned step keeps."""
+        for block_id in self._kept_blocks:
+            self.blocks[block_id].ref_count = 0
+            self._free[block_id] = None
+        self._kept_blocks.clear()
+
     def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be.
 
@@ -459,15 +469,51 @@ class BlockManager:
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
             return
         for i in range(seq.num_registered_blocks, num_full):
-            tokens, extra = self._cache.block_tokens(seq.token_ids, i), b"" if i else seq.request.cache_extra
-            for table in seq.block_tables[: self._num_growing]:
-                key = table.registered_identity, tokens, extra
-                # If two sequences compute the same block, others find the first one's.
-                block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
-                table.registered_identity = block.identity
-        seq.num_registered_blocks = num_full
+            self._register_block(seq, i)
         if num_full * self.block_size == seq.num_computed_tokens:
             self._register_states(seq, num_full)
+
+    def register_chunk(self, seq: Sequence) -> list[KeptState]:
+        """Put the blocks that a sequence's chunk fills into the prefix cache; return the states to keep within it."""
+        kept: list[KeptState] = []
+        num_blocks, num_tokens = seq.num_registered_blocks, seq.num_computed_tokens
+        while self._states and self.enable_prefix_caching and (num_blocks + 1) * self.block_size < num_tokens:
+            self._register_block(seq, num_blocks)
+            num_blocks += 1
+            if self._is_checkpoint(seq, num_blocks) and (block_ids := self._take_state_blocks(seq)):
+                kept.append(KeptState(num_blocks * self.block_size, block_ids))
+        self.register(seq)
+        return kept
+
+    def _register_block(self, seq: Sequence, index: int) -> None:
+        tokens, extra = self._cache.block_tokens(seq.token_ids, index), b"" if index else seq.request.cache_extra
+        for table in seq.block_tables[: self._num_growing]:
+            key = table.registered_identity, tokens, extra
+            # If two sequences compute the same block, others find the first one's.
+            block = self._cache.blocks.get(key) or self._register(self.blocks[table[index]], key)
+            table.registered_identity = block.identity
+        seq.num_registered_blocks = index + 1
+
+    def _is_checkpoint(self, seq: Sequence, num_blocks: int) -> bool:
+        """Whether the states of a prompt are kept after `num_blocks` blocks."""
+        counts = num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks
+        return any(policy.is_checkpoint(*counts) for policy in self._states.values())
+
+    def _take_state_blocks(self, seq: Sequence) -> list[int]:
+        """Return free blocks, now in the cache, for a sequence's states at the end of its last registered block.
+
+        None if these states are cached already, or too few blocks are free.
+        """
+        keys = list(self._state_keys(seq.block_tables[0].registered_identity))
+        if len(self._free) < len(keys) or any(key in self._cache.blocks for key in keys):
+            return []
+        block_ids = [self._take_free_block() for _ in keys]
+        for key, block_id in zip(keys, block_ids, strict=True):
+            self._register(self.blocks[block_id], key)
+        self._coming_states.update(keys)
+        # Nothing else that this step plans may take them.
+        self._kept_blocks += block_ids
+        return block_ids
 
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
         """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
@@ -481,10 +527,7 @@ class BlockManager:
             seq.decode_state = parent
             if not self._has_room_for_states():
                 return
-        elif not any(
-            policy.is_checkpoint(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks)
-            for policy in self._states.values()
-        ):
+        elif not self._is_checkpoint(seq, num_blocks):
             return
         block_ids = chain.from_iterable(seq.block_tables[self._num_growing :])
         for key, block_id in zip(self._state_keys(parent), block_ids, strict=True):
@@ -517,13 +560,6 @@ class BlockManager:
         block = self._cache.match(root, seq.token_ids, seq.request.cache_extra, branch)[branch - 1]
         return block is not None and any(key in self._coming_states for key in self._state_keys(block.identity))
 
-    def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk up to `end` must end so that checkpoints fall on ends of chunks."""
-        if self._states and self.enable_prefix_caching:
-            for policy in self._states.values():
-                end = policy.chunk_end(seq.num_computed_tokens, end, seq.num_prompt_tokens, seq.num_branch_blocks)
-        return end
-
     def _register(self, block: Block, key: BlockKey) -> Block:
         # A fork may share a block whose parent was evicted after it was registered.
         self._cache.remove(block)
@@ -551,6 +587,7 @@ class BlockManager:
         """Remove every block registered by a step without a result from the prefix cache; no sequence uses them any
         more.
         """
+        self._release_kept()
         for step in self._unconfirmed:
             for block_id in step.registered:
                 self._cache.remove(self.blocks[block_id])

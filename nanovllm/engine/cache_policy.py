@@ -127,7 +127,7 @@ class WindowPolicy(CachePolicy):
 class StatePolicy(CachePolicy):
     """A sequence holds one state, of the tokens computed so far, in blocks of its own that steps overwrite.
 
-    The state at a block's end can be kept as a checkpoint: its blocks are then cached, and a sequence that continues
+    The state at a block's end can be kept as a checkpoint, in blocks that are then cached; a sequence that continues
     from it copies them.
 
     Args:
@@ -174,13 +174,6 @@ class StatePolicy(CachePolicy):
         """
         is_last = num_blocks == (num_prompt_tokens - 1) // self._block_size
         return num_blocks % self._checkpoint == 0 or is_last or num_blocks == branch
-
-    def chunk_end(self, start: int, end: int, num_prompt_tokens: int, branch: int) -> int:
-        """Return where a chunk ends so that no checkpoint lies inside it."""
-        for num_blocks in range(start // self._block_size + 1, end // self._block_size + 1):
-            if self.is_checkpoint(num_blocks, num_prompt_tokens, branch):
-                return num_blocks * self._block_size
-        return end
 
 
 def make_policy(kind: CacheKind, block_size: int, max_chunk: int) -> CachePolicy:

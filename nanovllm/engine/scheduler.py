@@ -278,7 +278,7 @@ class Scheduler:
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
         batch.new_blocks += self.block_manager.own_states(seq)
-        end = self.block_manager.chunk_end(seq, min(seq.num_tokens, start + self._budget))
+        end = min(seq.num_tokens, start + self._budget)
         if end > self.block_manager.capacity(seq):
             # With a window, it has blocks for a part of its prompt.
             batch.new_blocks += self.block_manager.extend_windows(seq)
@@ -290,10 +290,10 @@ class Scheduler:
         if scores is not None or pooling is not None:
             batch.scored_seq_ids.append((seq.seq_id, seq.num_admissions))
         token_ids, samples = seq.token_ids[start:end], end == seq.num_tokens
-        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling))
         self._budget -= end - start
         seq.num_computed_tokens = end
-        self.block_manager.register(seq)
+        kept = self.block_manager.register_chunk(seq)
+        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept))
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:
         """Count the token that this step samples for a sequence that has caught up."""

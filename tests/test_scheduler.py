@@ -60,7 +60,7 @@ PROMPT = st.tuples(
     st.lists(st.integers(0, 2), min_size=1, max_size=6),
 )
 PRIORITY = st.sampled_from([0, 0, 1, -1])
-ADD = st.tuples(st.just("add"), PROMPT, st.integers(1, 12), PRIORITY)
+ADD = st.tuples(st.just("add"), PROMPT, st.integers(1, 12), PRIORITY, st.sampled_from([1, 1, 1, 2, 3]))
 STEP = st.tuples(st.just("step"), st.integers(1, 6))
 ABORT = st.tuples(st.just("abort"), st.integers(0, 20))
 FAIL = st.tuples(st.sampled_from(["fail_launch", "fail_result"]))
@@ -85,6 +85,7 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
     engine, runner = make_engine(**sizes)
     wanted: dict[int, list[int]] = {}
     outputs: dict[int, Any] = {}
+    owners: dict[int, int] = {}
 
     @contextmanager
     def failing() -> Iterator[None]:
@@ -104,13 +105,14 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
 
     for kind, *arguments in events:
         if kind == "add":
-            (prefix, tail), max_tokens, priority = arguments
+            (prefix, tail), max_tokens, priority, num_outputs = arguments
             prompt = (prefix + tail)[: sizes["max_model_len"]]
             try:
-                request_id = engine.add_request(prompt, greedy(max_tokens), priority)
+                request_id = engine.add_request(prompt, SamplingParams(0.5, max_tokens, n=num_outputs), priority)
             except ValueError:
                 assert num_needed(len(prompt) + max_tokens - 1, **sizes) > runner.num_kvcache_blocks
                 continue
+            owners |= dict.fromkeys(range(request_id, request_id + num_outputs), request_id)
             num_blocks = [kind.num_blocks for kind in runner.cache_kinds if isinstance(kind, StateCache)]
             wanted[request_id] = complete(
                 prompt, max_tokens, sizes["eos"], sizes["max_model_len"], *sizes["windows"], states=num_blocks
@@ -121,9 +123,11 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
         elif kind == "abort":
             with failing():
                 engine.abort(arguments)
+            # An output's id stands for its request.
+            aborted = owners.get(arguments[0], arguments[0])
             unclaimed = dict(engine._results.finished), *(error.request_ids for error in engine._results.failures)
-            if not any(arguments[0] in ids for ids in (outputs, *unclaimed)):
-                wanted.pop(arguments[0], None)
+            if not any(aborted in ids for ids in (outputs, *unclaimed)):
+                wanted.pop(aborted, None)
         else:
             setattr(runner, kind, True)
     runner.fail_launch = runner.fail_result = False
@@ -132,7 +136,9 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
             break
         step()
     assert engine.is_finished(), "some request never finishes"
-    assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
+    assert outputs.keys() == wanted.keys()
+    for request_id, output in outputs.items():
+        assert all(list(item.token_ids) == wanted[request_id] for item in output.outputs)
     assert engine.block_manager.num_used_blocks == 0
     for batch in runner.batches:
         assert batch.rows.num_new.sum() + batch.num_chunk_tokens <= sizes["max_num_batched_tokens"]
@@ -371,6 +377,21 @@ def test_decoding_keeps_the_newest_block_end_where_there_is_room(depth: int) -> 
     again = engine.add_request([*prompt, *tokens], greedy(1))
     # Of the last block, a value is not known in time if a step is planned ahead.
     assert run(engine)[again]["num_cached_tokens"] == 40 - 4 * depth
+
+
+@DEPTHS
+@pytest.mark.parametrize("length", [2, 5, 8, 9, 11])
+def test_outputs_of_a_request_go_on_from_the_state_before_its_last_token(depth: int, length: int) -> None:
+    engine, runner = make_engine(
+        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[StateCache(2, 99)]
+    )
+    prompt = list(range(length))
+    request_id = engine.add_request(prompt, SamplingParams(0.5, 9, n=3))
+    output = run(engine)[request_id]
+    want = complete(prompt, 9, frozenset(), 128, None, states=[2])
+    assert [list(item.token_ids) for item in output.outputs] == [want] * 3
+    # The other outputs compute one token of the prompt each.
+    assert sum(len(chunk.token_ids) for batch in runner.batches for chunk in batch.chunks) == length + 2
 
 
 @DEPTHS

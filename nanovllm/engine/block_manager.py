@@ -26,7 +26,7 @@ import numpy as np
 
 from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy, make_policy
 from nanovllm.engine.host_cache import HostCache
-from nanovllm.engine.prefix_cache import Block, BlockKey, BlockTable, PrefixCache
+from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey, BlockTable, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
 from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, KeptState, NewBlock
@@ -109,6 +109,7 @@ class BlockManager:
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
         self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
         self.has_states = bool(self._states)
+        self._num_state_blocks = sum(policy.num_blocks for policy in self._states.values())
         # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
         self._num_growing = len(kinds) - len(self._states)
         assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
@@ -140,6 +141,8 @@ class BlockManager:
         # Another output of the request may already hold the prompt.
         source = seq.fork_source
         if source is not None and self._can_fork(source, seq):
+            if len(self._free) < self._num_state_blocks:
+                return False
             self._fork(source, seq)
             return True
         if self._num_gained < seq.fits_from:
@@ -160,7 +163,9 @@ class BlockManager:
     def num_missing_blocks(self, seq: Sequence) -> int:
         """Return how many more blocks must be free before `allocate` succeeds; at most 0 if it does now."""
         source = seq.fork_source
-        return 0 if source is not None and self._can_fork(source, seq) else self._fit(seq).num_missing
+        if source is not None and self._can_fork(source, seq):
+            return self._num_state_blocks - len(self._free)
+        return self._fit(seq).num_missing
 
     def _fit(self, seq: Sequence) -> _Fit:
         matched = self._match_prefix(seq)
@@ -168,7 +173,7 @@ class BlockManager:
         num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
         needed = self._needed(num_computed, seq.num_tokens)
         num_missing = sum([blocks.stop - num_matched for blocks in needed[: self._num_growing]]) - len(self._free)
-        num_missing += sum(policy.num_blocks for policy in self._states.values())
+        num_missing += self._num_state_blocks
         found: list[list[Block]] = []
         if num_matched:
             found = [list(filter(None, some[blocks.start :])) for some, blocks in zip(matched, needed, strict=False)]
@@ -222,14 +227,19 @@ class BlockManager:
 
     def _has_states(self, block: Block) -> bool:
         """Whether the states at the end of a block (in the first group) are cached."""
-        keys = self._state_keys(block.identity)
-        return all(key in self._cache.blocks and key not in self._coming_states for key in keys)
+        return self._are_cached(self._state_keys(block.identity))
 
-    def _state_keys(self, parent: int) -> Iterator[BlockKey]:
-        """Yield the keys of the states at the end of the block with identity `parent`, in the order of tables."""
-        for group, policy in self._states.items():
-            for i in range(policy.num_blocks):
-                yield _state_key(parent, group, i)
+    def _are_cached(self, keys: list[BlockKey]) -> bool:
+        """Whether states are cached; at least one key. The ones that the planned step computes are not yet."""
+        return bool(keys) and all(key in self._cache.blocks and key not in self._coming_states for key in keys)
+
+    def _state_keys(self, parent: int, tokens: bytes = b"") -> list[BlockKey]:
+        """Return the keys of the states after the block with identity `parent`, and tokens that follow it.
+
+        They are in the order of the blocks in the tables.
+        """
+        numbers = [(group, i) for group, policy in self._states.items() for i in range(policy.num_blocks)]
+        return [(parent, tokens, b"state %d %d" % number) for number in numbers]
 
     def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
         """Give a sequence the blocks found for each group, and free ones for the rest that it needs."""
@@ -237,15 +247,7 @@ class BlockManager:
             self._free.pop(block.block_id, None)
             block.ref_count += 1
             block.num_hits += 1
-        sources: list[Block] = []
-        seq.decode_state = None
-        if self._states and fit.found:
-            sources = [self._cache.blocks[key] for key in self._state_keys(fit.found[0][-1].identity)]
-            for block in sources:
-                block.num_hits += 1
-                block.is_spent = False
-                if block.ref_count == 0:
-                    self._free.move_to_end(block.block_id)
+        sources = self._use_states(self._state_keys(fit.found[0][-1].identity)) if fit.found else []
         seq.block_tables.clear()
         for group, needed in enumerate(fit.needed):
             block_ids, identity = [0] * needed.start, self._cache.root(seq.num_resets, group)
@@ -254,6 +256,21 @@ class BlockManager:
                 identity = fit.found[group][-1].identity
             block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
+        self._copy_states(seq, sources)
+
+    def _use_states(self, keys: list[BlockKey]) -> list[Block]:
+        """Return the blocks of cached states that a sequence starts from, now the most recently used."""
+        blocks = [self._cache.blocks[key] for key in keys]
+        for block in blocks:
+            block.num_hits += 1
+            block.is_spent = False
+            if block.ref_count == 0:
+                self._free.move_to_end(block.block_id)
+        return blocks
+
+    def _copy_states(self, seq: Sequence, sources: list[Block]) -> None:
+        """Plan the copies of a sequence's first states from blocks of others."""
+        seq.decode_state, seq.fork_states = None, []
         own = chain.from_iterable(seq.block_tables[self._num_growing :])
         # One of these blocks may have held the state until now.
         self._copies += [
@@ -268,8 +285,8 @@ class BlockManager:
         Always true if `source` has released no blocks. Otherwise it must hold all blocks that the sequence will attend
         to, and have registered none past the prompt, where the sequence will register its own.
         """
-        if self._states:
-            # The last token of the prompt is computed again, but the state of `source` is already past it.
+        if self._states and not self._are_cached(source.fork_states):
+            # The last token of the prompt is computed again, and the state of `source` is already past it.
             return False
         num_released = [table.num_released for table in source.block_tables]
         firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
@@ -282,12 +299,17 @@ class BlockManager:
         num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
         seq.num_resets = source.num_resets
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
+        states = self._use_states(source.fork_states)
         seq.block_tables.clear()
-        for group, table in enumerate(source.block_tables):
+        for group, table in enumerate(source.block_tables[: self._num_growing]):
             identity = table.registered_identity if has_released else self._cache.root(seq.num_resets, group)
             seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released, identity))
             for block_id in seq.block_tables[group].held:
                 self.blocks[block_id].ref_count += 1
+        for policy in self._states.values():
+            block_ids = [self._take_free_block() for _ in range(policy.num_blocks)]
+            seq.block_tables.append(BlockTable(block_ids, 0, ROOT_IDENTITY))
+        self._copy_states(seq, states)
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
     def lacking_groups(self, seq: Sequence) -> list[int]:
@@ -473,15 +495,28 @@ class BlockManager:
         if num_full * self.block_size == seq.num_computed_tokens:
             self._register_states(seq, num_full)
 
-    def register_chunk(self, seq: Sequence) -> list[KeptState]:
-        """Put the blocks that a sequence's chunk fills into the prefix cache; return the states to keep within it."""
+    def register_chunk(self, seq: Sequence, start: int) -> list[KeptState]:
+        """Put the blocks that a sequence's chunk fills into the prefix cache; return the states to keep within it.
+
+        The chunk is the sequence's computed tokens from `start` on.
+        """
         kept: list[KeptState] = []
         num_blocks, num_tokens = seq.num_registered_blocks, seq.num_computed_tokens
         while self._states and self.enable_prefix_caching and (num_blocks + 1) * self.block_size < num_tokens:
             self._register_block(seq, num_blocks)
             num_blocks += 1
-            if self._is_checkpoint(seq, num_blocks) and (block_ids := self._take_state_blocks(seq)):
-                kept.append(KeptState(num_blocks * self.block_size, block_ids))
+            # A fork registers blocks of its source again.
+            if num_blocks * self.block_size > start and self._is_checkpoint(seq, num_blocks):
+                keys = self._state_keys(seq.block_tables[0].registered_identity)
+                if block_ids := self._take_state_blocks(keys):
+                    kept.append(KeptState(num_blocks * self.block_size, block_ids))
+        last = seq.num_prompt_tokens - 1
+        if self._states and seq.siblings and start < last < num_tokens and self.enable_prefix_caching:
+            # The other outputs of the request go on from the state before the last token.
+            tokens = seq.token_ids[num_blocks * self.block_size : last].tobytes()
+            seq.fork_states = self._state_keys(seq.block_tables[0].registered_identity, tokens)
+            if block_ids := self._take_state_blocks(seq.fork_states):
+                kept.append(KeptState(last, block_ids))
         self.register(seq)
         return kept
 
@@ -499,12 +534,8 @@ class BlockManager:
         counts = num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks
         return any(policy.is_checkpoint(*counts) for policy in self._states.values())
 
-    def _take_state_blocks(self, seq: Sequence) -> list[int]:
-        """Return free blocks, now in the cache, for a sequence's states at the end of its last registered block.
-
-        None if these states are cached already, or too few blocks are free.
-        """
-        keys = list(self._state_keys(seq.block_tables[0].registered_identity))
+    def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
+        """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""
         if len(self._free) < len(keys) or any(key in self._cache.blocks for key in keys):
             return []
         block_ids = [self._take_free_block() for _ in keys]
@@ -546,19 +577,23 @@ class BlockManager:
 
     def _has_room_for_states(self) -> bool:
         """Whether states can be copied without evicting anything that is worth more."""
-        num_blocks = sum(policy.num_blocks for policy in self._states.values())
-        first = [self.blocks[block_id] for block_id in islice(self._free, num_blocks)]
-        return len(first) == num_blocks and all(block.key is None or block.is_spent for block in first)
+        first = [self.blocks[block_id] for block_id in islice(self._free, self._num_state_blocks)]
+        return len(first) == self._num_state_blocks and all(block.key is None or block.is_spent for block in first)
 
     def waits_for_state(self, seq: Sequence) -> bool:
         """Whether the step being planned computes the state from which a waiting sequence could start."""
+        if not self._coming_states:
+            return False
+        source = seq.fork_source
+        if source is not None and not self._coming_states.isdisjoint(source.fork_states):
+            return True
         num_matched = len(self._match_prefix(seq)[0])
         branch = min(seq.num_branch_blocks, (seq.num_tokens - 1) // self.block_size)
-        if branch <= num_matched or not self._coming_states:
+        if branch <= num_matched:
             return False
         root = self._cache.root(seq.num_resets, 0)
         block = self._cache.match(root, seq.token_ids, seq.request.cache_extra, branch)[branch - 1]
-        return block is not None and any(key in self._coming_states for key in self._state_keys(block.identity))
+        return block is not None and not self._coming_states.isdisjoint(self._state_keys(block.identity))
 
     def _register(self, block: Block, key: BlockKey) -> Block:
         # A fork may share a block whose parent was evicted after it was registered.
@@ -675,8 +710,3 @@ class BlockManager:
             users=cells((block.ref_count for block in blocks), np.maximum.reduceat),
             hits=cells(block.num_hits for block in blocks),
         )
-
-
-def _state_key(parent: int, group: int, index: int) -> BlockKey:
-    """Return the key of one block of the state at the end of the block with identity `parent`."""
-    return parent, b"", b"state %d %d" % (group, index)

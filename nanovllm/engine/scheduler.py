@@ -292,7 +292,7 @@ class Scheduler:
         token_ids, samples = seq.token_ids[start:end], end == seq.num_tokens
         self._budget -= end - start
         seq.num_computed_tokens = end
-        kept = self.block_manager.register_chunk(seq)
+        kept = self.block_manager.register_chunk(seq, start)
         batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept))
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:

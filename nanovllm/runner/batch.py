@@ -7,7 +7,7 @@ without changes sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -241,7 +241,7 @@ class StateSizes:
         }
 
 
-def _pad_rows(rows: list[tuple[int, ...]], size: int, padding: tuple[int, ...]) -> np.ndarray:
+def _pad_rows(rows: Sequence[tuple[int, ...]], size: int, padding: tuple[int, ...]) -> np.ndarray:
     """Return rows, and padding up to `size` rows, flat."""
     return np.array([*rows, *[padding] * (size - len(rows))], dtype=np.int32).reshape(-1)
 
@@ -327,8 +327,9 @@ class BatchBuilder:
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots = self._sent_plan = NO_ROWS.slots
         # The most that a step sends: padded prompts; decode slots; attention's plan; indices and values of all slots.
-        most = 2 * max_num_batched_tokens, 2 * num_slots
-        prompts = PromptArrays.total_size(*most, num_groups) + self._states.total_size(*most)
+        num_tokens, num_chunks = 2 * max_num_batched_tokens, 2 * num_slots
+        prompts = PromptArrays.total_size(num_tokens, num_chunks, num_groups)
+        prompts += self._states.total_size(num_tokens, num_chunks)
         self._staging = Staging(prompts + 2 * self.slots.size + num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:

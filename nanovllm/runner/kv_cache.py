@@ -111,7 +111,8 @@ class KVCache:
         state_layers: Sequence[StateLayer] = (),
         layout: StateLayout = NO_STATES,
     ) -> None:
-        self._layers, self._device = [*layers, *state_layers], num_clipped.device
+        self._layers: list[CachedAttention | StateLayer] = [*layers, *state_layers]
+        self._device = num_clipped.device
         self.copies: BlockCopies | None = None
         is_e4m3 = any(spec.dtype == torch.float8_e4m3fn for spec in specs)
         self.num_clipped = num_clipped if is_e4m3 else None

@@ -41,11 +41,12 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         for name in ("compat", "all_devices", "deaths"):
-            if name in item.keywords and name not in config.option.markexpr:
+            # Keywords also have the names of folders.
+            if item.get_closest_marker(name) is not None and name not in config.option.markexpr:
                 item.add_marker(pytest.mark.skip(reason=f"takes long: pytest -m {name}"))
     if not torch.cuda.is_available():
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

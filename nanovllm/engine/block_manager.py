@@ -531,8 +531,10 @@ class BlockManager:
 
     def _is_checkpoint(self, seq: Sequence, num_blocks: int) -> bool:
         """Whether the states of a prompt are kept after `num_blocks` blocks."""
-        counts = num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks
-        return any(policy.is_checkpoint(*counts) for policy in self._states.values())
+        return any(
+            policy.is_checkpoint(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks)
+            for policy in self._states.values()
+        )
 
     def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
         """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""

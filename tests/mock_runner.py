@@ -489,8 +489,8 @@ def check_engine(engine: LLMEngine) -> None:
     order = [seq.sort_key for seq in running]
     assert order == sorted(order)
     last = {seq.sort_key[0]: seq.sort_key for seq in running}
-    # A request of a higher priority may come at any time; of equal ones, the earlier ones run, but for one that waits for
-    # a state.
+    # A request of a higher priority may come at any time; of equal ones, the earlier ones run, but for those that wait
+    # for a state.
     assert engine.block_manager.has_states or all(
         seq.sort_key > last.get(seq.sort_key[0], (seq.sort_key[0], -1)) for seq in waiting
     )

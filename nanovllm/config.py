@@ -49,7 +49,7 @@ class Config:
         dtype: "float32", "bfloat16" or "float16"; "auto" is the checkpoint's on CUDA, and float32 on the CPU. Weights
             stored in another of these dtypes are converted.
         tensor_parallel_size: number of ranks that share the model, each with its own GPU, or all on the CPU; at most
-            the number of KV heads.
+            the number of attention heads.
         data_parallel_size: number of engines with the same model, in separate processes, which share the requests; each
             has `tensor_parallel_size` GPUs of its own, or all are on the CPU.
         enable_expert_parallel: give each rank whole experts of a mixture, instead of a slice of every expert.

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.attention.kv_cache_spec import State
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
-from nanovllm.runner.kv_cache import cache_kind
 from nanovllm.runner.messages import (
     BlockTransfer,
     CacheKind,
     FullCache,
     HostMemory,
+    KeptState,
     Rows,
     ScheduledBatch,
+    StateCache,
     StepOutput,
     TokenLogprobs,
     WindowCache,
@@ -160,7 +160,7 @@ class MockRunner:
         copy_seed: int = 0,
         *,
         num_drafts: int = 0,
-        states: Sequence[State] = (),
+        states: Sequence[StateCache] = (),
     ) -> None:
         self.num_kvcache_blocks = num_blocks
         self.num_drafts = num_drafts
@@ -179,8 +179,8 @@ class MockRunner:
         self.block_size = block_size
         self.pipeline_depth = pipeline_depth
         self.windows: list[int | None] = windows or [None]
-        # Blocks that hold two numbers of state each.
-        self.states: list[CacheKind] = [cache_kind(state, block_bytes=16) for state in states]
+        # Each block of a state holds a hash of the tokens so far.
+        self.states: list[CacheKind] = list(states)
         self.cache_kinds = [*window_kinds(*self.windows), *self.states]
         # Numbers that every token follows from.
         self.weights: list[int] = []
@@ -246,7 +246,7 @@ class MockRunner:
         for chunk in batch.chunks:
             # Its first token sees what was stored before.
             self._context(chunk.slot, chunk.start + 1)
-            self._advance(chunk.slot, chunk.start, chunk.token_ids)
+            self._advance(chunk.slot, chunk.start, chunk.token_ids, chunk.kept_states)
             self.num_computed[chunk.slot] = chunk.start + len(chunk.token_ids)
             if chunk.samples:
                 self.prefilling.discard(chunk.slot)
@@ -261,6 +261,8 @@ class MockRunner:
                 for table in self.tables[slot][len(self.windows) :]:
                     for block in table:
                         self.cache[block] = [EMPTY] * self.block_size
+            for block in [block for chunk in batch.chunks for kept in chunk.kept_states for block in kept.block_ids]:
+                self.cache[block] = [EMPTY] * self.block_size
             for transfer in transfers:
                 self.cache[transfer.destination] = [EMPTY] * self.block_size
             for chunk in batch.chunks:
@@ -392,14 +394,18 @@ class MockRunner:
         assert all(longest[len(longest) - len(tokens) :] == tokens for tokens in seen)
         return [token for tokens in seen for token in tokens]
 
-    def _advance(self, slot: int, start: int, token_ids: Sequence[int]) -> None:
-        """Read the states of a slot, unless it begins, and overwrite them."""
+    def _advance(self, slot: int, start: int, token_ids: Sequence[int], kept_states: Sequence[KeptState] = ()) -> None:
+        """Read the states of a slot, unless it begins, and overwrite them; keep some on the way."""
+        kept = {state.num_tokens: iter(state.block_ids) for state in kept_states}
         for group, table in enumerate(self.tables[slot][len(self.windows) :]):
             for part, block in enumerate(table):
                 state = 0
                 if start:
                     *kind, state = self.cache[block]
                     assert kind == [group, part, start], f"{kind} of {block}, not {[group, part, start]}"
+                for end, others in kept.items():
+                    assert start < end < start + len(token_ids)
+                    self.cache[next(others)] = group, part, end, state_after(state, token_ids[: end - start], part)
                 self.cache[block] = group, part, start + len(token_ids), state_after(state, token_ids, part)
 
     def _states(self, slot: int) -> list[int]:
@@ -427,7 +433,7 @@ def make_engine(
     num_host_slots: int = 0,
     copy_seed: int = 0,
     num_drafts: int = 0,
-    states: Sequence[State] = (),
+    states: Sequence[StateCache] = (),
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -483,8 +489,11 @@ def check_engine(engine: LLMEngine) -> None:
     order = [seq.sort_key for seq in running]
     assert order == sorted(order)
     last = {seq.sort_key[0]: seq.sort_key for seq in running}
-    # A request of a higher priority may come at any time; of equal ones, the earlier ones run.
-    assert all(seq.sort_key > last.get(seq.sort_key[0], (seq.sort_key[0], -1)) for seq in waiting)
+    # A request of a higher priority may come at any time; of equal ones, the earlier ones run, but for those that wait
+    # for a state.
+    assert engine.block_manager.has_states or all(
+        seq.sort_key > last.get(seq.sort_key[0], (seq.sort_key[0], -1)) for seq in waiting
+    )
     assert engine.scheduler.waiting.first() is min(waiting, key=lambda seq: seq.sort_key, default=None)
     manager = engine.block_manager
     for seq in waiting:

@@ -172,12 +172,15 @@ def closure(*names: str) -> dict[str, int]:
 
 CORE = ("models.decoder", "attention.sdpa", "sampling.sampler")
 LIMITS = {
-    "lines": 38_100,
-    "files": 192,
-    "loaded by `import nanovllm.llm`": 9_700,
-    "the core with all that it imports": 7_600,
+    "lines": 39_900,
+    "files": 201,
+    "loaded by `import nanovllm.llm`": 9_950,
+    "the core with all that it imports": 8_000,
 }
-"""Lines but for the number of files. A change that raises one lowers it again, or says here why not."""
+"""Lines but for the number of files. A change that raises one lowers it again, or says here why not.
+
+Models with states took 1,700 lines and nine files: three families, their kernels, and states in blocks of the cache.
+"""
 
 
 def test_the_house_does_not_grow() -> None:

@@ -33,7 +33,10 @@ def num_blocks(
 ) -> int:
     """The blocks of a cache on the CPU."""
     config = Config("none", device="cpu", **settings)
-    sizes = {"free_before": 0, "num_groups": num_groups, "block_bytes": block_bytes, "most_blocks": most_blocks}
+    sizes = {
+        "free_before": 0, "num_groups": num_groups, "num_state_blocks": 0, "block_bytes": block_bytes,
+        "most_blocks": most_blocks,
+    }  # fmt: skip
     return memory.num_cache_blocks(config, CPU, communicator, **sizes, run_step=lambda: None, extra_bytes=0)
 
 

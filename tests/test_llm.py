@@ -312,7 +312,7 @@ def test_numpy_numbers_are_numbers(llm: LLM) -> None:
         ({"kvcache_block_size": 24}, "multiple of 16, not 24"),
         ({"kvcache_block_size": 0}, "kvcache_block_size must be >= 16, not 0"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is over the model's 2 KV heads"),
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size=5 is over the model's 4 heads"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be >= 1, not 0"),
         ({"tensor_parallel_size": -2}, "tensor_parallel_size must be >= 1, not -2"),
         ({"tensor_parallel_size": 2.0}, "tensor_parallel_size must be an integer"),

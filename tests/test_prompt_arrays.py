@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.runner.batch import PromptArrays, make_prompt_arrays
-from nanovllm.runner.messages import Chunk
+from nanovllm.runner.batch import PromptArrays, StateSizes, make_prompt_arrays
+from nanovllm.runner.messages import Chunk, KeptState
 
+NO_STATES = StateSizes(0, 16)
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
 
 
@@ -35,7 +36,7 @@ def test_tiles_and_sample_tiles(padding: int, samples: list[bool]) -> None:
     ]
     num_tokens, num_chunks = sum(LENS) + 50 * padding, len(chunks) + padding
     state = np.zeros((len(chunks) + 1, 1, 64), dtype=np.int32)
-    arrays = make_prompt_arrays(chunks, num_tokens, num_chunks, state, len(chunks), 16)
+    arrays = make_prompt_arrays(chunks, num_tokens, num_chunks, state, len(chunks), 16, NO_STATES)
     assert sum(map(len, arrays)) == PromptArrays.total_size(num_tokens, num_chunks, 1)
     tiled = rows_of(arrays.tiles, arrays.cu_seqlens_q)
     assert sorted(row for rows in tiled for row in rows) == list(range(sum(LENS)))
@@ -74,18 +75,42 @@ def test_every_field_by_hand(padded: bool) -> None:
         # As many tiles as such sizes can ever take; those whose first query has the longest context come first.
         "tiles": [2, 1, 0, 2, *pad(-1), 1, 0, 0, 0, *pad(0)],
         "sample_tiles": [1, 2, -1, *pad(-1), 0, 1, 0, *pad(0)],
+        "state_tiles": [],
+        "state_chunks": [],
+        "kept_states": [],
     }
-    arrays = make_prompt_arrays(chunks, total + 2 * padded, 3 + padded, state, 5, 16)
+    arrays = make_prompt_arrays(chunks, total + 2 * padded, 3 + padded, state, 5, 16, NO_STATES)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == want
     assert all(array.dtype == np.int32 for array in arrays)
 
 
 def test_padding_alone_and_nothing_at_all() -> None:
     state = np.zeros((3, 1, 2), dtype=np.int32)
-    arrays = make_prompt_arrays([], 4, 2, state, 2, 16)
+    arrays = make_prompt_arrays([], 4, 2, state, 2, 16, NO_STATES)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
         "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "slots": [2, 2], "seq_lens": [1, 1],
         "cu_seqlens_q": [0, 0, 0], "sample_indices": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
-        "sample_tiles": [-1, -1, 0, 0],
+        "sample_tiles": [-1, -1, 0, 0], "state_tiles": [], "state_chunks": [], "kept_states": [],
     }  # fmt: skip
-    assert all(array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16))
+    assert all(
+        array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16, NO_STATES)
+    )
+
+
+def test_states_are_kept_at_ends_of_tiles() -> None:
+    """A chunk of 150 tokens from position 10 that keeps states after 64 and 128 tokens, and a first chunk."""
+    kept = [KeptState(64, [5, 6]), KeptState(128, [7, 8])]
+    chunks = [
+        Chunk(1, 10, array("i", [1] * 150), True, False, kept_states=kept),
+        Chunk(0, 0, array("i", [2] * 3), True, True),
+    ]
+    sizes = StateSizes(num_blocks=2, block_size=64)
+    found = sizes.arrays(chunks, 160, 3)
+    tiles = found["state_tiles"].reshape(-1, 4).tolist()
+    # First token, tokens, chunk, and the row of the tables that is written: the chunks' own come first.
+    assert tiles[:5] == [[0, 54, 0, 3], [54, 64, 0, 4], [118, 32, 0, 0], [150, 3, 1, 1], [0, 0, 0, -1]]
+    assert all(tile == [0, 0, 0, -1] for tile in tiles[5:])
+    # First token, position, the row that is read, first tile, and tiles.
+    assert found["state_chunks"].reshape(-1, 5).tolist() == [[0, 10, 0, 0, 3], [150, 0, -1, 3, 1], [0, 0, -1, 0, 0]]
+    assert found["kept_states"].tolist() == [5, 6, 7, 8, *[0] * 6]
+    assert sum(map(len, found.values())) == sizes.total_size(160, 3)

@@ -224,6 +224,18 @@ def test_seven_ranks_by_hand() -> None:
     assert parts[6].vocab.present == slice(130560, 151936)
 
 
+@pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(16, 2, 4), (16, 2, 8), (6, 1, 4), (12, 3, 7)])
+def test_ranks_share_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> None:
+    parts = shares_of(size, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    assert [part.kv_heads.size for part in parts] == [1] * size
+    # Each query head is somewhere, beside its KV head.
+    found = [(head, part.kv_heads.start) for part in parts for head in range(part.heads.start, part.heads.stop)]
+    group = num_heads // num_kv_heads
+    assert found == [(head, head // group) for head in range(num_heads)]
+    sizes = [part.heads.size for part in parts]
+    assert min(sizes) >= 1 and (max(sizes) == min(sizes) or num_heads % size)
+
+
 def test_a_vocabulary_of_few_leaves_ranks_with_padding_alone() -> None:
     parts = shares_of(3, vocab_size=65)
     assert [part.vocab.num_present for part in parts] == [64, 1, 0]
@@ -243,8 +255,10 @@ def test_a_share_is_whole_if_it_is_everything_and_no_more() -> None:
 
 
 def test_more_ranks_than_the_model_has_parts() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size=33 is over the model's 32 heads"):
+        shares_of(33)
     with pytest.raises(ValueError, match="tensor_parallel_size=9 is over the model's 8 KV heads"):
-        shares_of(9)
+        shares_of(9, architecture=MODELS["Olmo2ForCausalLM"])
     with pytest.raises(ValueError, match="tensor_parallel_size=3 is too large for intermediate_size=40"):
         shares_of(3, intermediate_size=40)
 

@@ -194,7 +194,7 @@ def test_ranks_take_gpus_one_after_the_other(monkeypatch: pytest.MonkeyPatch) ->
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be >= 1, not 0"),
         ({"tensor_parallel_size": -1}, "tensor_parallel_size must be >= 1, not -1"),
-        ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 is over the model's 2 KV heads"),
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size=5 is over the model's 4 heads"),
         ({"tensor_parallel_size": 2, "device": "cuda:99"}, "device='cuda:99' with tensor_parallel_size=2, but"),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+_ALIGNMENT = 64
+"""Bytes: of the tensors in a state."""
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,36 @@ class State:
 
     Attributes:
         tensors: their shapes and dtypes, by name.
-        checkpoint: a state is kept at every block end whose number is a multiple of this.
     """
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    checkpoint: int
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one sequence's state."""
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tensors.values())
+
+@dataclass(frozen=True)
+class StateLayout:
+    """Where the tensors of all layers lie in one sequence's state.
+
+    Attributes:
+        places: for each layer, where its tensors begin, in elements of their dtypes, by name.
+        num_bytes: bytes of a state.
+    """
+
+    places: tuple[Mapping[str, int], ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[State]) -> StateLayout:
+        """Lay out the tensors of layers; the widest elements come first, so that all are aligned."""
+        tensors = [(i, name, *tensor) for i, spec in enumerate(specs) for name, tensor in spec.tensors.items()]
+        places: list[dict[str, int]] = [{} for _ in specs]
+        end = 0
+        for i, name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[3].itemsize):
+            places[i][name] = end // dtype.itemsize
+            end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        return cls(tuple(places), end)
+
+
+NO_STATES = StateLayout((), 0)
 
 
 CacheSpec = Paged | State

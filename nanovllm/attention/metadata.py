@@ -13,6 +13,16 @@ from typing import Any
 
 import torch
 
+from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+
+
+@dataclass(frozen=True)
+class StateMetadata:
+    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens."""
+
+    rows: StateRows
+    tiles: StateTiles
+
 
 @dataclass
 class StepMetadata:
@@ -33,6 +43,7 @@ class StepMetadata:
         query_lens_host: tokens of each chunk, on the host; likewise.
         variant: what `AttentionBackend.plan_host` returned.
         plan: set by `AttentionBackend.plan`.
+        states: None if no layer keeps any.
     """
 
     num_decodes: int
@@ -46,6 +57,7 @@ class StepMetadata:
     query_lens_host: list[int] = field(default_factory=list)
     variant: Hashable = None
     plan: Any = None
+    states: StateMetadata | None = None
 
     def for_samples(self) -> StepMetadata:
         """Return a copy whose query tiles are only those with a sampled row; other chunk rows become undefined.

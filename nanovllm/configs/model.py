@@ -33,6 +33,11 @@ class Architecture:
             without it from `max_window_layers` on.
         ropes: layers that rotate: all, or the layers in `no_rope_layers`.
         scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or only those without a window.
+        gates_attention: whether queries come with a gate of attention's output.
+        norm_offset: added to stored weights of norms, which are then kept in float32.
+        delta_net: order in which projections of gated delta nets are stored: one after the other ("parts"), or key head
+            by key head ("heads"); None: no gated delta nets, and rotary embeddings of whole heads.
+        is_wrapper: whether config and weights are the text half of a larger model, which is all that is loaded.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
 
@@ -44,7 +49,19 @@ class Architecture:
     windows: Literal["all", "none", "some"] = "some"
     ropes: Literal["all", "some"] = "all"
     scaled_ropes: Literal["all", "full_attention"] = "all"
+    gates_attention: bool = False
+    norm_offset: float = 0.0
+    delta_net: Literal["parts", "heads"] | None = None
+    is_wrapper: bool = False
     model: str = "decoder.DecoderForCausalLM"
+
+
+def _hybrid(name: str, has_experts: bool, is_wrapper: bool, delta_net: Literal["parts", "heads"]) -> Architecture:
+    """Return a family with gated delta nets, and gated attention in every fourth layer."""
+    return Architecture(
+        name, qk_norm="heads", has_experts=has_experts, gates_attention=True, norm_offset=1.0, delta_net=delta_net,
+        is_wrapper=is_wrapper, model="hybrid.HybridForCausalLM",
+    )  # fmt: skip
 
 
 _ROWS = (
@@ -62,6 +79,11 @@ _ROWS = (
     Architecture("Olmo3ForCausalLM", qk_norm="projections", norms="after", scaled_ropes="full_attention"),
     Architecture("Qwen3MoeForCausalLM", qk_norm="heads", has_experts=True, windows="all"),
     Architecture("MixtralForCausalLM", has_experts=True, windows="all"),
+    _hybrid("Qwen3NextForCausalLM", has_experts=True, is_wrapper=False, delta_net="heads"),
+    _hybrid("Qwen3_5ForCausalLM", has_experts=False, is_wrapper=False, delta_net="parts"),
+    _hybrid("Qwen3_5ForConditionalGeneration", has_experts=False, is_wrapper=True, delta_net="parts"),
+    _hybrid("Qwen3_5MoeForCausalLM", has_experts=True, is_wrapper=False, delta_net="parts"),
+    _hybrid("Qwen3_5MoeForConditionalGeneration", has_experts=True, is_wrapper=True, delta_net="parts"),
 )
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
@@ -71,9 +93,10 @@ _LEAST_TRANSFORMERS = (4, 56)
 _MAX_POSITION = 2**20
 """Default for configs without a limit."""
 _MAX_HEAD_DIM = 512
+_DELTA_NET_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
 
@@ -86,11 +109,13 @@ class LayerConfig:
         window: tokens that a query sees, its own included; None for all.
         rope: the rotation of queries and keys; None for no rotation.
         has_experts: whether the MLP is a mixture of experts.
+        is_linear: whether it has a gated delta net, and so a state, instead of attention.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
     has_experts: bool = False
+    is_linear: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +123,9 @@ class ModelConfig:
     """The hyperparameters of a decoder.
 
     Attributes:
+        intermediate_size: of MLPs; 0 for a model of mixtures alone whose config has none.
         experts: None for a model without experts.
+        delta_net: None for a model without gated delta nets.
         quantization: None if all weights are stored in the dtype of the activations.
         max_position: in tokens.
         has_head: whether logits can be computed; a model without an LM head only makes embeddings.
@@ -121,6 +148,7 @@ class ModelConfig:
     dtype: str
     eos_token_ids: frozenset[int]
     experts: ExpertsConfig | None = None
+    delta_net: DeltaNetConfig | None = None
     quantization: QuantizationConfig | None = None
     has_head: bool = True
     hf: Any = None
@@ -160,7 +188,7 @@ class ModelConfig:
         generation = os.path.join(path, "generation_config.json")
         eos_token_ids = _as_ids(read_json(generation).get("eos_token_id")) if os.path.isfile(generation) else []
         # Reject unsupported values here, since "auto" leaves non-native models to transformers.
-        QuantizationConfig.from_hf(hf)
+        _quantization(hf)
         if model_impl == "native" or (model_impl == "auto" and _is_native(hf)):
             return cls.from_hf(hf, eos_token_ids)
         if not trust_remote_code and transformers_class(hf) is None:
@@ -170,25 +198,33 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
         """Convert a transformers config; `eos_token_ids` are added to its own."""
-        architecture = _architecture(hf)
+        architecture, whole = _architecture(hf), hf
+        if architecture.is_wrapper:
+            hf = whole.get_text_config()
         _check_supported(hf, architecture)
+        layers = _layers(hf, architecture)
+        has_mlp = not all(layer.has_experts for layer in layers)
+        size = check_int("intermediate_size", getattr(hf, "intermediate_size", None if has_mlp else 0), int(has_mlp))
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
-            intermediate_size=hf.intermediate_size,
-            layers=_layers(hf, architecture),
+            intermediate_size=size,
+            layers=layers,
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
             rms_norm_eps=hf.rms_norm_eps,
-            tie_word_embeddings=bool(hf.tie_word_embeddings),
+            tie_word_embeddings=bool(whole.tie_word_embeddings),
             max_position=yarn_length(hf, hf.max_position_embeddings),
             initializer_range=hf.initializer_range,
-            dtype=_dtype(hf),
-            eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(getattr(hf, "eos_token_id", None))),
+            dtype=_dtype(hf, whole),
+            eos_token_ids=frozenset(eos_token_ids).union(
+                *(_as_ids(getattr(config, "eos_token_id", None)) for config in (hf, whole))
+            ),
             experts=ExpertsConfig.from_hf(hf) if architecture.has_experts else None,
-            quantization=QuantizationConfig.from_hf(hf),
+            delta_net=DeltaNetConfig.from_hf(hf) if architecture.delta_net is not None else None,
+            quantization=_quantization(whole),
         )
 
     def with_expert_parallel(self) -> ModelConfig:
@@ -303,6 +339,11 @@ def _is_native(hf: Any) -> bool:
     return True
 
 
+def _quantization(hf: Any) -> QuantizationConfig | None:
+    """Return how a checkpoint is quantised, as its config says, or the text half of that."""
+    return QuantizationConfig.from_hf(hf) or QuantizationConfig.from_hf(hf.get_text_config())
+
+
 def _architecture(hf: Any) -> Architecture:
     name = (getattr(hf, "architectures", None) or [type(hf).__name__.replace("Config", "ForCausalLM")])[0]
     # Decoders without a head are published under the name of the trunk; early Llamas have another spelling.
@@ -319,12 +360,13 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
     if hf.num_attention_heads % hf.num_key_value_heads:
         heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
+    kinds = {"full_attention", "linear_attention" if architecture.delta_net is not None else "sliding_attention"}
     unsupported = {
         "hidden_act": hf.hidden_act != "silu" and hf.hidden_act,
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
-        "layer_types": set(getattr(hf, "layer_types", None) or []) - {"full_attention", "sliding_attention"},
+        "layer_types": set(getattr(hf, "layer_types", None) or []) - kinds,
     }
     for name, value in unsupported.items():
         if value:
@@ -366,10 +408,19 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={rotating!r:.80} do not have {count} entries")
     if "sliding_attention" in kinds:
         check_int("sliding_window", window, 1)
-    ropes = {kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None) for kind in set(kinds)}
+    may_be_partial = architecture.delta_net is not None
+    ropes = {
+        kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, may_be_partial)
+        for kind in set(kinds) - {"linear_attention"}
+    }
     experts = [architecture.has_experts and is_sparse(hf, i) for i in range(count)]
     return tuple(
-        LayerConfig(window if kind == "sliding_attention" else None, ropes[kind] if rotates else None, has_experts)
+        LayerConfig(
+            window if kind == "sliding_attention" else None,
+            ropes.get(kind) if rotates else None,
+            has_experts,
+            kind == "linear_attention",
+        )
         for kind, rotates, has_experts in zip(kinds, rotating, experts, strict=True)
     )
 
@@ -390,6 +441,7 @@ class ExpertsConfig:
         intermediate_size: of one expert.
         renormalize: whether the probabilities of a token's experts are divided by their sum.
         is_parallel: whether ranks hold whole experts, instead of a slice of every one.
+        shared_size: of the expert that computes every token, scaled by a gate of its own; 0: there is none.
     """
 
     num_experts: int
@@ -397,6 +449,7 @@ class ExpertsConfig:
     intermediate_size: int
     renormalize: bool
     is_parallel: bool = False
+    shared_size: int = 0
 
     @classmethod
     def from_hf(cls, hf: Any) -> ExpertsConfig:
@@ -409,14 +462,58 @@ class ExpertsConfig:
         if num_experts == 0:
             # transformers' code of some families treats that as a model without mixtures.
             raise UnsupportedError("num_experts=0 is not supported")
-        size = getattr(hf, "moe_intermediate_size", hf.intermediate_size)
+        size = getattr(hf, "moe_intermediate_size", None) or getattr(hf, "intermediate_size", None)
+        shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
         return cls(
             num_experts=num_experts,
             top_k=check_int("num_experts_per_tok", hf.num_experts_per_tok, 1, num_experts),
             intermediate_size=check_int("moe_intermediate_size", size, 1),
             # By default the softmax is over the selected experts.
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
+            shared_size=check_int("shared_expert_intermediate_size", shared, 0),
         )
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Sizes of a gated delta net (Yang et al. 2024, arXiv:2412.06464).
+
+    Attributes:
+        num_key_heads, num_value_heads: heads of queries and keys, and of values; each of the first serves a group of
+            consecutive ones of the second.
+        key_size, value_size: elements of a head.
+        conv_width: tokens that a filter of the convolution sees.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_width: int
+
+    @property
+    def group(self) -> int:
+        """Value heads of a key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> DeltaNetConfig:
+        """Convert a transformers config.
+
+        Raises:
+            ValueError: a size is missing, or not supported.
+        """
+        names = (
+            "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+            "linear_conv_kernel_dim",
+        )  # fmt: skip
+        key_heads, value_heads, *sizes, width = (check_int(name, getattr(hf, name, None), 1) for name in names)
+        if value_heads % key_heads:
+            raise ValueError(f"linear_num_value_heads={value_heads} is no multiple of linear_num_key_heads={key_heads}")
+        for name, size in zip(names[2:], sizes, strict=False):
+            if size not in _DELTA_NET_SIZES:
+                raise UnsupportedError(f"{name}={size} is not supported: only {_DELTA_NET_SIZES}")
+        return cls(key_heads, value_heads, sizes[0], sizes[1], width)
 
 
 def is_sparse(hf: Any, layer: int) -> bool:

@@ -25,6 +25,11 @@ _COMPRESSED_KEYS = {
 }  # fmt: skip
 _OTHER_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Modules with other names in Mixtral's checkpoints, as `DecoderForCausalLM` reads them: name here -> name there."""
+_DELTA_NET_PARTS: dict[str, dict[str, str]] = {
+    "in_proj_qkvz": {"q": "in_proj_qkv", "k": "in_proj_qkv", "v": "in_proj_qkv", "z": "in_proj_z"},
+    "in_proj_ba": {"b": "in_proj_b", "a": "in_proj_a"},
+}
+"""Projections of gated delta nets: module here -> part of its weight -> name there, if it is another."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,10 @@ class QuantizationConfig:
         Raises:
             ValueError: this differs between the parts.
         """
-        parent = name.rpartition(".")[0]
-        names = [name if part is None else f"{parent}.{part}_proj" for part in parts]
+        parent, _, module = name.rpartition(".")
+        known = _DELTA_NET_PARTS.get(module)
+        stored = (f"{part}_proj" if known is None else known.get(part, module) for part in parts if part is not None)
+        names = [f"{parent}.{one}" for one in stored] or [name]
         ignored = [one for one in names if self._is_named(one)]
         if self._is_named(name) or len(ignored) == len(names):
             return True
@@ -93,9 +100,10 @@ class QuantizationConfig:
         return False
 
     def _is_named(self, name: str) -> bool:
-        """Return whether an entry names a layer as here, or as in Mixtral's checkpoints."""
+        """Return whether an entry names a layer as here, or as in checkpoints of Mixtral or of a model with towers."""
         other = ".".join(_OTHER_NAMES.get(module, module) for module in name.split("."))
-        return any(_has_name(entry, one) for entry in self.ignored for one in (name, other))
+        wrapped = name.replace("model.", "model.language_model.", 1)
+        return any(_has_name(entry, one) for entry in self.ignored for one in (name, other, wrapped))
 
 
 def _has_name(entry: str, name: str) -> bool:

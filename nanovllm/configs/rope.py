@@ -45,18 +45,24 @@ _SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding: its base, and its scaling for longer contexts."""
+    """The rotary embedding: its base, its scaling for longer contexts, and the share of a head that it rotates."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | YarnScaling | None = None
+    share: float = 1.0
+
+    def size(self, head_dim: int) -> int:
+        """Return how many of a head's elements are rotated, the first ones."""
+        return int(head_dim * self.share)
 
 
-def read_rope(hf: Any, layer_type: str | None = None) -> RopeConfig:
+def read_rope(hf: Any, layer_type: str | None = None, may_be_partial: bool = False) -> RopeConfig:
     """Convert the rotary embedding of a transformers config.
 
     Args:
         hf: the config.
         layer_type: by transformers' names, for a model that scales only its full-attention layers; else None.
+        may_be_partial: whether a part of each head may be rotated.
 
     Raises:
         UnsupportedError: a type or a parameter that is not supported.
@@ -73,12 +79,15 @@ def read_rope(hf: Any, layer_type: str | None = None) -> RopeConfig:
         raise UnsupportedError(f"rope_parameters={values!r} that differ between layers are not supported")
     theta = values.pop("rope_theta", None) or getattr(hf, "rope_theta", 10000.0)
     share = values.pop("partial_rotary_factor", None) or getattr(hf, "partial_rotary_factor", None) or 1.0
-    if share != 1.0:
+    if share != 1.0 and not may_be_partial:
         raise UnsupportedError(f"partial_rotary_factor={share} is not supported: whole heads are rotated")
+    if may_be_partial:
+        # Positions of text are the same in all sections.
+        values = {key: value for key, value in values.items() if key not in ("mrope_section", "mrope_interleaved")}
     kind = values.pop("rope_type", None) or values.get("type", "default")
     values.pop("type", None)
     if kind == "default":
-        return RopeConfig(theta)
+        return RopeConfig(theta, share=share)
     if kind not in _SCALINGS:
         raise UnsupportedError(f"rope_type {kind!r} is not supported: only default, {', '.join(_SCALINGS)}")
     values = {key: value for key, value in values.items() if value is not None}
@@ -90,7 +99,7 @@ def read_rope(hf: Any, layer_type: str | None = None) -> RopeConfig:
     missing = [name for name, item in known.items() if item.default is MISSING and name not in values]
     if missing:
         raise ValueError(f"{kind} needs a {', '.join(missing)}; rope parameters are {values}")
-    return RopeConfig(theta, _SCALINGS[kind](**values))
+    return RopeConfig(theta, _SCALINGS[kind](**values), share)
 
 
 def yarn_length(hf: Any, max_position: int) -> int:

@@ -26,10 +26,10 @@ import numpy as np
 
 from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy, make_policy
 from nanovllm.engine.host_cache import HostCache
-from nanovllm.engine.prefix_cache import Block, BlockKey, BlockTable, PrefixCache
+from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey, BlockTable, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
-from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, NewBlock
+from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, KeptState, NewBlock
 
 
 @dataclass(frozen=True)
@@ -96,17 +96,20 @@ class BlockManager:
         self._num_gained = 0
         self.host = host
         self._num_clean_blocks = num_clean_blocks
-        # What the step being planned loads, by destination; the copies of states that it makes; the states it computes.
+        # What the step being planned loads, by destination; the copies of states that it makes; the states that it
+        # computes, and the blocks of the ones that it keeps.
         self._loads: dict[int, BlockTransfer] = {}
         self._num_loading = 0
         self._copies: list[BlockTransfer] = []
         self._coming_states: set[BlockKey] = set()
+        self._kept_blocks: list[int] = []
         # Of steps without a result yet, oldest step first.
         self._unconfirmed: deque[_Unconfirmed] = deque()
         self.policies = [make_policy(kind, block_size, max_chunk) for kind in kinds]
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
         self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
         self.has_states = bool(self._states)
+        self._num_state_blocks = sum(policy.num_blocks for policy in self._states.values())
         # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
         self._num_growing = len(kinds) - len(self._states)
         assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
@@ -138,6 +141,8 @@ class BlockManager:
         # Another output of the request may already hold the prompt.
         source = seq.fork_source
         if source is not None and self._can_fork(source, seq):
+            if len(self._free) < self._num_state_blocks:
+                return False
             self._fork(source, seq)
             return True
         if self._num_gained < seq.fits_from:
@@ -158,7 +163,9 @@ class BlockManager:
     def num_missing_blocks(self, seq: Sequence) -> int:
         """Return how many more blocks must be free before `allocate` succeeds; at most 0 if it does now."""
         source = seq.fork_source
-        return 0 if source is not None and self._can_fork(source, seq) else self._fit(seq).num_missing
+        if source is not None and self._can_fork(source, seq):
+            return self._num_state_blocks - len(self._free)
+        return self._fit(seq).num_missing
 
     def _fit(self, seq: Sequence) -> _Fit:
         matched = self._match_prefix(seq)
@@ -166,7 +173,7 @@ class BlockManager:
         num_computed = min(num_matched * self.block_size, seq.num_tokens - 1)
         needed = self._needed(num_computed, seq.num_tokens)
         num_missing = sum([blocks.stop - num_matched for blocks in needed[: self._num_growing]]) - len(self._free)
-        num_missing += sum(policy.num_blocks for policy in self._states.values())
+        num_missing += self._num_state_blocks
         found: list[list[Block]] = []
         if num_matched:
             found = [list(filter(None, some[blocks.start :])) for some, blocks in zip(matched, needed, strict=False)]
@@ -202,12 +209,14 @@ class BlockManager:
         seq.num_resets = self._cache.num_resets
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
         matched: list[list[Block | None]] = []
+        seq.num_branch_blocks = 0
         if not most:
             return [[]] * self._num_growing
         for group in range(self._num_growing):
             root = self._cache.root(seq.num_resets, group)
             matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most))
             most = len(matched[-1])
+        seq.num_branch_blocks = most
         length, longer = most, -1
         while length != longer and self._has_gaps:
             longer = length
@@ -218,14 +227,19 @@ class BlockManager:
 
     def _has_states(self, block: Block) -> bool:
         """Whether the states at the end of a block (in the first group) are cached."""
-        keys = self._state_keys(block.identity)
-        return all(key in self._cache.blocks and key not in self._coming_states for key in keys)
+        return self._are_cached(self._state_keys(block.identity))
 
-    def _state_keys(self, parent: int) -> Iterator[BlockKey]:
-        """Yield the keys of the states at the end of the block with identity `parent`, in the order of tables."""
-        for group, policy in self._states.items():
-            for i in range(policy.num_blocks):
-                yield _state_key(parent, group, i)
+    def _are_cached(self, keys: list[BlockKey]) -> bool:
+        """Whether states are cached; at least one key. The ones that the planned step computes are not yet."""
+        return bool(keys) and all(key in self._cache.blocks and key not in self._coming_states for key in keys)
+
+    def _state_keys(self, parent: int, tokens: bytes = b"") -> list[BlockKey]:
+        """Return the keys of the states after the block with identity `parent`, and tokens that follow it.
+
+        They are in the order of the blocks in the tables.
+        """
+        numbers = [(group, i) for group, policy in self._states.items() for i in range(policy.num_blocks)]
+        return [(parent, tokens, b"state %d %d" % number) for number in numbers]
 
     def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
         """Give a sequence the blocks found for each group, and free ones for the rest that it needs."""
@@ -233,13 +247,7 @@ class BlockManager:
             self._free.pop(block.block_id, None)
             block.ref_count += 1
             block.num_hits += 1
-        sources: list[Block] = []
-        if self._states and fit.found:
-            sources = [self._cache.blocks[key] for key in self._state_keys(fit.found[0][-1].identity)]
-            for block in sources:
-                block.num_hits += 1
-                if block.ref_count == 0:
-                    self._free.move_to_end(block.block_id)
+        sources = self._use_states(self._state_keys(fit.found[0][-1].identity)) if fit.found else []
         seq.block_tables.clear()
         for group, needed in enumerate(fit.needed):
             block_ids, identity = [0] * needed.start, self._cache.root(seq.num_resets, group)
@@ -248,6 +256,21 @@ class BlockManager:
                 identity = fit.found[group][-1].identity
             block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
+        self._copy_states(seq, sources)
+
+    def _use_states(self, keys: list[BlockKey]) -> list[Block]:
+        """Return the blocks of cached states that a sequence starts from, now the most recently used."""
+        blocks = [self._cache.blocks[key] for key in keys]
+        for block in blocks:
+            block.num_hits += 1
+            block.is_spent = False
+            if block.ref_count == 0:
+                self._free.move_to_end(block.block_id)
+        return blocks
+
+    def _copy_states(self, seq: Sequence, sources: list[Block]) -> None:
+        """Plan the copies of a sequence's first states from blocks of others."""
+        seq.decode_state, seq.fork_states = None, []
         own = chain.from_iterable(seq.block_tables[self._num_growing :])
         # One of these blocks may have held the state until now.
         self._copies += [
@@ -262,8 +285,8 @@ class BlockManager:
         Always true if `source` has released no blocks. Otherwise it must hold all blocks that the sequence will attend
         to, and have registered none past the prompt, where the sequence will register its own.
         """
-        if self._states:
-            # The last token of the prompt is computed again, but the state of `source` is already past it.
+        if self._states and not self._are_cached(source.fork_states):
+            # The last token of the prompt is computed again, and the state of `source` is already past it.
             return False
         num_released = [table.num_released for table in source.block_tables]
         firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
@@ -276,12 +299,17 @@ class BlockManager:
         num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
         seq.num_resets = source.num_resets
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
+        states = self._use_states(source.fork_states)
         seq.block_tables.clear()
-        for group, table in enumerate(source.block_tables):
+        for group, table in enumerate(source.block_tables[: self._num_growing]):
             identity = table.registered_identity if has_released else self._cache.root(seq.num_resets, group)
             seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released, identity))
             for block_id in seq.block_tables[group].held:
                 self.blocks[block_id].ref_count += 1
+        for policy in self._states.values():
+            block_ids = [self._take_free_block() for _ in range(policy.num_blocks)]
+            seq.block_tables.append(BlockTable(block_ids, 0, ROOT_IDENTITY))
+        self._copy_states(seq, states)
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
     def lacking_groups(self, seq: Sequence) -> list[int]:
@@ -398,7 +426,7 @@ class BlockManager:
                 self._cache.remove(block)
             self._free[block_id] = None
             # Blocks that can never be found again are reused first.
-            self._free.move_to_end(block_id, last=block.key is not None)
+            self._free.move_to_end(block_id, last=block.key is not None and not block.is_spent)
             self._num_gained += 1
             if self.host is not None and block.key is not None:
                 self.host.touch(block.key)
@@ -436,6 +464,7 @@ class BlockManager:
             # Waiting sequences may use them from the next step on.
             self._coming_states.clear()
             self._num_gained += 1
+        self._release_kept()
         copies, self._copies = self._copies, []
         if self.host is None:
             return copies
@@ -446,6 +475,13 @@ class BlockManager:
         self._unconfirmed[-1].saved += [key for key in keys if key is not None]
         return copies + self.take_loads() + saves
 
+    def _release_kept(self) -> None:
+        """Let later steps take the blocks of the states that the planned step keeps."""
+        for block_id in self._kept_blocks:
+            self.blocks[block_id].ref_count = 0
+            self._free[block_id] = None
+        self._kept_blocks.clear()
+
     def register(self, seq: Sequence) -> None:
         """Put a sequence's new full blocks into the prefix cache: values known, keys stored or planned to be.
 
@@ -455,33 +491,111 @@ class BlockManager:
         if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
             return
         for i in range(seq.num_registered_blocks, num_full):
-            tokens, extra = self._cache.block_tokens(seq.token_ids, i), b"" if i else seq.request.cache_extra
-            for table in seq.block_tables[: self._num_growing]:
-                key = table.registered_identity, tokens, extra
-                # If two sequences compute the same block, others find the first one's.
-                block = self._cache.blocks.get(key) or self._register(self.blocks[table[i]], key)
-                table.registered_identity = block.identity
-        seq.num_registered_blocks = num_full
+            self._register_block(seq, i)
         if num_full * self.block_size == seq.num_computed_tokens:
             self._register_states(seq, num_full)
 
-    def _register_states(self, seq: Sequence, num_blocks: int) -> None:
-        """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are checkpoints."""
-        parent = seq.block_tables[0].registered_identity
-        for group, policy in self._states.items():
-            if policy.is_checkpoint(num_blocks, seq.num_prompt_tokens):
-                for i, block_id in enumerate(seq.block_tables[group]):
-                    key = _state_key(parent, group, i)
-                    if key not in self._cache.blocks:
-                        self._register(self.blocks[block_id], key)
-                        self._coming_states.add(key)
+    def register_chunk(self, seq: Sequence, start: int) -> list[KeptState]:
+        """Put the blocks that a sequence's chunk fills into the prefix cache; return the states to keep within it.
 
-    def chunk_end(self, seq: Sequence, end: int) -> int:
-        """Return where a chunk up to `end` must end so that checkpoints fall on ends of chunks."""
-        if self._states and self.enable_prefix_caching:
-            for policy in self._states.values():
-                end = policy.chunk_end(seq.num_computed_tokens, end, seq.num_prompt_tokens)
-        return end
+        The chunk is the sequence's computed tokens from `start` on.
+        """
+        kept: list[KeptState] = []
+        num_blocks, num_tokens = seq.num_registered_blocks, seq.num_computed_tokens
+        while self._states and self.enable_prefix_caching and (num_blocks + 1) * self.block_size < num_tokens:
+            self._register_block(seq, num_blocks)
+            num_blocks += 1
+            # A fork registers blocks of its source again.
+            if num_blocks * self.block_size > start and self._is_checkpoint(seq, num_blocks):
+                keys = self._state_keys(seq.block_tables[0].registered_identity)
+                if block_ids := self._take_state_blocks(keys):
+                    kept.append(KeptState(num_blocks * self.block_size, block_ids))
+        last = seq.num_prompt_tokens - 1
+        if self._states and seq.siblings and start < last < num_tokens and self.enable_prefix_caching:
+            # The other outputs of the request go on from the state before the last token.
+            tokens = seq.token_ids[num_blocks * self.block_size : last].tobytes()
+            seq.fork_states = self._state_keys(seq.block_tables[0].registered_identity, tokens)
+            if block_ids := self._take_state_blocks(seq.fork_states):
+                kept.append(KeptState(last, block_ids))
+        self.register(seq)
+        return kept
+
+    def _register_block(self, seq: Sequence, index: int) -> None:
+        tokens, extra = self._cache.block_tokens(seq.token_ids, index), b"" if index else seq.request.cache_extra
+        for table in seq.block_tables[: self._num_growing]:
+            key = table.registered_identity, tokens, extra
+            # If two sequences compute the same block, others find the first one's.
+            block = self._cache.blocks.get(key) or self._register(self.blocks[table[index]], key)
+            table.registered_identity = block.identity
+        seq.num_registered_blocks = index + 1
+
+    def _is_checkpoint(self, seq: Sequence, num_blocks: int) -> bool:
+        """Whether the states of a prompt are kept after `num_blocks` blocks."""
+        return any(
+            policy.is_checkpoint(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks)
+            for policy in self._states.values()
+        )
+
+    def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
+        """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""
+        if len(self._free) < len(keys) or any(key in self._cache.blocks for key in keys):
+            return []
+        block_ids = [self._take_free_block() for _ in keys]
+        for key, block_id in zip(keys, block_ids, strict=True):
+            self._register(self.blocks[block_id], key)
+        self._coming_states.update(keys)
+        # Nothing else that this step plans may take them.
+        self._kept_blocks += block_ids
+        return block_ids
+
+    def _register_states(self, seq: Sequence, num_blocks: int) -> None:
+        """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
+
+        Of a prompt these are checkpoints. In decoding each block end replaces the one before, where there is room.
+        """
+        parent = seq.block_tables[0].registered_identity
+        if num_blocks * self.block_size >= seq.num_prompt_tokens:
+            if seq.decode_state is not None:
+                self._spend(seq.decode_state)
+            seq.decode_state = parent
+            if not self._has_room_for_states():
+                return
+        elif not self._is_checkpoint(seq, num_blocks):
+            return
+        block_ids = chain.from_iterable(seq.block_tables[self._num_growing :])
+        for key, block_id in zip(self._state_keys(parent), block_ids, strict=True):
+            if key not in self._cache.blocks:
+                self._register(self.blocks[block_id], key)
+                self._coming_states.add(key)
+
+    def _spend(self, parent: int) -> None:
+        """Evict first the states at the end of the block with identity `parent`, if they are still cached."""
+        for key in self._state_keys(parent):
+            block = self._cache.blocks.get(key)
+            if block is not None:
+                block.is_spent = True
+                if block.ref_count == 0:
+                    self._free.move_to_end(block.block_id, last=False)
+
+    def _has_room_for_states(self) -> bool:
+        """Whether states can be copied without evicting anything that is worth more."""
+        first = [self.blocks[block_id] for block_id in islice(self._free, self._num_state_blocks)]
+        return len(first) == self._num_state_blocks and all(block.key is None or block.is_spent for block in first)
+
+    def waits_for_state(self, seq: Sequence) -> bool:
+        """Whether the step being planned computes the state from which a waiting sequence could start."""
+        if not self._coming_states:
+            return False
+        source = seq.fork_source
+        if source is not None and not self._coming_states.isdisjoint(source.fork_states):
+            return True
+        num_matched = len(self._match_prefix(seq)[0])
+        branch = min(seq.num_branch_blocks, (seq.num_tokens - 1) // self.block_size)
+        if branch <= num_matched:
+            return False
+        root = self._cache.root(seq.num_resets, 0)
+        block = self._cache.match(root, seq.token_ids, seq.request.cache_extra, branch)[branch - 1]
+        return block is not None and not self._coming_states.isdisjoint(self._state_keys(block.identity))
 
     def _register(self, block: Block, key: BlockKey) -> Block:
         # A fork may share a block whose parent was evicted after it was registered.
@@ -510,6 +624,7 @@ class BlockManager:
         """Remove every block registered by a step without a result from the prefix cache; no sequence uses them any
         more.
         """
+        self._release_kept()
         for step in self._unconfirmed:
             for block_id in step.registered:
                 self._cache.remove(self.blocks[block_id])
@@ -597,8 +712,3 @@ class BlockManager:
             users=cells((block.ref_count for block in blocks), np.maximum.reduceat),
             hits=cells(block.num_hits for block in blocks),
         )
-
-
-def _state_key(parent: int, group: int, index: int) -> BlockKey:
-    """Return the key of one block of the state at the end of the block with identity `parent`."""
-    return parent, b"", b"state %d %d" % (group, index)

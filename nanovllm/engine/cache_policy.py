@@ -127,7 +127,7 @@ class WindowPolicy(CachePolicy):
 class StatePolicy(CachePolicy):
     """A sequence holds one state, of the tokens computed so far, in blocks of its own that steps overwrite.
 
-    The state at a block's end can be kept as a checkpoint: its blocks are then cached, and a sequence that continues
+    The state at a block's end can be kept as a checkpoint, in blocks that are then cached; a sequence that continues
     from it copies them.
 
     Args:
@@ -163,19 +163,17 @@ class StatePolicy(CachePolicy):
     def copied(self, table: Sequence[int], first: int, is_shared: Callable[[int], bool]) -> list[int]:
         return [index for index, block_id in enumerate(table) if is_shared(block_id)]
 
-    def is_checkpoint(self, num_blocks: int, num_prompt_tokens: int) -> bool:
-        """Whether the state after `num_blocks` blocks is kept: at regular intervals, and at a prompt's last block end.
+    def is_checkpoint(self, num_blocks: int, num_prompt_tokens: int, branch: int) -> bool:
+        """Whether the state after `num_blocks` blocks of a prompt is kept.
 
-        The last block end is the last one that leaves a token of the prompt to compute.
+        At regular intervals, at the last block end that leaves a token of the prompt to compute, and at the branch.
+
+        Args:
+            num_blocks, num_prompt_tokens: of the sequence.
+            branch: leading blocks whose keys were cached when the sequence was admitted: others may branch off there.
         """
-        return num_blocks % self._checkpoint == 0 or num_blocks == (num_prompt_tokens - 1) // self._block_size
-
-    def chunk_end(self, start: int, end: int, num_prompt_tokens: int) -> int:
-        """Return where a chunk ends so that no checkpoint lies inside it."""
-        for num_blocks in range(start // self._block_size + 1, end // self._block_size + 1):
-            if self.is_checkpoint(num_blocks, num_prompt_tokens):
-                return num_blocks * self._block_size
-        return end
+        is_last = num_blocks == (num_prompt_tokens - 1) // self._block_size
+        return num_blocks % self._checkpoint == 0 or is_last or num_blocks == branch
 
 
 def make_policy(kind: CacheKind, block_size: int, max_chunk: int) -> CachePolicy:

@@ -42,7 +42,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, make_sequences
 from nanovllm.engine.stats import BlockUsage, StatsHistory, StatsSample, StepHistograms
 from nanovllm.outputs import StepError, StepResult
-from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle
+from nanovllm.runner.messages import Runner, ScheduledBatch, StateCache, StepHandle
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
@@ -83,6 +83,8 @@ class LLMEngine(Engine):
         self._state = EngineState()
         self._holds_steps = False
         memory = runner.host_memory
+        states = [kind.num_blocks for kind in runner.cache_kinds if isinstance(kind, StateCache)]
+        num_growing = len(runner.cache_kinds) - len(states)
         self.block_manager = BlockManager(
             runner.num_kvcache_blocks,
             config.kvcache_block_size,
@@ -104,8 +106,8 @@ class LLMEngine(Engine):
         self.limits = RequestLimits(
             vocab_size,
             max_model_len,
-            # Tokens that fit in all groups of layers, before any is released.
-            num_kv_slots=runner.num_kvcache_blocks // len(runner.cache_kinds) * config.kvcache_block_size,
+            # Tokens that fit in all groups of attention layers, beside one state, before any is released.
+            num_kv_slots=(runner.num_kvcache_blocks - sum(states)) // num_growing * config.kvcache_block_size,
             max_stored_tokens=self.block_manager.max_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),
         )

@@ -25,10 +25,11 @@ ROOT_IDENTITY = 0
 class Block:
     """One page of the cache. While it is in the prefix cache, `key` and `identity` describe its content.
 
-    `num_hits` counts its prefix-cache hits, whatever its content was.
+    `num_hits` counts its prefix-cache hits, whatever its content was. `is_spent` tells that a later state has replaced
+    its content, which is then evicted first.
     """
 
-    __slots__ = ("block_id", "identity", "key", "num_hits", "ref_count")
+    __slots__ = ("block_id", "identity", "is_spent", "key", "num_hits", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -36,6 +37,7 @@ class Block:
         self.key: BlockKey | None = None
         self.identity = ROOT_IDENTITY
         self.num_hits = 0
+        self.is_spent = False
 
 
 class BlockTable(list[int]):
@@ -144,7 +146,7 @@ class PrefixCache:
 
     def add(self, block: Block, key: BlockKey, identity: int | None) -> None:
         """Make a block findable by a key; `identity` is its existing one, if blocks elsewhere refer to it."""
-        block.key = key
+        block.key, block.is_spent = key, False
         if self._evicted is not None:
             identity = self._evicted.on_registered(key)
         block.identity = next(self._identities) if identity is None else identity

@@ -27,6 +27,9 @@ from nanovllm.engine.request import StreamedToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SteadyRows, sort_key
 from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
+_MOST_PASSED_OVER = 64
+"""Waiting sequences that a step passes over at most, since each is looked up in the prefix cache."""
+
 
 @dataclass
 class StepChanges:
@@ -243,7 +246,7 @@ class Scheduler:
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
         """Move the head of the queue to the running sequences, if budget, slots, blocks and pending loads allow."""
-        seq, manager = self.waiting.first() if self._free_slots and self._budget else None, self.block_manager
+        seq, manager = self._next_waiting() if self._free_slots and self._budget else None, self.block_manager
         # A preempted sequence waits for its token in flight, which is its next input.
         if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq):
             return None
@@ -264,10 +267,18 @@ class Scheduler:
         batch.new_requests.append(seq.new_request())
         return seq
 
+    def _next_waiting(self) -> Sequence | None:
+        """Return the next waiting sequence, except one whose state another sequence computes in this step."""
+        manager = self.block_manager
+        if not manager.has_states:
+            return self.waiting.first()
+        first = islice(self.waiting.in_order(), _MOST_PASSED_OVER)
+        return next((seq for seq in first if not manager.waits_for_state(seq)), None)
+
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
         batch.new_blocks += self.block_manager.own_states(seq)
-        end = self.block_manager.chunk_end(seq, min(seq.num_tokens, start + self._budget))
+        end = min(seq.num_tokens, start + self._budget)
         if end > self.block_manager.capacity(seq):
             # With a window, it has blocks for a part of its prompt.
             batch.new_blocks += self.block_manager.extend_windows(seq)
@@ -279,10 +290,10 @@ class Scheduler:
         if scores is not None or pooling is not None:
             batch.scored_seq_ids.append((seq.seq_id, seq.num_admissions))
         token_ids, samples = seq.token_ids[start:end], end == seq.num_tokens
-        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling))
         self._budget -= end - start
         seq.num_computed_tokens = end
-        self.block_manager.register(seq)
+        kept = self.block_manager.register_chunk(seq, start)
+        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept))
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:
         """Count the token that this step samples for a sequence that has caught up."""

@@ -10,30 +10,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nanovllm.kernels._triton import device_limits
+    from nanovllm.kernels.gates import add_gated, gate_heads
     from nanovllm.kernels.linear.norm_linear import linear_into, norm_linear
     from nanovllm.kernels.linear.persistent_gemm import persistent_qkv_rope_store
     from nanovllm.kernels.linear.quantize_rows import quantize_rows
     from nanovllm.kernels.logits import LogitsEdits, cutoffs, edit_logits, own_logprobs, token_logprobs
     from nanovllm.kernels.policy import FASTEST
     from nanovllm.kernels.qkv_rope_store import NormRope, qkv_rope_store
-    from nanovllm.kernels.rms_norm import Norm, rms_norm
+    from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm
     from nanovllm.kernels.sampling import sample
 
 _FILES = {
     "_triton": ("device_limits",),
+    "gates": ("add_gated", "gate_heads"),
     "linear.norm_linear": ("linear_into", "norm_linear"),
     "linear.persistent_gemm": ("persistent_qkv_rope_store",),
     "linear.quantize_rows": ("quantize_rows",),
     "logits": ("LogitsEdits", "cutoffs", "edit_logits", "own_logprobs", "token_logprobs"),
     "policy": ("FASTEST",),
     "qkv_rope_store": ("NormRope", "qkv_rope_store"),
-    "rms_norm": ("Norm", "rms_norm"),
+    "rms_norm": ("Norm", "norm_dtype", "rms_norm"),
     "sampling": ("sample",),
 }
 __all__ = [
-    "FASTEST", "LogitsEdits", "Norm", "NormRope", "cutoffs", "device_limits", "edit_logits", "linear_into",
-    "norm_linear", "own_logprobs", "persistent_qkv_rope_store", "qkv_rope_store", "quantize_rows", "rms_norm", "sample",
-    "token_logprobs",
+    "FASTEST", "LogitsEdits", "Norm", "NormRope", "add_gated", "cutoffs", "device_limits", "edit_logits", "gate_heads",
+    "linear_into", "norm_dtype", "norm_linear", "own_logprobs", "persistent_qkv_rope_store", "qkv_rope_store",
+    "quantize_rows", "rms_norm", "sample", "token_logprobs",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -25,12 +25,15 @@ class NormRope:
     Attributes:
         norm_weights: of the query norm and of the key norm, [head_dim] each; None for no norm.
         eps: added to the mean square.
-        cos_sin: [max_position, head_dim] float32; head_dim / 2 cosines, then head_dim / 2 sines.
+        cos_sin: [max_position, rotary_dim] float32; rotary_dim / 2 cosines, then rotary_dim / 2 sines. The first
+            rotary_dim elements of a head are rotated.
+        has_gates: whether each head of queries is followed by a head of gates of attention's output (`gate_heads`).
     """
 
     norm_weights: NormWeights | None
     eps: float
     cos_sin: torch.Tensor
+    has_gates: bool = False
 
 
 @dataclass(slots=True)
@@ -102,6 +105,9 @@ def qkv_rope_store_ref(
 ) -> torch.Tensor:
     """Plain torch form of `qkv_rope_store`."""
     num_kv_heads = pages.k_cache.shape[2]
+    if rope.has_gates:
+        num_gated = qkv.shape[1] - 2 * num_kv_heads
+        qkv = torch.cat((qkv[:, :num_gated:2], qkv[:, num_gated:]), 1)
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     x = qkv[:, : num_heads + num_kv_heads].float()
     if rope.norm_weights is not None:
@@ -109,8 +115,9 @@ def qkv_rope_store_ref(
         q_weight, k_weight = rope.norm_weights
         x = x * torch.cat((q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1))).float()
     cos, sin = rope.cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-    first, second = x.chunk(2, dim=-1)
-    x = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(qkv.dtype)
+    size = rope.cos_sin.shape[1]
+    first, second = x[..., :size].chunk(2, dim=-1)
+    x = torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., size:]), dim=-1).to(qkv.dtype)
     store_kv_ref(x[:, num_heads:], qkv[:, num_heads + num_kv_heads :], pages, slot_mapping)
     return x[:, :num_heads].contiguous()
 
@@ -126,32 +133,69 @@ def quantize_kv(x, scales, mask, clipped_ptr, NATIVE: tl.constexpr):
 
 
 @jit
+def _rotation(
+    cos_sin_ptr, position, HALF: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
+):  # fmt: skip
+    """Return the pairs of a head's elements, as the first's and the second's, [PADDED] each, and their angles.
+
+    Of pairs that are not rotated the cosine is 1.
+    """
+    dims = tl.arange(0, PADDED)
+    if ROTARY == 2 * HALF:
+        # Halves that are no power of two are padded to one; for others nothing is masked.
+        is_dim = None if PADDED == HALF else dims < HALF
+        low, high = dims, HALF + dims
+        cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims, mask=is_dim)
+        sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims, mask=is_dim)
+    else:
+        turns = dims < ROTARY // 2
+        low, high = dims + tl.where(turns, 0, ROTARY // 2), dims + tl.where(turns, ROTARY // 2, HALF)
+        if ROTARY % 16 == 0:
+            low = tl.max_contiguous(tl.multiple_of(low, 8), 8)
+            high = tl.max_contiguous(tl.multiple_of(high, 8), 8)
+        cos = tl.load(cos_sin_ptr + position * ROTARY + dims, mask=turns, other=1.0)
+        sin = tl.load(cos_sin_ptr + position * ROTARY + ROTARY // 2 + dims, mask=turns, other=0.0)
+    return low, high, cos, sin
+
+
+@jit
+def _load_pairs(ptr, low, high, mask):
+    return tl.load(ptr + low, mask=mask, other=0.0), tl.load(ptr + high, mask=mask, other=0.0)
+
+
+@jit
+def _store_pairs(ptr, low, high, first, second, mask):
+    tl.store(ptr + low, first, mask=mask)
+    tl.store(ptr + high, second, mask=mask)
+
+
+@jit
 def _qkv_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, query_ptr,
     k_cache_ptr, v_cache_ptr, eps, row_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_GATES: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dims = tl.arange(0, PADDED)
-    # Halves that are no power of two are padded to one; for others nothing is masked.
     is_dim = None if PADDED == HALF else dims < HALF
     in_head = True if PADDED == HALF else dims[None, :] < HALF
     position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dims, mask=is_dim)[None, :]
-    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dims, mask=is_dim)[None, :]
+    low, high, cos, sin = _rotation(cos_sin_ptr, position, HALF, PADDED, ROTARY)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if HAS_NORM:
-        q_first, q_second = tl.load(q_weight_ptr + dims, mask=is_dim), tl.load(q_weight_ptr + HALF + dims, mask=is_dim)
-        k_first, k_second = tl.load(k_weight_ptr + dims, mask=is_dim), tl.load(k_weight_ptr + HALF + dims, mask=is_dim)
+        q_first, q_second = tl.load(q_weight_ptr + low, mask=is_dim), tl.load(q_weight_ptr + high, mask=is_dim)
+        k_first, k_second = tl.load(k_weight_ptr + low, mask=is_dim), tl.load(k_weight_ptr + high, mask=is_dim)
     wait_for_previous(PDL)
     mask = (heads < NUM_HEADS + 2 * KV_HEADS)[:, None]
     is_query = (heads < NUM_HEADS)[:, None]
-    offsets = heads[:, None] * (2 * HALF) + dims[None, :]
-    raw_first = tl.load(qkv_ptr + token * row_stride + offsets, mask=mask & in_head, other=0.0)
-    raw_second = tl.load(qkv_ptr + token * row_stride + HALF + offsets, mask=mask & in_head, other=0.0)
+    sources = heads
+    if HAS_GATES:
+        sources = tl.where(heads < NUM_HEADS, 2 * heads, heads + NUM_HEADS)
+    source = qkv_ptr + token * row_stride + sources[:, None] * (2 * HALF)
+    raw_first, raw_second = _load_pairs(source, low[None, :], high[None, :], mask & in_head)
     first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
     if HAS_NORM:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
@@ -159,12 +203,12 @@ def _qkv_rope_store_kernel(
         first *= scale * tl.where(is_query, q_first[None, :], k_first[None, :]).to(tl.float32)
         second *= scale * tl.where(is_query, q_second[None, :], k_second[None, :]).to(tl.float32)
     dtype = query_ptr.dtype.element_ty
-    rotated_first = (first * cos - second * sin).to(dtype)
-    rotated_second = (second * cos + first * sin).to(dtype)
+    rotated_first = (first * cos[None, :] - second * sin[None, :]).to(dtype)
+    rotated_second = (second * cos[None, :] + first * sin[None, :]).to(dtype)
 
-    query = query_ptr + token * (NUM_HEADS * 2 * HALF) + offsets
-    tl.store(query, rotated_first, mask=is_query & in_head)
-    tl.store(query + HALF, rotated_second, mask=is_query & in_head)
+    low, high = (heads * (2 * HALF))[:, None] + low[None, :], (heads * (2 * HALF))[:, None] + high[None, :]
+    query = query_ptr + token * (NUM_HEADS * 2 * HALF)
+    _store_pairs(query, low, high, rotated_first, rotated_second, is_query & in_head)
     if slot >= 0:
         is_value = (heads >= NUM_HEADS + KV_HEADS)[:, None]
         is_key = mask & (is_query == 0) & (is_value == 0)
@@ -178,13 +222,11 @@ def _qkv_rope_store_kernel(
             key_first = quantize_kv(new_first, scales, is_key | (mask & is_value), clipped_ptr, NATIVE)
             key_second = quantize_kv(new_second, scales, is_key | (mask & is_value), clipped_ptr, NATIVE)
             value_first, value_second = key_first, key_second
-        row = slot * (KV_HEADS * 2 * HALF) + offsets
+        row = slot * (KV_HEADS * 2 * HALF)
         key = k_cache_ptr + row - NUM_HEADS * 2 * HALF
-        tl.store(key, key_first, mask=is_key & in_head)
-        tl.store(key + HALF, key_second, mask=is_key & in_head)
+        _store_pairs(key, low, high, key_first, key_second, is_key & in_head)
         value = v_cache_ptr + row - (NUM_HEADS + KV_HEADS) * 2 * HALF
-        tl.store(value, value_first, mask=mask & is_value & in_head)
-        tl.store(value + HALF, value_second, mask=mask & is_value & in_head)
+        _store_pairs(value, low, high, value_first, value_second, mask & is_value & in_head)
 
 
 def qkv_rope_store(
@@ -195,25 +237,26 @@ def qkv_rope_store(
     All inputs but qkv must be written before the kernel queued last (see `pdl_options`). Queries are [num_tokens,
     num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
 
-    qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], query, key and value heads, rows contiguous; positions:
-    [num_tokens] int32; slot_mapping: [num_tokens] int32, KV slots, `block * block_size + offset`; -1 stores nothing.
+    qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], query, key and value heads, rows contiguous, and with
+    gates [num_tokens, 2 * num_heads + 2 * num_kv_heads, head_dim]; positions: [num_tokens] int32; slot_mapping:
+    [num_tokens] int32, KV slots, `block * block_size + offset`; -1 stores nothing.
     """
     if not uses_triton(qkv.device):
         return qkv_rope_store_ref(qkv, rope, positions, pages, slot_mapping)
     num_tokens, all_heads, head_dim = qkv.shape
     cos_sin, (k_cache, v_cache) = rope.cos_sin, pages.stored
     num_kv_heads = k_cache.shape[2]
-    num_heads = all_heads - 2 * num_kv_heads
+    num_heads = (all_heads - 2 * num_kv_heads) // (2 if rope.has_gates else 1)
     assert qkv.stride()[1:] == (head_dim, 1) and cos_sin.is_contiguous() and positions.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     q_weight, k_weight = rope.norm_weights if rope.norm_weights is not None else (cos_sin, cos_sin)
     heads = 8
-    _qkv_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
+    _qkv_rope_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, rope.eps, qkv.stride(0),
         NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, PADDED=triton.next_power_of_2(head_dim // 2),
-        HEADS=heads, HAS_NORM=rope.norm_weights is not None, num_warps=2, **pdl_options(qkv.device),
-        **pages.store_scaling,
+        HEADS=heads, ROTARY=cos_sin.shape[1], HAS_GATES=rope.has_gates, HAS_NORM=rope.norm_weights is not None,
+        num_warps=2, **pdl_options(qkv.device), **pages.store_scaling,
     )  # fmt: skip
     return query
 

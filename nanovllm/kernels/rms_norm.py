@@ -17,11 +17,18 @@ class Norm(NamedTuple):
     eps: float
 
 
+def norm_dtype(x: torch.Tensor, norm: Norm, residual: torch.Tensor | None = None) -> torch.dtype:
+    """Return the dtype of what `rms_norm` returns; the weight may be kept in float32."""
+    if x.dim() != 3:
+        return x.dtype
+    return norm.weight.dtype if residual is None else residual.dtype
+
+
 def rms_norm_ref(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch form of `rms_norm`."""
-    dtype = weight.dtype if x.dim() == 3 else x.dtype
+    dtype = norm_dtype(x, Norm(weight, eps), residual)
     branch = x.sum(0) if x.dim() == 3 else x
     total = (branch if residual is None else branch + residual).to(dtype)
     wide = total.float()
@@ -56,7 +63,7 @@ def _rms_norm_kernel(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RMSNorm(x + residual) and `x + residual`, computed in float32, in x's dtype; of parts in the weight's.
+    """Return RMSNorm(x + residual) and `x + residual`, computed in float32, in the dtype of `norm_dtype`.
 
     `x`: [num_rows, size], or the parts of a sum, [num_parts, num_rows, size], in any float; `residual`: [num_rows,
     size], or None for zero. The second result is x itself if there is nothing to add.
@@ -64,7 +71,7 @@ def rms_norm(
     if not uses_triton(x.device):
         return rms_norm_ref(x, weight, eps, residual)
     num_rows, size = x.shape[-2:]
-    parts, dtype = (len(x), weight.dtype) if x.dim() == 3 else (1, x.dtype)
+    parts, dtype = len(x) if x.dim() == 3 else 1, norm_dtype(x, Norm(weight, eps), residual)
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
     out = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     total = x if residual is None and parts == 1 else torch.empty_like(out)

@@ -65,7 +65,10 @@ class CachedAttention(nn.Module):
 
 
 class Attention(CachedAttention):
-    """Causal attention of one layer over its share of the cache; eps: of the norms of heads, if there are any."""
+    """Causal attention of one layer over its share of the cache.
+
+    eps: of the norms of heads, if there are any; has_gates: whether the queries have gates, see `NormRope`.
+    """
 
     def __init__(
         self,
@@ -75,18 +78,22 @@ class Attention(CachedAttention):
         rotary: RotaryEmbedding,
         options: AttentionOptions = PLAIN,
         scales: KVCacheScales | None = None,
+        *,
+        has_gates: bool = False,
     ) -> None:
         super().__init__(num_kv_heads, head_dim, head_dim, head_dim**-0.5, options, scales)
-        self.head_dim, self.eps, self.rotary = head_dim, eps, rotary
+        self.head_dim, self.eps, self.rotary, self.has_gates = head_dim, eps, rotary, has_gates
 
     def rope(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormRope:
         """Return what happens to heads before attention; q_norm, k_norm: of each head, None if the model has none."""
         norm_weights = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
-        return ops.NormRope(norm_weights, self.eps, self.rotary.cos_sin)
+        return ops.NormRope(norm_weights, self.eps, self.rotary.cos_sin, self.has_gates)
 
     def should_project(self, weight: Weight, num_tokens: int, rope: NormRope) -> bool:
         """Return whether `project` supports this weight, and is faster than a product with `forward` after it."""
         if not isinstance(weight, DenseWeight) or weight.bias is not None or self.layer.pages.scales is not None:
+            return False
+        if self.has_gates:
             return False
         return rope.norm_weights is not None and weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
 
@@ -115,13 +122,19 @@ class Attention(CachedAttention):
         """Norm and rotate queries and keys, store keys and values, and attend over all that is stored.
 
         Args:
-            qkv: [num_tokens, outputs of this rank]; queries, keys and values of all tokens of the step.
+            qkv: [num_tokens, outputs of this rank]; queries (with their gates), keys and values of all tokens.
             rope: from the method `rope`.
             positions: [num_tokens].
             rows, rounding: see `attend`.
         """
-        # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+        # [num_tokens, num_heads (twice with gates) + 2 * num_kv_heads, head_dim]
         heads = qkv.view(len(positions), -1, self.head_dim)
+        if self.has_gates:
+            query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
+            attended = self.attend(query, rows)
+            assert isinstance(attended, torch.Tensor)
+            gates = heads if rows is None else heads[rows]
+            return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
         if rows is None and self.options.is_plain:
             out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata(), rounding)
             if out is not None:

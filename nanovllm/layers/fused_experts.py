@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.kernels import ops
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, route
 from nanovllm.kernels.rms_norm import Norm
@@ -84,10 +85,28 @@ class FusedExperts(nn.Module):
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
 
 
-class SparseMLP(nn.Module):
-    """A mixture of SwiGLU experts; a router chooses some for each token."""
+class TokenGate(LoadableModule):
+    """The weight of a gate of one number for each token, [1, hidden_size]; the same on every rank."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden_size), requires_grad=False)
+
+
+class SparseMLP(nn.Module):
+    """A mixture of SwiGLU experts; a router chooses some for each token.
+
+    shared_expert: the MLP that computes every token, scaled by a gate; None if there is none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: ModelShard,
+        communicator: Communicator,
+        prefix: str,
+        shared_expert: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None
         self.gate = Router(config.hidden_size, config.experts)
@@ -95,10 +114,16 @@ class SparseMLP(nn.Module):
             config.hidden_size, shard.experts, communicator,
             quant_config=config.quantization, prefix=f"{prefix}.experts",
         )  # fmt: skip
+        self.shared_expert = shared_expert
+        if shared_expert is not None:
+            self.shared_expert_gate = TokenGate(config.hidden_size)
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> Stream:
         """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
         rows, routing, residual = self.gate(x, norm, residual)
-        return self.experts(rows, routing), residual
+        out = self.experts(rows, routing)
+        if self.shared_expert is not None:
+            out = ops.add_gated(rows, self.shared_expert_gate.weight, self.shared_expert(rows)[0], out)
+        return out, residual

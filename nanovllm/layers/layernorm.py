@@ -11,21 +11,36 @@ from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.weights.slices import LoadableModule
+from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 
 
 class RMSNorm(LoadableModule):
-    """Parameters of an RMS norm: weight [size] and epsilon. The attention kernels apply it to heads."""
+    """Parameters of an RMS norm: weight [size] and epsilon. The attention kernels apply it to heads.
 
-    def __init__(self, size: int, eps: float) -> None:
+    An offset, added to what checkpoints have, means that the weight is kept in float32.
+    """
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.eps, self.offset = eps, offset
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(torch.float32 if self.offset else dtype, device)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        slices = super().weight_slices(name)
+        if not self.offset:
+            return slices
+        return {target: Float32Slice(w.shape, w.index, w.region, self.offset) for target, w in slices.items()}
 
 
 class AllReduceRMSNorm(RMSNorm):
@@ -34,8 +49,8 @@ class AllReduceRMSNorm(RMSNorm):
     All-reduces of hidden states happen here, where they can be one kernel with what follows them.
     """
 
-    def __init__(self, size: int, eps: float, communicator: Communicator) -> None:
-        super().__init__(size, eps)
+    def __init__(self, size: int, eps: float, communicator: Communicator, offset: float = 0.0) -> None:
+        super().__init__(size, eps, offset)
         self.communicator = communicator
 
     @overload

@@ -43,9 +43,11 @@ class ColumnParallelLinear(nn.Module):
         """
         if norm is None:
             return self.weight.multiply(x, gated=gated)[0], residual
+        params = ops.Norm(norm.weight, norm.eps)
         if norm.communicator.size == 1:
-            return self.weight.multiply(x, ops.Norm(norm.weight, norm.eps), residual, gated)
-        rows, total = norm(x, residual, self.weight.row_rounding(x.shape[-2], norm.weight.dtype))
+            return self.weight.multiply(x, params, residual, gated)
+        rounding = self.weight.row_rounding(x.shape[-2], ops.norm_dtype(x, params, residual))
+        rows, total = norm(x, residual, rounding)
         return self.weight.multiply(rows, gated=gated)[0], total
 
 

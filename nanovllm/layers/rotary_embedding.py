@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from nanovllm.configs.rope import Llama3Scaling, RopeConfig, YarnScaling
 
 
-def inverse_frequencies(head_dim: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
-    """Return radians per position, [head_dim / 2] float32, and the factor of the cosines and sines."""
+def inverse_frequencies(size: int, rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Return radians per position, [size / 2] float32, and the factor of the cosines and sines."""
     from nanovllm.configs.rope import LinearScaling, Llama3Scaling, YarnScaling  # noqa: PLC0415
 
-    base, scaling = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), rope.scaling
+    base, scaling = 1.0 / rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size), rope.scaling
     if isinstance(scaling, LinearScaling):
         return base / scaling.factor, 1.0
     if isinstance(scaling, Llama3Scaling):
@@ -64,21 +64,22 @@ class RotaryEmbedding(nn.Module):
         rope: None rotates nothing: all angles are zero.
 
     Attributes:
-        cos_sin: [max_position, head_dim] float32; the cosines of a position's angles, then the sines. There once
-            `tabulate` was called.
+        size: elements that are rotated, the first of a head.
+        cos_sin: [max_position, size] float32; the cosines of a position's angles, then the sines. There once `tabulate`
+            was called.
     """
 
     cos_sin: torch.Tensor
 
     def __init__(self, head_dim: int, rope: RopeConfig | None) -> None:
         super().__init__()
-        self.head_dim, self.rope = head_dim, rope
+        self.size, self.rope = head_dim if rope is None else rope.size(head_dim), rope
 
     def tabulate(self, max_position: int, device: torch.device) -> None:
         """Compute the table for positions below `max_position`."""
         if self.rope is None:
-            frequencies, factor = torch.zeros(self.head_dim // 2), 1.0
+            frequencies, factor = torch.zeros(self.size // 2), 1.0
         else:
-            frequencies, factor = inverse_frequencies(self.head_dim, self.rope)
+            frequencies, factor = inverse_frequencies(self.size, self.rope)
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
         self.cos_sin = (torch.cat((angles.cos(), angles.sin()), dim=-1) * factor).to(device)

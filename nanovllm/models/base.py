@@ -12,6 +12,7 @@ from torch import nn
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.state import StateLayer
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import shard_of
 from nanovllm.quantization.weight import Stream
@@ -60,6 +61,11 @@ class CausalLM(WeightedModel):
     def attention_layers(self) -> list[CachedAttention]:
         """Layers with a KV cache, in order."""
         return [module for module in self.modules() if isinstance(module, CachedAttention)]
+
+    @property
+    def state_layers(self) -> list[StateLayer]:
+        """Layers that keep a state of each sequence, in order."""
+        return [module for module in self.modules() if isinstance(module, StateLayer)]
 
     @property
     def loadable_modules(self) -> list[LoadableModule]:

@@ -12,13 +12,14 @@ norm before it, and the last one the residual addition after it, in one fused ke
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 
+from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -27,12 +28,13 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import ModelShard
+from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
     from nanovllm.layers.fused_experts import SparseMLP
+    from nanovllm.layers.gated_delta_net import GatedDeltaNet
 
 
 class SelfAttention(nn.Module):
@@ -50,9 +52,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         quant_config = config.quantization
         hidden_size, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
-        qkv_bias, qk_norm = config.architecture.qkv_bias, config.architecture.qk_norm
+        architecture = config.architecture
+        qkv_bias, qk_norm, has_gates = architecture.qkv_bias, architecture.qk_norm, architecture.gates_attention
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, head_dim, shard.heads, shard.kv_heads, qkv_bias,
+            hidden_size, head_dim, shard.heads.times(2 if has_gates else 1), shard.kv_heads, qkv_bias,
             quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
@@ -61,7 +64,7 @@ class SelfAttention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm == "heads":
-            self.q_norm, self.k_norm = RMSNorm(head_dim, eps), RMSNorm(head_dim, eps)
+            self.q_norm, self.k_norm = (RMSNorm(head_dim, eps, architecture.norm_offset) for _ in range(2))
         # Fused into attention's kernels.
         self.head_norms = self.q_norm, self.k_norm
         self.normalize: Callable[[torch.Tensor], None] | None = None
@@ -76,7 +79,7 @@ class SelfAttention(nn.Module):
             from nanovllm.quantization.fp8 import KVCacheScales  # noqa: PLC0415
 
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
-        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales)
+        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales, has_gates=has_gates)
 
     def forward(
         self,
@@ -87,7 +90,7 @@ class SelfAttention(nn.Module):
         rows: torch.Tensor | None,
     ) -> Stream:
         """Return attention of `norm(x + residual)`, and the residual to add it to, of `rows`, or of all tokens."""
-        num_tokens, dtype = len(positions), x.dtype if norm is None else norm.weight.dtype
+        num_tokens, dtype = len(positions), _dtype(x, norm, residual)
         rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
         rope = self.attn.rope(*self.head_norms)
         if self.attn.should_project(self.qkv_proj.weight, num_tokens, rope):
@@ -106,11 +109,11 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """A SwiGLU MLP."""
+    """A SwiGLU MLP; size: its columns of this rank."""
 
-    def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
+    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
         super().__init__()
-        size, quant_config = shard.intermediate, config.quantization
+        quant_config = config.quantization
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, {"gate": size, "up": size}, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj"
         )
@@ -122,22 +125,32 @@ class MLP(nn.Module):
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> Stream:
         """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        dtype = x.dtype if norm is None else norm.weight.dtype
+        dtype = _dtype(x, norm, residual)
         gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
         gate_up, residual = self.gate_up_proj(x, norm, residual, gated)
         return self.down_proj(gate_up, residual)
 
 
+def _dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
+    """Return the dtype of `norm(x + residual)`."""
+    return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
+
+
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Attention, or a layer with a state in its place, and MLP, each after a norm and added to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, communicator: Communicator, attention: SelfAttention, mlp: MLP | SparseMLP
+        self,
+        config: ModelConfig,
+        communicator: Communicator,
+        attention: SelfAttention | GatedDeltaNet,
+        mlp: MLP | SparseMLP,
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
-        self.input_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
-        self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset
+        self.input_layernorm = AllReduceRMSNorm(size, eps, communicator, offset)
+        self.post_attention_layernorm = AllReduceRMSNorm(size, eps, communicator, offset)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
@@ -151,7 +164,11 @@ class PostNormDecoderLayer(nn.Module):
     """Attention and MLP, each added to the residual stream after a norm."""
 
     def __init__(
-        self, config: ModelConfig, communicator: Communicator, attention: SelfAttention, mlp: MLP | SparseMLP
+        self,
+        config: ModelConfig,
+        communicator: Communicator,
+        attention: SelfAttention | GatedDeltaNet,
+        mlp: MLP | SparseMLP,
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
@@ -180,16 +197,23 @@ class Decoder(nn.Module):
         make_layer = PostNormDecoderLayer if is_post_norm else DecoderLayer
         reducer = communicator if is_post_norm else None
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
-        rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in {layer.rope for layer in config.layers}}
+        ropes = {layer.rope for layer in config.layers if not layer.is_linear}
+        rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in ropes}
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
-            attention = SelfAttention(config, shard, communicator, rotaries[layer.rope], options, f"{prefix}.self_attn")
+            attention: SelfAttention | GatedDeltaNet
+            if layer.is_linear:
+                attention = _make_delta_net(config, shard, f"{prefix}.linear_attn")
+            else:
+                rotary = rotaries[layer.rope]
+                attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
             mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
             self.layers.append(make_layer(config, communicator, attention, mlp))
         # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
-        self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last)
+        offset = config.architecture.norm_offset
+        self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last, offset)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Stream:
         """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens."""
@@ -200,20 +224,29 @@ class Decoder(nn.Module):
         return x, residual
 
 
+def _make_delta_net(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet:
+    from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
+
+    return GatedDeltaNet(config, shard, prefix)
+
+
 def _make_mlp(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
 ) -> MLP | SparseMLP:
     if not has_experts:
-        return MLP(config, shard, prefix)
+        return MLP(config, shard.intermediate, prefix)
     from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
 
-    return SparseMLP(config, shard, communicator, prefix)
+    assert shard.experts is not None
+    size = shard.experts.shared
+    shared_expert = None if size is None else MLP(config, size, f"{prefix}.shared_expert")
+    return SparseMLP(config, shard, communicator, prefix, shared_expert)
 
 
 class DecoderForCausalLM(CausalLM):
     """A decoder with its LM head."""
 
-    fused_modules_mapping: ClassVar = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
+    fused_modules_mapping: Mapping[str, tuple[str, ...]] = {"qkv_proj": ("q", "k", "v"), "gate_up_proj": ("gate", "up")}
     packed_modules_mapping: ClassVar = {
         "q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v"),
         "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),

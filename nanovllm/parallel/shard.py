@@ -1,7 +1,8 @@
 """The shard of a model that each rank holds (tensor parallelism: Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
 
-Attention is sharded by KV heads, each with its group of query heads; the MLP by columns; experts by columns too, or as
-whole experts; embedding and LM head by token ids.
+Attention is sharded by KV heads, each with its group of query heads; of more ranks several hold the same KV head, and
+divide its query heads. The MLP is sharded by columns; experts by columns too, or as whole experts; gated delta nets by
+key heads, each with its group of value heads; embedding and LM head by token ids.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanovllm.configs.model import ExpertsConfig, ModelConfig
+    from nanovllm.configs.model import DeltaNetConfig, ExpertsConfig, ModelConfig
 
 _MLP_UNIT = 16
 """MLP shards are multiples of this number of columns, so that the rows of every shard stay aligned."""
@@ -58,21 +59,23 @@ class Shard:
 
 @dataclass(frozen=True)
 class ExpertsShard:
-    """One rank's shard of each mixture: its experts, and its columns of each."""
+    """One rank's shard of each mixture: its experts, its columns of each, and of a shared expert if there is one."""
 
     experts: Shard
     intermediate: Shard
+    shared: Shard | None = None
 
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids, and experts if any."""
+    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids; experts, key heads of delta nets."""
 
     kv_heads: Shard
     heads: Shard
     intermediate: Shard
     vocab: Shard
     experts: ExpertsShard | None = None
+    key_heads: Shard | None = None
 
 
 def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
@@ -82,27 +85,51 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
     shards have equal, padded sizes.
 
     Raises:
-        ValueError: the model has too few KV heads, MLP columns or experts for `size` ranks.
+        ValueError: the model has too few heads, MLP columns or experts for `size` ranks.
     """
-    if size > model.num_kv_heads:
-        raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_kv_heads} KV heads")
-    kv_heads = _even_shard(model.num_kv_heads, 1, rank, size)
-    group_size, unit = model.num_heads // model.num_kv_heads * model.head_dim, _input_unit(model)
-    if size > 1 and group_size % unit:
-        raise ValueError(
-            f"tensor_parallel_size={size}: a rank's {group_size} inputs of a KV head's group are no multiple of the "
-            f"{unit} that have one scale"
-        )
+    heads, kv_heads = _head_shards(model, rank, size)
+    unit = _input_unit(model)
     return ModelShard(
         kv_heads=kv_heads,
-        heads=kv_heads.times(model.num_heads // model.num_kv_heads),
+        heads=heads,
         # A model of sparse layers alone has no MLP.
         intermediate=Shard.whole(model.intermediate_size)
         if all(layer.has_experts for layer in model.layers)
         else _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, unit)),
         vocab=_padded_shard(model.vocab_size, rank, size),
         experts=experts_shard(model.experts, rank, size, max(_MLP_UNIT, unit)) if model.experts is not None else None,
+        key_heads=_delta_net_shard(model.delta_net, rank, size) if model.delta_net is not None else None,
     )
+
+
+def _head_shards(model: ModelConfig, rank: int, size: int) -> tuple[Shard, Shard]:
+    """Return a rank's query heads and KV heads."""
+    num_kv_heads, group, unit = model.num_kv_heads, model.num_heads // model.num_kv_heads, _input_unit(model)
+    # transformers' code takes whole groups, and norms over all keys would count some twice.
+    if size > num_kv_heads and (model.hf is not None or model.architecture.qk_norm == "projections"):
+        raise ValueError(f"tensor_parallel_size={size} is over the model's {num_kv_heads} KV heads")
+    if size > model.num_heads:
+        raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_heads} heads")
+    name, inputs = ("KV head's group", group) if size <= num_kv_heads else ("head", 1)
+    if size > 1 and inputs * model.head_dim % unit:
+        raise ValueError(
+            f"tensor_parallel_size={size}: a rank's {inputs * model.head_dim} inputs of a {name} are no multiple of "
+            f"the {unit} that have one scale"
+        )
+    if size <= num_kv_heads:
+        kv_heads = _even_shard(num_kv_heads, 1, rank, size)
+        return kv_heads.times(group), kv_heads
+    # The ranks first ... stop - 1 hold this KV head.
+    own = rank * num_kv_heads // size
+    first, stop = (-(-head * size // num_kv_heads) for head in (own, own + 1))
+    part = _even_shard(group, 1, rank - first, stop - first)
+    return Shard(own * group + part.start, own * group + part.stop, model.num_heads), Shard(own, own + 1, num_kv_heads)
+
+
+def _delta_net_shard(model: DeltaNetConfig, rank: int, size: int) -> Shard:
+    if size > model.num_key_heads:
+        raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_key_heads} linear key heads")
+    return _even_shard(model.num_key_heads, 1, rank, size)
 
 
 def _input_unit(model: ModelConfig) -> int:
@@ -116,12 +143,15 @@ def _input_unit(model: ModelConfig) -> int:
 
 def experts_shard(experts: ExpertsConfig, rank: int, size: int, unit: int = _MLP_UNIT) -> ExpertsShard:
     """Return the shard of each mixture for rank `rank` of `size`, columns in units; see `shard_of`."""
-    count, columns = experts.num_experts, experts.intermediate_size
+    count, columns, shared = experts.num_experts, experts.intermediate_size, None
+    if experts.shared_size:
+        shared = _column_shard("shared_expert_intermediate_size", experts.shared_size, rank, size, unit)
     if not experts.is_parallel:
-        return ExpertsShard(Shard.whole(count), _column_shard("moe_intermediate_size", columns, rank, size, unit))
+        own = _column_shard("moe_intermediate_size", columns, rank, size, unit)
+        return ExpertsShard(Shard.whole(count), own, shared)
     if size > count:
         raise ValueError(f"tensor_parallel_size={size} is over the model's {count} experts")
-    return ExpertsShard(_even_shard(count, 1, rank, size), Shard.whole(columns))
+    return ExpertsShard(_even_shard(count, 1, rank, size), Shard.whole(columns), shared)
 
 
 def _column_shard(name: str, total: int, rank: int, size: int, unit: int) -> Shard:

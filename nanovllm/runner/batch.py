@@ -7,7 +7,7 @@ without changes sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.metadata import StepMetadata
+from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.kernels.slot_tensors import gather_decode_rows
+from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
 from nanovllm.sampling.sampler import ExtraRows, Sampled, SamplingInputs
@@ -111,6 +112,8 @@ class PromptArrays(NamedTuple):
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
         tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
         sample_tiles: [2 * C]; likewise for the tiles that contain one of sample_indices.
+        state_tiles, state_chunks: [4 * num_tiles] and [5 * C], if layers keep states; see `StateTiles`.
+        kept_states: [S * n]; blocks of the states that are kept within chunks.
     """
 
     token_ids: Any
@@ -123,11 +126,14 @@ class PromptArrays(NamedTuple):
     sample_slots: Any
     tiles: Any
     sample_tiles: Any
+    state_tiles: Any
+    state_chunks: Any
+    kept_states: Any
 
     @staticmethod
-    def num_tiles(num_tokens: int, num_chunks: int) -> int:
+    def num_tiles(num_tokens: int, num_chunks: int, tile: int = QUERY_TILE) -> int:
         """Return the most tiles that `num_tokens` tokens in `num_chunks` chunks can take."""
-        return num_tokens // QUERY_TILE + num_chunks
+        return num_tokens // tile + num_chunks
 
     @classmethod
     def total_size(cls, num_tokens: int, num_chunks: int, num_groups: int) -> int:
@@ -146,6 +152,7 @@ def make_prompt_arrays(
     block_tables: np.ndarray,
     padding_slot: int,
     block_size: int,
+    states: StateSizes,
 ) -> PromptArrays:
     """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
@@ -179,7 +186,64 @@ def make_prompt_arrays(
         sample_tiles=np.concatenate(
             (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
         ),
+        **states.arrays(chunks, num_tokens, num_chunks),
     )
+
+
+@dataclass(frozen=True)
+class StateSizes:
+    """What the arrays of states are sized by: blocks of a state, 0 if no layer keeps any, and tokens per block."""
+
+    num_blocks: int
+    block_size: int
+
+    def most_kept(self, num_tokens: int, num_chunks: int) -> int:
+        """Return the most states that chunks keep: one at each block end within them."""
+        return num_tokens // self.block_size + num_chunks
+
+    def total_size(self, num_tokens: int, num_chunks: int) -> int:
+        """Return the number of elements of all arrays together."""
+        num_kept = self.most_kept(num_tokens, num_chunks)
+        num_tiles = PromptArrays.num_tiles(num_tokens, num_chunks, TILE) + num_kept
+        return 4 * num_tiles + 5 * num_chunks + num_kept * self.num_blocks
+
+    def arrays(self, chunks: list[Chunk], num_tokens: int, num_chunks: int) -> dict[str, np.ndarray]:
+        """Return the fields of `StateTiles`, flat, padded for `num_tokens` tokens and `num_chunks` chunks.
+
+        Each chunk starts from its slot's state and leaves its own there. Rows of the tables are the chunks', then
+        those of the states that are kept.
+        """
+        if not self.num_blocks:
+            return dict.fromkeys(("state_tiles", "state_chunks", "kept_states"), NO_ROWS.slots)
+        num_kept = self.most_kept(num_tokens, num_chunks)
+        tiles: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int, int]] = []
+        kept: list[int] = []
+        first = 0
+        for number, chunk in enumerate(chunks):
+            first_tile, done, length = len(tiles), 0, len(chunk.token_ids)
+            writes = [(state.num_tokens - chunk.start, state.block_ids) for state in chunk.kept_states]
+            for end, block_ids in [*writes, (length, None)]:
+                for start in range(done, end, TILE):
+                    stop, write = min(start + TILE, end), -1
+                    if stop == end:
+                        write = number if block_ids is None else num_chunks + len(kept) // self.num_blocks
+                    tiles.append((first + start, stop - start, number, write))
+                kept += block_ids or ()
+                done = end
+            rows.append((first, chunk.start, number if chunk.start else -1, first_tile, len(tiles) - first_tile))
+            first += length
+        most_tiles = PromptArrays.num_tiles(num_tokens, num_chunks, TILE) + num_kept
+        return {
+            "state_tiles": _pad_rows(tiles, most_tiles, (0, 0, 0, -1)),
+            "state_chunks": _pad_rows(rows, num_chunks, (0, 0, -1, 0, 0)),
+            "kept_states": _pad(np.array(kept, dtype=np.int32), num_kept * self.num_blocks, 0),
+        }
+
+
+def _pad_rows(rows: Sequence[tuple[int, ...]], size: int, padding: tuple[int, ...]) -> np.ndarray:
+    """Return rows, and padding up to `size` rows, flat."""
+    return np.array([*rows, *[padding] * (size - len(rows))], dtype=np.int32).reshape(-1)
 
 
 def _tiles(lens: np.ndarray, starts: np.ndarray, size: int) -> np.ndarray:
@@ -237,7 +301,8 @@ class BatchBuilder:
         max_num_batched_tokens: most tokens of a step.
         backend: plans the steps' attention.
         device: device of the tensors.
-        num_groups: groups of the KV cache.
+        num_groups: groups of the cache.
+        num_state_blocks: blocks of a sequence's state, in the last group; 0 if no layer keeps any.
     """
 
     def __init__(
@@ -250,14 +315,21 @@ class BatchBuilder:
         device: torch.device,
         *,
         num_groups: int,
+        num_state_blocks: int = 0,
     ) -> None:
         self.block_size = block_size
-        self.slots = SlotState(num_slots, max_blocks, num_groups, device)
+        self._states = StateSizes(num_state_blocks, block_size)
+        self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device)
+        if num_state_blocks:
+            # Padding has no state.
+            self.slots.tensors.block_tables[self.slots.padding_slot, -1] = -1
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._sent_decode_slots = self._sent_plan = NO_ROWS.slots
         # The most that a step sends: padded prompts; decode slots; attention's plan; indices and values of all slots.
-        prompts = PromptArrays.total_size(2 * max_num_batched_tokens, 2 * num_slots, num_groups)
+        num_tokens, num_chunks = 2 * max_num_batched_tokens, 2 * num_slots
+        prompts = PromptArrays.total_size(num_tokens, num_chunks, num_groups)
+        prompts += self._states.total_size(num_tokens, num_chunks)
         self._staging = Staging(prompts + 2 * self.slots.size + num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
@@ -282,8 +354,9 @@ class BatchBuilder:
         slots, chunks = self.slots, batch.chunks
         changed_index, changed_values = slots.update_host(batch)
         prompts = make_prompt_arrays(
-            chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size
-        )
+            chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size,
+            self._states,
+        )  # fmt: skip
         num_padding = shape.num_decodes - len(batch.rows)
         decode_slots = batch.rows.slots
         if num_padding:
@@ -341,6 +414,7 @@ class BatchBuilder:
             seq_lens_host=step.seq_lens_host,
             query_lens_host=step.query_lens_host,
             variant=shape.variant,
+            states=self._state_metadata(decodes, prompts) if self._states.num_blocks else None,
         )
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -361,3 +435,13 @@ class BatchBuilder:
                 state.temperature[index], state.seed[index], positions[sample_indices] + 1 - state.num_prompt[index]
             ),
         )
+
+    def _state_metadata(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
+        """Return the states of a step: sequences own the ones in their tables, and overwrite them."""
+        num_blocks = self._states.num_blocks
+        tables = decodes.block_tables[-1][:, :num_blocks]
+        kept = prompts.kept_states.view(len(prompts.kept_states) // num_blocks, num_blocks)
+        prompt_tables = torch.cat((self.slots.tensors.block_tables[prompts.slots, -1, :num_blocks], kept))
+        chunks = prompts.state_chunks.view(len(prompts.slots), 5)
+        tiles = StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, prompt_tables)
+        return StateMetadata(StateRows(decodes.positions, tables, tables), tiles)

@@ -11,18 +11,35 @@ import torch
 
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup
-from nanovllm.attention.kv_cache_spec import CacheSpec, Paged, State
+from nanovllm.attention.kv_cache_spec import NO_STATES, Paged, StateLayout
+from nanovllm.kernels.mixers.state_pool import StatePool
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
+from nanovllm.layers.state import StateLayer
 from nanovllm.runner.host_blocks import BlockCopies
 from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StateCache, WindowCache
 
+_CHECKPOINT = 16
+"""Blocks from one checkpoint of a prompt's states to the next."""
+_SMALL_STATE = 0.1
+"""States of less than this fraction of a block are kept at every block end."""
 
-def cache_kind(spec: CacheSpec, block_bytes: int) -> CacheKind:
-    """Return the engine's view of layers that declare `spec`; a state takes blocks of `block_bytes`."""
-    if isinstance(spec, State):
-        return StateCache(-(-spec.num_bytes // block_bytes), spec.checkpoint)
-    return FullCache() if spec.window is None else WindowCache(spec.window)
+
+def window_kind(window: int | None) -> CacheKind:
+    """Return the engine's view of layers that see `window` tokens, or all."""
+    return FullCache() if window is None else WindowCache(window)
+
+
+def state_kind(num_bytes: int, block_bytes: int) -> StateCache:
+    """Return the engine's view of states that take blocks of `block_bytes`."""
+    is_small = num_bytes < _SMALL_STATE * block_bytes
+    return StateCache(-(-num_bytes // block_bytes), checkpoint=1 if is_small else _CHECKPOINT)
+
+
+def block_bytes(specs: Sequence[Paged], groups: Sequence[KVCacheGroup], block_size: int) -> int:
+    """Return the bytes of a block in all layers of a group."""
+    sizes = [spec.num_kv_heads * (spec.key_size + spec.value_size) * spec.dtype.itemsize for spec in specs]
+    return block_size * max(sum(sizes[i] for i in group.layers) for group in groups)
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,19 @@ class CacheTensors:
 
     keys: torch.Tensor
     values: torch.Tensor
+
+    def state_pool(self) -> StatePool:
+        """Return the same memory for states, which take whole blocks.
+
+        Raises:
+            ValueError: keys and values differ in size.
+        """
+        if self.keys.shape != self.values.shape:
+            raise ValueError("states need keys and values of one size")
+        num_layers, num_blocks = self.keys.shape[:2]
+        shape, stride = (2 * num_layers, *self.keys.shape[1:]), self.keys.stride()
+        both = self.keys.as_strided(shape, stride)
+        return StatePool(both.view(torch.uint8).view(2 * num_layers, num_blocks, -1))
 
     @classmethod
     def zeros(
@@ -60,6 +90,7 @@ class KVCache:
         groups: groups of layers that share blocks; the i-th layers of several groups have equal pages, and share them.
         backend: their attention backend.
         num_clipped: [1] int64 on their device, a running count across caches; see `KVScales`.
+        state_layers, layout: the layers with states, and where their tensors lie in one.
 
     Attributes:
         tensors: the pages by cache spec; with several groups, regardless of windows.
@@ -77,8 +108,11 @@ class KVCache:
         *,
         num_blocks: int,
         block_size: int,
+        state_layers: Sequence[StateLayer] = (),
+        layout: StateLayout = NO_STATES,
     ) -> None:
-        self._layers, self._device = layers, num_clipped.device
+        self._layers: list[CachedAttention | StateLayer] = [*layers, *state_layers]
+        self._device = num_clipped.device
         self.copies: BlockCopies | None = None
         is_e4m3 = any(spec.dtype == torch.float8_e4m3fn for spec in specs)
         self.num_clipped = num_clipped if is_e4m3 else None
@@ -96,6 +130,13 @@ class KVCache:
             for i in group.layers:
                 k_cache, v_cache = next(free[pages[i]])
                 layers[i].bind(KVPages(k_cache, v_cache, self._scales(layers[i])), backend, index)
+        if state_layers:
+            if len(self.tensors) > 1:
+                raise ValueError("a model with states needs attention layers with pages of one size")
+            (tensors,) = self.tensors.values()
+            pool = tensors.state_pool()
+            for state_layer, places in zip(state_layers, layout.places, strict=True):
+                state_layer.bind(pool, places)
 
     def _scales(self, layer: CachedAttention) -> KVScales | None:
         """Return the scales of a layer's e4m3, from the checkpoint, or 1."""

@@ -36,6 +36,7 @@ def num_cache_blocks(
     *,
     free_before: int,
     num_groups: int,
+    num_state_blocks: int,
     block_bytes: int,
     most_blocks: int,
     run_step: Callable[[], object],
@@ -46,7 +47,8 @@ def num_cache_blocks(
     Args:
         config, device, communicator: of the engine; a GPU is the current device.
         free_before: `free_memory` before anything was loaded.
-        num_groups: groups of the KV cache; the config's blocks hold tokens in all of them.
+        num_groups: groups of attention layers; the config's blocks hold tokens in all of them.
+        num_state_blocks: blocks of one sequence's state.
         block_bytes: bytes of a block of one group on this rank.
         most_blocks: blocks of all running sequences at their longest, if no group had a window.
         run_step: runs the step that takes the most memory with temperature as the only sampling option.
@@ -70,7 +72,7 @@ def num_cache_blocks(
     else:
         # More would only serve the prefix cache, and other programs need memory too.
         budget = min(cpu_cache_budget() // communicator.size, most_blocks * block_bytes)
-    least = num_groups * block_bytes
+    least = (num_groups + num_state_blocks) * block_bytes
     if budget < least:
         free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (budget, budget)
         raise ValueError(

@@ -93,13 +93,21 @@ class PromptScores:
     num_logprobs: int
 
 
+@dataclass(frozen=True)
+class KeptState:
+    """Keeps the state after the first `num_tokens` tokens of a chunk's sequence in other blocks, in table order."""
+
+    num_tokens: int
+    block_ids: list[int]
+
+
 @dataclass(slots=True)
 class Chunk:
     """A row whose tokens the host sends: tokens `start ... start + len(token_ids) - 1` of the sequence in `slot`.
 
     `store` is false for the one token that a full prefix hit recomputes inside a shared block: its keys and values are
     already stored, and shared blocks are immutable. `samples` is true if no known token follows. `scores` and `pooling`
-    ("last" or "mean") request more from its hidden states than a token.
+    ("last" or "mean") request more from its hidden states than a token. `kept_states` end before the chunk does.
     """
 
     slot: int
@@ -109,6 +117,7 @@ class Chunk:
     samples: bool
     scores: PromptScores | None = None
     pooling: str | None = None
+    kept_states: list[KeptState] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import torch
 
 from nanovllm.attention import AttentionSetup, check_backend, make_backend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup, have_equal_pages, make_groups, single_group
+from nanovllm.attention.kv_cache_spec import StateLayout
 from nanovllm.attention.metadata import set_step_metadata
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
@@ -30,9 +31,9 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.quantization.weight import Stream
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
-from nanovllm.runner.kv_cache import KVCache, cache_kind
+from nanovllm.runner.kv_cache import KVCache, block_bytes, state_kind, window_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import HostMemory, ScheduledBatch
+from nanovllm.runner.messages import CacheKind, HostMemory, ScheduledBatch
 from nanovllm.runner.step_outputs import OutputBuffers, PendingStep, prompt_outputs
 from nanovllm.runner.swap_space import keep_blocks, make_swap_space
 from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sampler
@@ -105,8 +106,6 @@ class ModelRunner:
             self.capture_sizes = make_capture_sizes(config, self.backend, self.model, can_capture)
             # One block is enough to compile with, and to run a step whose results do not count.
             self._allocate(num_blocks=1)
-            specs = [replace(self.kv_specs[group.layers[0]], window=group.window) for group in self.kv_groups]
-            self.cache_kinds = [cache_kind(spec, self.kv_cache.block_bytes) for spec in specs]
             self._compile_kernels()
             self.num_kvcache_blocks = self._measure_cache(free_before)
             self._free()
@@ -129,6 +128,7 @@ class ModelRunner:
         config, self.shard = self.config, self.model.shard
         self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
         self.kv_groups = self._make_groups()
+        self.cache_kinds = self._make_kinds()
         block_size, num_heads = config.kvcache_block_size, self.shard.heads.size
         setup = AttentionSetup(
             self.device, self.dtype, block_size, num_heads, self.kv_specs, config.max_num_running,
@@ -144,13 +144,26 @@ class ModelRunner:
             return single_group(specs)
         return make_groups(specs, config.kvcache_block_size, self.max_blocks)
 
+    def _make_kinds(self) -> list[CacheKind]:
+        """Return the kind of each group of the cache: groups of attention layers, then the states, if any."""
+        kinds = [window_kind(group.window) for group in self.kv_groups]
+        self.num_state_blocks = 0
+        self.state_layout = StateLayout.of([layer.state_spec(self.dtype) for layer in self.model.state_layers])
+        if self.model.state_layers:
+            num_bytes = block_bytes(self.kv_specs, self.kv_groups, self.config.kvcache_block_size)
+            kind = state_kind(self.state_layout.num_bytes, num_bytes)
+            # A rank may have more heads than another.
+            self.num_state_blocks = -self._all_reduce_min(-kind.num_blocks)
+            kinds.append(replace(kind, num_blocks=self.num_state_blocks))
+        return kinds
+
     def _make_buffers(self) -> None:
         """Allocate the device buffers of steps beside weights and cache."""
         config = self.config
         self.sampler = Sampler(self.shard.vocab, self.communicator, config.logprobs_mode)
         self.batch_builder = BatchBuilder(
             config.max_num_running, self.max_blocks, config.kvcache_block_size, config.max_num_batched_tokens,
-            self.backend, self.device, num_groups=len(self.kv_groups),
+            self.backend, self.device, num_groups=len(self.cache_kinds), num_state_blocks=self.num_state_blocks,
         )  # fmt: skip
         # Tokens of rows of one token, padding, and tokens of chunks.
         self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
@@ -163,6 +176,7 @@ class ModelRunner:
         self.kv_cache = KVCache(
             self.model.attention_layers, self.kv_specs, self.kv_groups, self.backend, self._num_clipped,
             num_blocks=num_blocks, block_size=self.config.kvcache_block_size,
+            state_layers=self.model.state_layers, layout=self.state_layout,
         )  # fmt: skip
         if self.host_memory is not None:
             keep_blocks(self.kv_cache, self.host_memory.num_slots)
@@ -175,11 +189,15 @@ class ModelRunner:
     def _measure_cache(self, free_before: int) -> int:
         """Return the number of blocks of the cache; if memory decides, run the largest step."""
         config, num_groups, vocab_size = self.config, len(self.kv_groups), self.model_config.vocab_size
+        num_copied = num_groups + self.num_state_blocks
         return num_cache_blocks(
             config, self.device, self.communicator, free_before=free_before, num_groups=num_groups,
-            block_bytes=self.kv_cache.block_bytes, most_blocks=num_groups * self.max_blocks * config.max_num_running,
-            run_step=lambda: self._run(profiling_batch(config, self.max_blocks, num_groups, self.max_model_len)),
-            extra_bytes=most_extra_bytes(config, vocab_size, num_groups * self.kv_cache.most_copied_bytes),
+            num_state_blocks=self.num_state_blocks, block_bytes=self.kv_cache.block_bytes,
+            most_blocks=(num_groups * self.max_blocks + self.num_state_blocks) * config.max_num_running,
+            run_step=lambda: self._run(
+                profiling_batch(config, self.max_blocks, len(self.cache_kinds), self.max_model_len)
+            ),
+            extra_bytes=most_extra_bytes(config, vocab_size, num_copied * self.kv_cache.most_copied_bytes),
         )  # fmt: skip
 
     def _run(self, batch: ScheduledBatch) -> None:

@@ -39,13 +39,15 @@ def make_swap_space(
     Args:
         config, communicator: of the engine.
         current_cache: returns the cache, which is still empty; a different one after a sleep.
-        cache_kinds: of the only group; see `Runner`.
+        cache_kinds: of the cache; see `Runner`.
         run_step: runs a step, and waits for it.
 
     Raises:
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.
     """
-    (kind,) = cache_kinds
+    kind, *states = cache_kinds
+    if states:
+        raise ValueError(f"swap_space={config.swap_space}: blocks of models with states are not kept in host memory")
     if isinstance(kind, WindowCache):
         raise ValueError(
             f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kind.window} "

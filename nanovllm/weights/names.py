@@ -33,7 +33,7 @@ class WeightedModel(nn.Module):
     """Checkpoint projections that are merged here: name there -> (name here, part of its weight)."""
     renamed_modules: ClassVar[Mapping[str, str]] = {}
     """Modules that have another name in some checkpoints: name there -> name here."""
-    fused_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]]
+    fused_modules_mapping: Mapping[str, tuple[str, ...]]
     """Projections that some checkpoints, such as Phi-3's, merge too: name -> parts of its weight, in order."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -105,5 +105,5 @@ class WeightedModel(nn.Module):
         *path, module, name = target.param.split(".")
         if target.part is not None:
             packed = self.packed_modules_mapping.items()
-            module = next(there for there, here in packed if here == (module, target.part))
+            module = next((there for there, here in packed if here == (module, target.part)), module)
         return ".".join([*path, *([] if target.expert is None else [str(target.expert)]), module, name])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.kernels import ops
 from nanovllm.parallel.shard import Shard
@@ -81,6 +82,19 @@ class WeightSlice:
     def store(self, name: str, values: torch.Tensor) -> None:
         """Store the slice of the tensor `name`, converting its dtype if both are plain floats."""
         self.region.copy_(values)
+
+
+@dataclass(frozen=True)
+class Float32Slice(WeightSlice):
+    """A slice that is kept in float32, whatever the model's dtype, after the addition of an offset."""
+
+    has_model_dtype: ClassVar[bool] = False
+
+    offset: float = 0.0
+
+    @override
+    def store(self, name: str, values: torch.Tensor) -> None:
+        self.region.copy_(values.float() + self.offset)
 
 
 class LoadableModule(nn.Module):

@@ -15,7 +15,7 @@ from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
 from nanovllm.kernels.policy import FASTEST, MAX_GATED_ROWS, SPLITK_PARTS, KernelPolicy, LinearKernel
-from nanovllm.kernels.rms_norm import Norm, rms_norm, rms_norm_ref
+from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 
 _CHUNK_WEIGHTS = 2**25
@@ -62,7 +62,7 @@ def norm_linear(
         gated: return SiLU(gate) * up, half as wide.
         policy: chooses the kernel.
     """
-    num_rows, dtype = x.shape[-2], x.dtype if norm is None else norm.weight.dtype
+    num_rows, dtype = x.shape[-2], x.dtype if norm is None else norm_dtype(x, norm, residual)
     if isinstance(weight, Fp8Matrix) and (rounding := row_rounding(num_rows, dtype, weight, policy)) is not None:
         rows, total = quantize_rows(x, rounding, norm, residual, gated=x.shape[-1] > weight.values.shape[1])
         return multiply_rounded(rows, weight, bias, gated, policy), total

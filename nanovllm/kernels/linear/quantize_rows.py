@@ -14,7 +14,7 @@ from torch.nn import functional
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import quantize, round_rows
 from nanovllm.kernels.fast_math import round_to, rsqrt
-from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 _MM_ROWS = 4
@@ -177,7 +177,7 @@ def quantize_rows(
     if not uses_triton(x.device):
         return quantize_rows_ref(x, rounding, norm, residual, gated)
     num_rows, size = x.shape[-2], x.shape[-1] // 2 if gated else x.shape[-1]
-    parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm.weight.dtype)
+    parts, dtype = (1, x.dtype) if norm is None or x.dim() == 2 else (len(x), norm_dtype(x, norm, residual))
     assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous()) and not (gated and norm is not None)
     rows = rounding.empty_rows(num_rows, size, dtype, x.device)
     total = x

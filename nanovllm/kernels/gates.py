@@ -1,0 +1,99 @@
+"""Gates beside a branch: of attention's output, a number for each element, and of a shared expert, one for each token.
+
+Both are sigmoids, computed in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+
+
+def gate_heads_ref(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """Plain torch form of `gate_heads`."""
+    gates = heads[:, 1 : 2 * x.shape[1] : 2]
+    return (x.float() * gates.float().sigmoid()).to(x.dtype)
+
+
+@jit
+def _gate_heads_kernel(
+    x_ptr, heads_ptr, out_ptr, row_stride,
+    NUM_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < NUM_HEADS * SIZE
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + token * (NUM_HEADS * SIZE) + offsets, mask=mask, other=0.0).to(tl.float32)
+    # A head of gates comes after each head of queries.
+    places = offsets + (offsets // SIZE + 1) * SIZE
+    gate = tl.load(heads_ptr + token * row_stride + places, mask=mask, other=0.0).to(tl.float32)
+    out = x / (1 + tl.exp(-gate))
+    tl.store(out_ptr + token * (NUM_HEADS * SIZE) + offsets, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def gate_heads(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """Return x times the sigmoids of its gates.
+
+    Args:
+        x: [num_tokens, num_heads, size], contiguous.
+        heads: [num_tokens, at least 2 * num_heads, size], heads contiguous; each head of queries, then of gates.
+    """
+    if not uses_triton(x.device):
+        return gate_heads_ref(x, heads)
+    num_tokens, num_heads, size = x.shape
+    assert x.is_contiguous() and heads.stride()[1:] == (size, 1)
+    out, block = torch.empty_like(x), 1024
+    _gate_heads_kernel[(num_tokens, triton.cdiv(num_heads * size, block))](
+        x, heads, out, heads.stride(0), NUM_HEADS=num_heads, SIZE=size, BLOCK=block, num_warps=4,
+        **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def add_gated_ref(x: torch.Tensor, weight: torch.Tensor, branch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Plain torch form of `add_gated`."""
+    gate = (x.float() @ weight.float().T).sigmoid()
+    total = branch.float() * gate + (out.float().sum(0) if out.dim() == 3 else out.float())
+    return total.to(x.dtype)
+
+
+@jit
+def _add_gated_kernel(
+    x_ptr, weight_ptr, branch_ptr, out_ptr, total_ptr, size, out_stride, part_stride,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < size
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+    gate = 1 / (1 + tl.exp(-tl.sum(x * weight, axis=0)))
+    total = tl.load(branch_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32) * gate
+    for part in tl.static_range(PARTS):
+        ptrs = out_ptr + part * part_stride + row * out_stride + offsets
+        total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(total_ptr + row * size + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
+
+
+def add_gated(x: torch.Tensor, weight: torch.Tensor, branch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return `sigmoid(x @ weight.T) * branch + out`, [num_rows, size].
+
+    Args:
+        x: [num_rows, size], contiguous.
+        weight: [1, size].
+        branch: [num_rows, size], contiguous.
+        out: [num_rows, size], or the parts of a sum, [num_parts, num_rows, size].
+    """
+    if not uses_triton(x.device):
+        return add_gated_ref(x, weight, branch, out)
+    num_rows, size = x.shape
+    assert x.is_contiguous() and branch.is_contiguous() and out.stride(-1) == 1
+    total, block = torch.empty_like(x), triton.next_power_of_2(size)
+    _add_gated_kernel[(num_rows,)](
+        x, weight, branch, out, total, size, out.stride(-2), out.stride(0), PARTS=len(out) if out.dim() == 3 else 1,
+        BLOCK=block, num_warps=min(8, max(1, block // 512)), **pdl_options(x.device),
+    )  # fmt: skip
+    return total

@@ -1,0 +1,1 @@
+"""Kernels of token mixers that keep a state of fixed size per sequence."""

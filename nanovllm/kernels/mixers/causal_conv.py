@@ -1,0 +1,179 @@
+"""A short causal convolution of each channel, and SiLU.
+
+A state has the inputs of the last tokens in a ring of `width` entries: the input at position p is entry `p % width`. A
+decode step overwrites the one entry that it does not read, so a state can be updated in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels.mixers.state_pool import PoolView, place
+from nanovllm.kernels.mixers.state_rows import TILE, StateTiles
+
+_BLOCK = 64
+"""Channels of a program."""
+
+
+@dataclass(frozen=True)
+class ConvState:
+    """A layer's ring of inputs in the states of a pool.
+
+    Attributes:
+        pool: in elements of the inputs.
+        first: index of the ring's first element in a state; the ring is [width, channels].
+    """
+
+    pool: PoolView
+    first: int
+
+
+def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
+                    tiles: StateTiles) -> torch.Tensor:  # fmt: skip
+    """Plain torch form of `causal_conv`."""
+    width, out = weight.shape[1], torch.zeros_like(x)
+    for first, position, read, first_tile, num_tiles in tiles.chunks.tolist():
+        if not num_tiles:
+            continue
+        num_tokens = int(tiles.tiles[first_tile : first_tile + num_tiles, 1].sum())
+        before = conv_inputs(x, state, None if read < 0 else tiles.tables[read], position, width)
+        inputs = torch.cat((before, x[first : first + num_tokens]))
+        out[first : first + num_tokens] = convolve(inputs.unfold(0, width, 1), weight, bias)
+    return out
+
+
+def conv_inputs(
+    x: torch.Tensor, state: ConvState, table: torch.Tensor | None, position: int, width: int
+) -> torch.Tensor:
+    """Return the inputs of the tokens before a position, [width - 1, channels], zeros before the sequence."""
+    before = x.new_zeros(width - 1, x.shape[1])
+    if table is not None:
+        ring = state.pool.read(state.first, (width, x.shape[1]), table)
+        for i, at in enumerate(range(position - width + 1, position)):
+            if at >= 0:
+                before[i] = ring[at % width]
+    return before
+
+
+def convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return [num_tokens, channels] of windows, [num_tokens, channels, width]; computed in float32."""
+    total = (windows.float() * weight.float()).sum(-1)
+    return functional.silu(total if bias is None else total + bias.float()).to(windows.dtype)
+
+
+def store_conv_ref(x: torch.Tensor, weight: torch.Tensor, state: ConvState, tiles: StateTiles) -> None:
+    """Store the last inputs before the end of each tile that writes a state; plain torch."""
+    width = weight.shape[1]
+    rings = []
+    for first, count, chunk, write in tiles.tiles.tolist():
+        if count and write >= 0:
+            start, position, read, *_ = tiles.chunks[chunk].tolist()
+            before = conv_inputs(x, state, None if read < 0 else tiles.tables[read], position, width)
+            inputs = torch.cat((before, x[start : first + count]))[1 - width :]
+            rings.append((write, position + first - start + count, inputs))
+    for write, end, inputs in rings:
+        for at, row in zip(range(end - width + 1, end), inputs, strict=True):
+            if at >= 0:
+                state.pool.write(state.first + at % width * x.shape[1], row, tiles.tables[write])
+
+
+@jit
+def inputs_at(
+    x_ptr, state_ptr, tables_ptr, tokens, channels, mask, chunk_first, position, read, first, x_stride, table_stride,
+    part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Return a chunk's inputs, float32; tokens before its first one are in the state `read`, or are zeros."""
+    inside = tokens >= chunk_first
+    x = tl.load(x_ptr + tokens.to(tl.int64) * x_stride + channels, mask=mask & inside, other=0.0)
+    at = tl.where(read >= 0, position + tokens - chunk_first, -1)
+    table_ptr = tables_ptr + tl.maximum(read, 0) * table_stride
+    index = first + tl.maximum(at, 0) % WIDTH * CHANNELS + channels
+    stored = mask & (at >= 0) & (tokens < chunk_first)
+    block = tl.load(table_ptr + index // (PARTS * PART_SIZE), mask=stored, other=0)
+    before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
+    return tl.where(inside, x, before).to(tl.float32)
+
+
+@jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
+def _causal_conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride,
+    part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < CHANNELS
+    first_token, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
+    chunk_ptr = chunks_ptr + tl.load(tiles_ptr + tile * 4 + 2) * 5
+    chunk_first, position, read = tl.load(chunk_ptr), tl.load(chunk_ptr + 1), tl.load(chunk_ptr + 2)
+    wait_for_previous(PDL)
+    if count > 0:
+        tokens = (first_token + tl.arange(0, TILE))[:, None]
+        valid = (tokens < first_token + count) & mask[None, :]
+        total = tl.zeros([TILE, BLOCK], tl.float32)
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)[None, :]
+        for tap in tl.static_range(WIDTH):
+            sources = tokens - (WIDTH - 1 - tap)
+            if first_token - (WIDTH - 1) >= chunk_first:
+                x = tl.load(x_ptr + sources.to(tl.int64) * x_stride + channels[None, :], mask=valid, other=0.0)
+                x = x.to(tl.float32)
+            else:
+                x = inputs_at(x_ptr, state_ptr, tables_ptr, sources, channels[None, :], valid, chunk_first, position,
+                              read, first, x_stride, table_stride, part_stride,
+                              CHANNELS, WIDTH, PARTS, PART_SIZE)  # fmt: skip
+            weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
+            total += x * weight[None, :]
+        out = total / (1 + tl.exp(-total))
+        places = tokens.to(tl.int64) * CHANNELS + channels[None, :]
+        tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=valid)
+
+
+@jit
+def store_ring(
+    x_ptr, state_ptr, tables_ptr, write, end, channels, mask, chunk_first, position, read, first, x_stride,
+    table_stride, part_stride,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store the inputs of the last tokens before token `end` of a chunk in the state `write`."""
+    for back in tl.static_range(1, WIDTH):
+        at = position + end - back - chunk_first
+        if at >= 0:
+            x = inputs_at(x_ptr, state_ptr, tables_ptr, end - back + tl.zeros_like(channels), channels, mask,
+                          chunk_first, position, read, first, x_stride, table_stride, part_stride,
+                          CHANNELS, WIDTH, PARTS, PART_SIZE)  # fmt: skip
+            index = first + at % WIDTH * CHANNELS + channels
+            block = tl.load(tables_ptr + write * table_stride + index // (PARTS * PART_SIZE), mask=mask, other=0)
+            offsets = place(index, block, part_stride, PARTS, PART_SIZE)
+            tl.store(state_ptr + offsets, x.to(state_ptr.dtype.element_ty), mask=mask)
+
+
+def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
+                tiles: StateTiles) -> torch.Tensor:  # fmt: skip
+    """Convolve prompt tokens, and apply SiLU; the scan that follows stores the states.
+
+    Args:
+        x: [num_tokens, channels]; channels contiguous.
+        weight: [channels, width]; the last column is for the token itself.
+        bias: [channels].
+        state: the inputs before the chunks.
+        tiles: of the tokens.
+
+    Returns:
+        [num_tokens, channels]; not set where no tile has a token.
+    """
+    if not uses_triton(x.device):
+        return causal_conv_ref(x, weight, bias, state, tiles)
+    channels, width = weight.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1 and weight.is_contiguous() and tiles.tables.is_contiguous()
+    _causal_conv_kernel[(len(tiles.tiles), triton.cdiv(channels, _BLOCK))](
+        x, weight, bias, out, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first,
+        x.stride(0), tiles.tables.stride(0), CHANNELS=channels, WIDTH=width, BLOCK=_BLOCK, TILE=TILE,
+        num_warps=4, **state.pool.sizes, **pdl_options(x.device),
+    )  # fmt: skip
+    return out

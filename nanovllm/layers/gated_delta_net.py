@@ -1,0 +1,176 @@
+"""The gated delta net of Qwen3-Next and Qwen3.5 (Yang et al. 2024, arXiv:2412.06464), which takes attention's place.
+
+A short convolution of queries, keys and values, the gated delta rule, and a norm with a gate. All parts of a layer are
+divided among the ranks by key heads, with each its group of value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from nanovllm.attention.kv_cache_spec import State
+from nanovllm.attention.metadata import get_step_metadata
+from nanovllm.kernels.mixers.causal_conv import ConvState
+from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
+from nanovllm.kernels.mixers.state_pool import StatePool
+from nanovllm.kernels.policy import MAX_SKINNY_ROWS
+from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.state import StateLayer
+from nanovllm.parallel.shard import ModelShard, Shard
+from nanovllm.quantization.weight import MatrixShard, Stream
+from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+
+if TYPE_CHECKING:
+    from nanovllm.configs.model import ModelConfig
+
+
+def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str | None, Shard]:
+    """Return a projection as parts of a matrix.
+
+    Args:
+        name: of the projection.
+        key_heads: of this rank.
+        size: outputs of a key head.
+        by_head: whether each head is a part, as where checkpoints store several projections head by head; such parts
+            have the head's number after the name.
+    """
+    if not by_head:
+        return {name: key_heads.times(size)}
+    own = range(key_heads.start, key_heads.stop)
+    return {f"{name}.{head}": Shard(0, size if head in own else 0, size) for head in range(key_heads.total)}
+
+
+class ConvFilters(LoadableModule):
+    """The filters of a convolution of each channel: weight, [channels of this rank, 1, width]."""
+
+    def __init__(self, parts: Mapping[str | None, Shard], width: int) -> None:
+        super().__init__()
+        self.shard = MatrixShard(parts, Shard.whole(width))
+        channels = self.shard.size[0]
+        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        return {
+            WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
+            for part, channels, region in self.shard.split(self.weight.data)
+        }
+
+
+class GatedDeltaNet(StateLayer, LoadableModule):
+    """The token mixer of one layer.
+
+    Attributes:
+        A_log, dt_bias: [value heads of this rank] float32; see `DeltaRule`. They have the names that they have in
+            checkpoints.
+        rule: the layer as kernels take it, between `bind` and `unbind`.
+    """
+
+    rule: DeltaRule
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
+        super().__init__()
+        assert config.delta_net is not None and shard.key_heads is not None
+        sizes = self.sizes = config.delta_net
+        heads, by_head = shard.key_heads, config.architecture.delta_net == "heads"
+        self.num_key_heads, self.value_heads = heads.size, heads.times(sizes.group)
+        hidden_size, quant_config, value_size = config.hidden_size, config.quantization, sizes.group * sizes.value_size
+        self.channels = heads.size * (2 * sizes.key_size + value_size)
+        per_head = {"q": sizes.key_size, "k": sizes.key_size, "v": value_size, "z": value_size}
+        qkvz, ba = dict[str | None, Shard](), dict[str | None, Shard]()
+        for name, size in per_head.items():
+            qkvz |= parts_of(name, heads, size, by_head)
+        for name in ("b", "a"):
+            ba |= parts_of(name, heads, sizes.group, by_head)
+        self.in_proj_qkvz = MergedColumnParallelLinear(
+            hidden_size, qkvz, quant_config=quant_config, prefix=f"{prefix}.in_proj_qkvz"
+        )
+        # Decays need all their bits: e4m3 only where a checkpoint has it.
+        is_stored = quant_config is not None and quant_config.is_stored
+        self.in_proj_ba = MergedColumnParallelLinear(
+            hidden_size, ba, quant_config=quant_config if is_stored else None, prefix=f"{prefix}.in_proj_ba"
+        )
+        self.conv1d = ConvFilters({name: heads.times(per_head[name]) for name in ("q", "k", "v")}, sizes.conv_width)
+        self.A_log, self.dt_bias = (
+            nn.Parameter(torch.empty(self.value_heads.size, dtype=torch.float32), requires_grad=False) for _ in range(2)
+        )
+        self.norm = RMSNorm(sizes.value_size, config.rms_norm_eps)
+        self.out_proj = RowParallelLinear(
+            heads.times(value_size), hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
+        )
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(torch.float32, device)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        return {
+            WeightTarget(f"{name}.{param}"): Float32Slice.of((self.value_heads,), getattr(self, param).data)
+            for param in ("A_log", "dt_bias")
+        }
+
+    @override
+    def state_spec(self, dtype: torch.dtype) -> State:
+        sizes = self.sizes
+        return State({
+            "recurrent": ((self.value_heads.size, sizes.key_size, sizes.value_size), torch.float32),
+            "conv": ((sizes.conv_width, self.channels), dtype),
+        })  # fmt: skip
+
+    @override
+    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
+        super().bind(pool, places)
+        sizes, filters = self.sizes, self.conv1d.weight.squeeze(1)
+        self.rule = DeltaRule(
+            self.num_key_heads, sizes.key_size, self.value_heads.size, sizes.value_size, filters, self.A_log,
+            self.dt_bias, self.norm.weight, self.norm.eps, ConvState(pool.view(filters.dtype), places["conv"]),
+            pool.view(torch.float32), places["recurrent"],
+        )  # fmt: skip
+
+    @override
+    def unbind(self) -> None:
+        super().unbind()
+        del self.rule
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: AllReduceRMSNorm | None,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> Stream:
+        """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
+        if norm is not None and (len(positions) > MAX_SKINNY_ROWS or norm.communicator.size > 1):
+            x, residual = norm(x, residual)
+            norm = None
+        qkvz, total = self.in_proj_qkvz(x, norm, residual)
+        # Few rows are normalised again by the other product's kernel.
+        ba, _ = self.in_proj_ba(x if norm is None or total is None else total, norm)
+        out = self._mix(qkvz, ba).flatten(1)
+        if rows is None:
+            return self.out_proj(out, total)
+        return self.out_proj(out[rows], None if total is None else total[rows])
+
+    def _mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of the delta rule, [num_tokens, value heads, value_size], and store the states."""
+        metadata, num_heads = get_step_metadata(), self.value_heads.size
+        states, num_decodes = metadata.states, metadata.num_decodes
+        assert states is not None
+        x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, (num_heads, self.sizes.value_size))
+        b, a = ba.split(num_heads, 1)
+        outs = list[torch.Tensor]()
+        if num_decodes:
+            own = slice(num_decodes)
+            outs.append(delta_rule_step(self.rule, x[own], a[own], b[own], z[own], states.rows))
+        if num_decodes < len(x):
+            own = slice(num_decodes, None)
+            outs.append(delta_rule_prompt(self.rule, x[own], a[own], b[own], z[own], states.tiles))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -1,0 +1,39 @@
+"""The base class of layers that keep a state of fixed size of each sequence, instead of keys and values."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from nanovllm.attention.kv_cache_spec import State
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.mixers.state_pool import StatePool
+
+
+class StateLayer(nn.Module, ABC):
+    """What the runner knows of a layer that keeps a state of each sequence.
+
+    Attributes:
+        pool: the memory of all states; bound by the runner.
+        places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
+    """
+
+    pool: StatePool
+    places: Mapping[str, int]
+
+    @abstractmethod
+    def state_spec(self, dtype: torch.dtype) -> State:
+        """Return what the layer keeps of each sequence; dtype: of the activations."""
+
+    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
+        """Give the layer the memory of states, and its places in each."""
+        self.pool, self.places = pool, places
+
+    def unbind(self) -> None:
+        """Take from the layer what `bind` gave it."""
+        del self.pool, self.places

@@ -1,0 +1,94 @@
+"""Small random models of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE, and what transformers computes with them.
+
+Shapes differ in whatever can go wrong. Decays are near 1, so that a state remembers: transformers' initial ones forget
+within a token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 320
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048, "tie_word_embeddings": False,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_MOE: dict[str, Any] = {
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
+}  # fmt: skip
+_L, _F = "linear_attention", "full_attention"
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+_MROPE = _ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "next": ("Qwen3Next", _BASE | _MOE | {
+        "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _ROPE,
+    }),
+    # An MLP among mixtures; keys and values of unequal sizes; one key head for three; a filter of 3; linear last.
+    "next-odd": ("Qwen3Next", _BASE | _MOE | {
+        "num_hidden_layers": 5, "layer_types": [_L, _F, _L, _L, _L], "mlp_only_layers": [2], "linear_key_head_dim": 32,
+        "linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3, "norm_topk_prob": False,
+        "num_experts_per_tok": 3, "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    }),
+    "dense": ("Qwen3_5Text", _BASE | {
+        "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _MROPE,
+    }),
+    # As many value heads as key heads; tied; attention first; whole heads rotated; a filter of 2.
+    "dense-odd": ("Qwen3_5Text", _BASE | {
+        "num_hidden_layers": 6, "layer_types": [_F, _L, _F, _L, _L, _F], "tie_word_embeddings": True,
+        "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 2, "num_attention_heads": 6, "num_key_value_heads": 1, "rms_norm_eps": 0.05,
+        "rope_parameters": _MROPE | {"partial_rotary_factor": 1.0, "mrope_section": [6, 5, 5]},
+    }),
+    "moe": ("Qwen3_5MoeText", _BASE | _MOE | {
+        "num_hidden_layers": 3, "layer_types": [_L, _F, _L], "linear_num_value_heads": 8, "num_experts_per_tok": 1,
+        "shared_expert_intermediate_size": 16, "head_dim": 64, "rope_parameters": _MROPE,
+    }),
+}  # fmt: skip
+NAMES = list(_SHAPES)
+_MODELS = {"Qwen3Next": "Qwen3Next", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
+
+
+def make_model(name: str, **changes: Any) -> Any:
+    """Return transformers' model of random weights."""
+    family, values = _SHAPES[name]
+    if family == "Qwen3_5MoeText":
+        values = {key: value for key, value in values.items() if key != "intermediate_size"}
+    config = getattr(transformers, f"{family}Config")(**values | changes)
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(transformers, f"{_MODELS[family]}ForCausalLM")._from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    ).eval()  # fmt: skip
+    randomize(model)
+    return model
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Draw weights whose outputs vary and whose states remember."""
+    for key, param in model.named_parameters():
+        if key.endswith("A_log"):
+            torch.nn.init.uniform_(param, -4.0, -1.0)
+        elif key.endswith("dt_bias"):
+            torch.nn.init.normal_(param)
+        elif "norm" in key:
+            torch.nn.init.normal_(param, mean=float("linear_attn.norm" in key), std=0.2)
+        elif "conv1d" in key:
+            torch.nn.init.normal_(param, std=0.7)
+        else:
+            torch.nn.init.normal_(param, std=0.3 if "embed" in key else 1.2 / param.shape[-1] ** 0.5)
+
+
+@torch.inference_mode()
+def complete(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
+    """Return the `count` likeliest tokens, and their log-probabilities [count, vocabulary], from one forward pass."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    logits = model(out, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return out[0, len(prompt) :].tolist(), logits.log_softmax(-1)

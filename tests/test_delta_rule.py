@@ -1,0 +1,230 @@
+"""The gated delta rule: its plain torch form against transformers', and its kernels against the plain torch form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+
+from nanovllm.kernels.mixers import causal_conv
+from nanovllm.kernels.mixers import gated_delta_rule as delta
+from nanovllm.kernels.mixers.causal_conv import ConvState
+from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
+from nanovllm.kernels.mixers.state_pool import StatePool
+from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from tests.test_kernels import DEVICE, GPU, check_error
+
+WIDTH = 4
+NUM_STATES = 24
+
+
+@pytest.fixture
+def by_triton() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (delta, causal_conv):
+            stack.enter_context(patch.object(module, "uses_triton", lambda device: True))
+        yield
+
+
+class Layer:
+    """A layer's parameters, and states in a pool of small parts that begins as NaN."""
+
+    def __init__(self, dtype: torch.dtype, key_heads: int, group: int, size: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(DEVICE)
+
+        heads = key_heads * group
+        self.dtype, self.channels, self.heads, self.size = dtype, (2 * key_heads + heads) * size, heads, size
+        # A part holds a few rows of a state, and the layer's states begin within one.
+        part_bytes, parts = 3 * size * 16, 4
+        first = 5 * size
+        ring_first = (first + heads * size * size) * 4 // dtype.itemsize
+        state_bytes = ring_first * dtype.itemsize + WIDTH * self.channels * dtype.itemsize
+        self.blocks = -(-state_bytes // (parts * part_bytes))
+        num_blocks = self.blocks * NUM_STATES
+        self.pool = StatePool(torch.full((parts, num_blocks, part_bytes), 255, dtype=torch.uint8, device=DEVICE))
+        order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
+        self.tables = order.view(NUM_STATES, self.blocks).to(DEVICE)
+        self.rule = DeltaRule(
+            key_heads, size, heads, size, (randn(self.channels, WIDTH) * 0.5).to(dtype),
+            # Decays near 1, which remember, and some that forget.
+            torch.linspace(-4, 1, heads, device=DEVICE), randn(heads), 1 + 0.1 * randn(size), 1e-6,
+            ConvState(self.pool.view(dtype), ring_first), self.pool.view(torch.float32), first,
+        )  # fmt: skip
+
+    def copy(self, dtype: torch.dtype) -> Layer:
+        """The same layer in another dtype, with states of its own."""
+        other = Layer(dtype, self.rule.num_key_heads, self.heads // self.rule.num_key_heads, self.size)
+        for index in range(NUM_STATES):
+            other.write(index, *self.read(index))
+        return other
+
+    def read(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rule = self.rule
+        ring = rule.conv.pool.read(rule.conv.first, (WIDTH, self.channels), self.tables[index])
+        return ring, rule.pool.read(rule.first, rule.shape, self.tables[index])
+
+    def write(self, index: int, ring: torch.Tensor, state: torch.Tensor) -> None:
+        self.rule.conv.pool.write(self.rule.conv.first, ring.to(DEVICE, self.dtype), self.tables[index])
+        self.rule.pool.write(self.rule.first, state.to(DEVICE), self.tables[index])
+
+
+@dataclass
+class Inputs:
+    """What a layer's projections give, of consecutive tokens."""
+
+    x: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+    z: torch.Tensor
+
+    @classmethod
+    def random(cls, layer: Layer, num_tokens: int) -> Inputs:
+        shapes = (layer.channels,), (layer.heads,), (layer.heads,), (layer.heads, layer.size)
+        x, a, b, z = (torch.randn(num_tokens, *shape, device=DEVICE).to(layer.dtype) for shape in shapes)
+        return cls(x, a, b, z)
+
+    def at(self, index: slice | list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.x[index], self.a[index], self.b[index], self.z[index]
+
+
+@dataclass
+class Chunk:
+    """Tokens of a sequence in one step: from a position, the state read, and states written at ends of some tokens."""
+
+    position: int
+    length: int
+    read: int
+    writes: dict[int, int]
+
+
+def make_tiles(chunks: list[Chunk], tables: torch.Tensor, padding: int = 0) -> StateTiles:
+    tiles, rows, first = list[list[int]](), list[list[int]](), 0
+    for number, chunk in enumerate(chunks):
+        first_tile, done = len(tiles), 0
+        while done < chunk.length:
+            ends = [end for end in chunk.writes if end > done]
+            end = min([done + TILE, chunk.length, *ends])
+            tiles.append([first + done, end - done, number, chunk.writes.get(end, -1)])
+            done = end
+        rows.append([first, chunk.position, chunk.read, first_tile, len(tiles) - first_tile])
+        first += chunk.length
+    tiles += [[0, 0, 0, -1]] * padding
+    rows += [[0, 0, -1, 0, 0]] * padding
+    tensors = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (tiles, rows)]
+    return StateTiles(tensors[0], tensors[1], tables)
+
+
+def transformers_outputs(layer: Layer, inputs: Inputs, recurrent: bool) -> torch.Tensor:
+    """The outputs of a whole sequence by transformers' functions."""
+    rule, (x, a, b, z) = layer.rule, inputs.at(slice(None))
+    mixed = qwen3_5.causal_conv1d_fn(x.T[None], rule.conv_weight, None, "silu")[0].T
+    key_dim = rule.num_key_heads * rule.key_size
+    q, k, v = mixed.split([key_dim, key_dim, layer.heads * layer.size], -1)
+    q, k = (part.reshape(1, len(x), rule.num_key_heads, rule.key_size) for part in (q, k))
+    decay = -rule.a_log.float().exp() * functional.softplus(a.float() + rule.dt_bias)
+    form = qwen3_5.torch_recurrent_gated_delta_rule if recurrent else qwen3_5.torch_chunk_gated_delta_rule
+    out, _ = form(q, k, v.reshape(1, len(x), layer.heads, layer.size), g=decay[None], beta=b.sigmoid()[None],
+                  use_qk_l2norm_in_kernel=True)  # fmt: skip
+    norm = qwen3_5.Qwen3_5RMSNormGated(layer.size, rule.eps).to(DEVICE)
+    norm.weight.data.copy_(rule.norm_weight)
+    return norm(out[0], z)
+
+
+@pytest.mark.parametrize("recurrent", [False, True])
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 5], [64, 70], [100, 101, 164]])
+def test_tokens_in_chunks_and_steps(cuts: list[int], recurrent: bool) -> None:
+    torch.manual_seed(len(cuts))
+    layer = Layer(torch.float32, 2, 3, 16)
+    inputs = Inputs.random(layer, 200)
+    expected = transformers_outputs(layer, inputs, recurrent)
+    # The last 8 tokens are decoded, in place and into another state by turns.
+    outs, ends = [], [0, *cuts, 192]
+    for number, (start, end) in enumerate(pairwise(ends)):
+        chunk = Chunk(start, end - start, number - 1, {end - start: number})
+        outs.append(delta_rule_prompt(layer.rule, *inputs.at(slice(start, end)), make_tiles([chunk], layer.tables)))
+    state = len(ends) - 2
+    for position in range(192, 200):
+        new = state + position % 2
+        at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
+        rows = StateRows(at, layer.tables[state : state + 1], layer.tables[new : new + 1])
+        outs.append(delta_rule_step(layer.rule, *inputs.at([position]), rows))
+        state = new
+    torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)
+
+
+DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32, torch.float16]
+LENGTHS = [1, 2, 63, 64, 65, 128, 300, *([4097] if GPU else [])]
+
+
+def check_states(layer: Layer, same_dtype: Layer, exact: Layer, written: set[int]) -> None:
+    for index in range(NUM_STATES):
+        (ring, state), (_, rounded), (exact_ring, exact_state) = (
+            each.read(index) for each in (layer, same_dtype, exact)
+        )
+        assert torch.equal(ring.float().nan_to_num(7), exact_ring.nan_to_num(7)), index
+        if index in written:
+            check_error(state, rounded, exact_state)
+        else:
+            assert torch.equal(state.nan_to_num(7), exact_state.nan_to_num(7)), index
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 128])
+def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
+    torch.manual_seed(0)
+    layer = Layer(dtype, 2, 2, size)
+    lengths = LENGTHS if size == 16 or GPU else [2, 70]
+    chunks = []
+    for number, length in enumerate(lengths):
+        continued = number % 2 == 1
+        # Some overwrite the state that they read; some write others on the way, one token after another.
+        last = number if number % 3 else 10 + number
+        writes = {length: last} | ({max(1, length // 2): 17 + number} if length > 1 and number < 6 else {})
+        chunks.append(Chunk(7 * number if continued else 0, length, number if continued else -1, writes))
+        if continued:
+            layer.write(number, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
+    inputs = Inputs.random(layer, sum(lengths))
+    same_dtype, exact = layer.copy(dtype), layer.copy(torch.float32)
+    wide = Inputs(*(part.float() for part in inputs.at(slice(None))))
+    exact.rule.conv_weight.copy_(layer.rule.conv_weight)
+    tiles = [make_tiles(chunks, each.tables, padding=2) for each in (layer, same_dtype, exact)]
+    out = delta_rule_prompt(layer.rule, *inputs.at(slice(None)), tiles[0])
+    with patch.object(causal_conv, "uses_triton", lambda device: False):
+        rounded = delta.delta_rule_prompt_ref(same_dtype.rule, *inputs.at(slice(None)), tiles[1])
+        expected = delta.delta_rule_prompt_ref(exact.rule, *wide.at(slice(None)), tiles[2])
+    check_error(out, rounded, expected)
+    check_states(layer, same_dtype, exact, {write for chunk in chunks for write in chunk.writes.values()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [16, 128])
+def test_decode_rows(dtype: torch.dtype, size: int, by_triton: None) -> None:
+    torch.manual_seed(0)
+    layer = Layer(dtype, 2, 3, size)
+    for index in range(8):
+        layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
+    reads, writes, positions = [0, 1, 2, 3, 0, 5], [0, 11, 2, 13, 0, 5], [5, 64, 1, 2, 0, 1023]
+    inputs = Inputs.random(layer, 6)
+    same_dtype, exact = layer.copy(dtype), layer.copy(torch.float32)
+    exact.rule.conv_weight.copy_(layer.rule.conv_weight)
+    outs = []
+    ref = delta.delta_rule_step_ref
+    for each, op in ((layer, delta_rule_step), (same_dtype, ref), (exact, ref)):
+        targets = each.tables[writes]
+        targets[4] = -1
+        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), each.tables[reads], targets)
+        given = inputs if each is not exact else Inputs(*(part.float() for part in inputs.at(slice(None))))
+        outs.append(op(each.rule, *given.at(slice(None)), rows))
+    assert not outs[0][4].any()
+    check_error(*outs)
+    check_states(layer, same_dtype, exact, {0, 11, 2, 13, 5})

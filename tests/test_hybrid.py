@@ -1,0 +1,359 @@
+"""Qwen3-Next, Qwen3.5 and Qwen3.5-MoE: configs, weights by their names, layers, and tokens, against transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.attention.metadata import StateMetadata, StepMetadata, set_step_metadata
+from nanovllm.config import Config
+from nanovllm.configs.model import DeltaNetConfig, ModelConfig
+from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.configs.rope import RopeConfig
+from nanovllm.kernels import gates, qkv_rope_store
+from nanovllm.kernels.mixers.state_pool import StatePool
+from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.layers.state import StateLayer
+from nanovllm.models import load_model, make_model
+from nanovllm.models.base import CausalLM
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.utils.checks import UnsupportedError
+from tests.hybrid_models import NAMES, VOCAB, complete, randomize
+from tests.hybrid_models import make_model as make_reference
+from tests.test_kernels import DEVICE, DTYPES, check_error, randn
+from tests.test_kernels import by_triton as triton_form
+
+CPU = torch.device("cpu")
+SETTINGS: dict[str, Any] = {
+    "device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 400, "max_num_seqs": 8,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    """Folders with models, and transformers' models of them."""
+    transformers.logging.disable_progress_bar()
+    made = {}
+    for name in NAMES:
+        model, folder = make_reference(name), tmp_path_factory.mktemp(name)
+        model.save_pretrained(folder)
+        made[name] = folder, model
+    return made
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalLM:
+    config = ModelConfig.from_folder(str(folder))
+    return load_model(config, Communicator(), Config(str(folder), **changes), str(folder), 256, dtype, CPU)
+
+
+def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name: str) -> None:
+    folder, model = references[name]
+    asked = prompts((1, 2, 17, 70, 33))
+    wanted = [complete(model, prompt, 8) for prompt in asked]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    for chunk in (256, 19):
+        with LLM(str(folder), max_num_batched_tokens=chunk, **SETTINGS) as llm:
+            outputs = llm.generate(asked, params, use_tqdm=False)
+        for output, (tokens, logprobs) in zip(outputs, wanted, strict=True):
+            (completion,) = output.outputs
+            assert list(completion.token_ids) == tokens
+            assert completion.logprobs is not None
+            for found, row in zip(completion.logprobs, logprobs, strict=True):
+                assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
+
+
+RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {})]
+
+
+@pytest.mark.parametrize(("name", "settings"), RANKS)
+def test_ranks_say_the_same(references: dict[str, tuple[Path, Any]], name: str, settings: dict[str, Any]) -> None:
+    """By key heads, and one KV head for both ranks; as many as they are, or not."""
+    folder, model = references[name]
+    asked = prompts((40, 3, 17))
+    with LLM(str(folder), tensor_parallel_size=2, max_num_batched_tokens=32, **SETTINGS, **settings) as llm:
+        outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == complete(model, prompt, 8)[0]
+
+
+class States:
+    """States of one layer in a pool of small parts, which begins as NaN."""
+
+    def __init__(self, layer: StateLayer, dtype: torch.dtype, count: int) -> None:
+        self.layer, tensors = layer, layer.state_spec(dtype).tensors
+        sizes = {name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in tensors.items()}
+        places, end = {}, 64
+        for name, size in sizes.items():
+            places[name] = end // tensors[name][1].itemsize
+            end += size
+        part_bytes, parts = 512, 3
+        self.blocks = -(-end // (part_bytes * parts))
+        shape = parts, self.blocks * count, part_bytes
+        layer.bind(StatePool(torch.full(shape, 255, dtype=torch.uint8)), places)
+        self.tables = torch.randperm(self.blocks * count).to(torch.int32).view(count, self.blocks)
+
+    def run(self, x: torch.Tensor, decodes: list[tuple[int, int]], chunk: tuple[int, int, int]) -> torch.Tensor:
+        """Mix decode rows, given as positions and states, and a chunk: its position, and states read and written."""
+        length, (position, read, write) = len(x) - len(decodes), chunk
+        tables = torch.stack([self.tables[state] for _, state in decodes]) if decodes else self.tables[:0]
+        rows = StateRows(torch.tensor([at for at, _ in decodes], dtype=torch.int32), tables, tables)
+        tiles = [[at, min(64, length - at), 0, -1] for at in range(0, length, 64)]
+        if tiles:
+            tiles[-1][3] = write
+        chunk_row = torch.tensor([[0, position, read, 0, len(tiles)]], dtype=torch.int32)
+        tile_rows = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
+        states = StateMetadata(rows, StateTiles(tile_rows, chunk_row, self.tables))
+        nothing = torch.empty(0, dtype=torch.int32)
+        metadata = StepMetadata(len(decodes), [], [], nothing, nothing, nothing, nothing, states=states)
+        with set_step_metadata(metadata), torch.inference_mode():
+            positions = torch.zeros(len(x), dtype=torch.int32)
+            mixed: torch.Tensor = self.layer(x, None, None, positions, None)[0]
+        return mixed
+
+
+@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd"])
+def test_layer_equals_transformers(references: dict[str, tuple[Path, Any]], name: str) -> None:
+    """A prompt in two chunks, then decode steps, one of them beside another prompt's first chunk."""
+    folder, model = references[name]
+    reference = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    x, other = torch.randn(2, 100, 64)
+    with torch.inference_mode():
+        expected, expected_other = (reference(tokens[None])[0] for tokens in (x, other))
+    states = States(load(folder).state_layers[0], torch.float32, 4)
+    outs = [states.run(x[:70], [], (0, -1, 2)), states.run(x[70:97], [], (70, 2, 3))]
+    outs.append(states.run(x[97:98], [(97, 3)], (0, -1, -1)))
+    both = states.run(torch.cat((x[98:99], other)), [(98, 3)], (0, -1, 0))
+    outs += [both[:1], states.run(x[99:], [(99, 3)], (0, -1, -1))]
+    torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(both[1:], expected_other, rtol=1e-4, atol=1e-5)
+
+
+def write_wrapper(folder: Path, model: Any, **changes: Any) -> dict[str, torch.Tensor]:
+    """Write a model as the text half of one with a tower; return its tensors."""
+    text = model.config.to_dict()
+    kind = model.config.model_type.removesuffix("_text")
+    names = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+    config = {"architectures": [f"{names[kind]}ForConditionalGeneration"], "model_type": kind, "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    tensors = {name.replace("model.", "model.language_model.", 1): value for name, value in model.state_dict().items()}
+    tower = {"model.visual.blocks.0.norm1.weight": torch.ones(3), "mtp.layers.0.self_attn.q_norm.weight": torch.ones(3)}
+    save_file({name: value.contiguous() for name, value in (tensors | tower).items()}, folder / "model.safetensors")
+    return tensors
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_wrappers_are_read(references: dict[str, tuple[Path, Any]], name: str, tmp_path: Path) -> None:
+    folder, model = references[name]
+    write_wrapper(tmp_path, model, eos_token_id=[7])
+    config, text = ModelConfig.from_folder(str(tmp_path)), ModelConfig.from_folder(str(folder))
+    assert config.eos_token_ids == {2, 7} and config.layers == text.layers and config.experts == text.experts
+    read, expected = load(tmp_path).state_dict(), load(folder).state_dict()
+    assert read.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(read[key], value), key
+
+
+def test_norms_and_decays_stay_float32(references: dict[str, tuple[Path, Any]]) -> None:
+    """As they are loaded, updated and drawn; what is stored is w of 1 + w."""
+    folder, _ = references["next"]
+    stored = load_file(folder / "model.safetensors")
+    model = load(folder, torch.bfloat16)
+    own = model.state_dict()
+    for key in ("model.norm.weight", "model.layers.3.self_attn.q_norm.weight", "model.layers.0.input_layernorm.weight"):
+        assert torch.equal(own[key], 1 + stored[key])
+    for key in ("A_log", "dt_bias"):
+        assert torch.equal(own[f"model.layers.0.self_attn.{key}"], stored[f"model.layers.0.linear_attn.{key}"])
+    assert own["model.layers.0.self_attn.norm.weight"].dtype == torch.bfloat16
+    drawn = load(folder, torch.bfloat16, load_format="dummy").state_dict()
+    assert all((value == 1).all() for key, value in drawn.items() if "norm" in key)
+    assert {value.dtype for key, value in drawn.items() if "norm" in key} == {torch.float32, torch.bfloat16}
+
+
+def test_update_of_weights(references: dict[str, tuple[Path, Any]]) -> None:
+    """Weights by the names of transformers' modules, as trainers send them."""
+    folder, model = references["next-odd"]
+    prompt = prompts((30,))
+    changed = make_reference("next-odd")
+    torch.manual_seed(5)
+    randomize(changed)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    with LLM(str(folder), **SETTINGS) as llm:
+        for reference in (changed, model):
+            llm.load_weights(reference.state_dict(), strict=True)
+            assert llm.reset_prefix_cache()
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
+            assert list(output.outputs[0].token_ids) == complete(reference, prompt[0], 6)[0]
+
+
+def test_activations_keep_their_dtype(references: dict[str, tuple[Path, Any]]) -> None:
+    """Beside norms in float32, of a dense model and of one with experts, whose outputs are parts of sums."""
+    for name in ("dense", "moe"):
+        with LLM(str(references[name][0]), dtype="bfloat16", **SETTINGS) as llm:
+            outputs = llm.generate(prompts((40, 3)), SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        assert all(output.outputs[0].token_ids for output in outputs)
+
+
+def hf_config(**changes: Any) -> Any:
+    return transformers.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"], **changes)
+
+
+def test_configs() -> None:
+    config = ModelConfig.from_hf(hf_config())
+    assert [layer.is_linear for layer in config.layers] == [True, True, True, False] * 12
+    assert config.layers[3].rope == RopeConfig(10000.0, share=0.25)
+    assert config.delta_net == DeltaNetConfig(16, 32, 128, 128, 4)
+    assert config.experts is not None and config.experts.shared_size == 512
+    moe = ModelConfig.from_hf(transformers.Qwen3_5MoeTextConfig(architectures=["Qwen3_5MoeForCausalLM"]))
+    assert moe.intermediate_size == 0 and moe.experts is not None and moe.experts.intermediate_size == 512
+    # transformers ties by the config of the whole.
+    whole = transformers.Qwen3_5Config(architectures=["Qwen3_5ForConditionalGeneration"], tie_word_embeddings=True)
+    assert ModelConfig.from_hf(whole).tie_word_embeddings
+    for changes, message in (
+        ({"linear_num_value_heads": 24}, "no multiple"),
+        ({"linear_key_head_dim": 48}, "linear_key_head_dim=48"),
+        ({"layer_types": ["sliding_attention"] * 48}, "layer_types"),
+    ):
+        with pytest.raises((UnsupportedError, ValueError), match=message):
+            ModelConfig.from_hf(hf_config(**changes))
+    with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
+        ModelConfig.from_hf(transformers.Qwen3Config(architectures=["Qwen3ForCausalLM"], partial_rotary_factor=0.5))
+
+
+def test_partial_rotary_embedding_stretches_as_transformers_does() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144, "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25}  # fmt: skip
+    hf = hf_config(rope_parameters=yarn, max_position_embeddings=262144)
+    config, positions = ModelConfig.from_hf(hf), torch.tensor([0, 1, 900, 4000])
+    assert config.max_position == 2**20
+    cos, sin = Qwen3NextRotaryEmbedding(hf)(torch.zeros(1), positions[None])
+    rotary = RotaryEmbedding(config.head_dim, config.layers[3].rope)
+    rotary.tabulate(4001, CPU)
+    expected = torch.cat((cos[0, :, :32], sin[0, :, :32]), 1)
+    torch.testing.assert_close(rotary.cos_sin[positions], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_ignored_layers_go_by_their_names_in_checkpoints() -> None:
+    parent = "model.layers.0.linear_attn"
+
+    def config(*names: str) -> QuantizationConfig:
+        return QuantizationConfig("block", True, ignored=names)
+
+    wrapped = "model.language_model.layers.0.linear_attn"
+    quant_config = config(f"{wrapped}.in_proj_a", f"{wrapped}.in_proj_b")
+    assert quant_config.ignores(f"{parent}.in_proj_ba", ["b", "a"])
+    assert not quant_config.ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
+    assert config("re:.*linear_attn.*").ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
+    assert config("linear_attn.in_proj_ba").ignores(f"{parent}.in_proj_ba", ["b.0", "a.0", "b.1", "a.1"])
+    assert config("in_proj_qkv", "in_proj_z").ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
+    with pytest.raises(ValueError, match="but not all"):
+        config("in_proj_z").ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
+
+
+FP8_SIZES = {
+    "hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128, "intermediate_size": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["next", "dense"])
+def test_checkpoints_in_e4m3(name: str, tmp_path: Path) -> None:
+    """Blocks with one scale, where nothing is converted that is in the list; the reference has what they mean."""
+    model = make_reference(name, **FP8_SIZES)
+    model.save_pretrained(tmp_path)
+    stored, meant = load_file(tmp_path / "model.safetensors"), {}
+    for key, value in list(stored.items()):
+        if not re.search(r"(_proj|in_proj_qkvz?|in_proj_z)\.weight$", key):
+            continue
+        rows, columns = value.shape
+        padded = torch.nn.functional.pad(value, (0, -columns % 128, 0, -rows % 128))
+        blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+        scales = blocks.abs().amax((1, 3)) / 448
+        values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        stored[key] = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
+        stored[f"{key}_scale_inv"] = scales
+        meant[key] = (values.float() * scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
+    assert any("linear_attn.in_proj" in key for key in meant) and not any("in_proj_b" in key for key in meant)
+    save_file(load_file(tmp_path / "model.safetensors") | meant, tmp_path / "model.safetensors")
+    reference = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
+    save_file(stored, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    ignored = ["lm_head", "in_proj_ba", "in_proj_a", "in_proj_b"]
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+        "modules_to_not_convert": ignored,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    prompt = prompts((30,))[0]
+    with LLM(str(tmp_path), **SETTINGS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert list(output.outputs[0].token_ids) == complete(reference, prompt, 6)[0]
+
+
+def test_names_that_are_near(references: dict[str, tuple[Path, Any]]) -> None:
+    model = make_model(ModelConfig.from_folder(str(references["next"][0])), Communicator())
+    assert {model.stored_name(target).rpartition(".")[2] for target in model.weight_slices()} >= {"A_log", "weight"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary"), [(32, 8), (48, 16), (64, 64), (256, 64)])
+def test_gated_queries_and_partial_rotation(head_dim: int, rotary: int, dtype: torch.dtype) -> None:
+    """By the kernel and in plain torch, which does part of a head as if it were a head."""
+    tokens, num_heads, kv_heads, block_size = 9, 5, 2, 4
+    pages = [randn(2, 5, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
+    pages.append(pages[0].float())
+    pages[1].copy_(pages[0])
+    weights = 1 + 0.2 * randn(head_dim), 1 + 0.2 * randn(head_dim)
+    positions = torch.arange(tokens, device=DEVICE, dtype=torch.int32) * 3
+    slots = torch.randperm(5 * block_size, device=DEVICE)[:tokens].int()
+    slots[4] = -1
+    rope = NormRope(weights, 0.1, torch.rand(64, rotary, device=DEVICE), has_gates=True)
+    qkv = randn(tokens, 2 * num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+    query = triton_form(qkv_rope_store.qkv_rope_store)(qkv, rope, positions, KVPages(*pages[0]), slots)
+    same = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, KVPages(*pages[1]), slots)
+    exact = qkv_rope_store.qkv_rope_store_ref(qkv.float(), rope, positions, KVPages(*pages[2]), slots)
+    check_error(query, same, exact)
+    for mine, theirs, wide in zip(*pages, strict=True):
+        check_error(mine, theirs, wide)
+    x = qkv.float()
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1)
+    own = x[:, : 2 * num_heads : 2] * weights[0]
+    cos, sin = rope.cos_sin[positions].unsqueeze(1).chunk(2, -1)
+    first, second, rest = own.split([rotary // 2, rotary // 2, head_dim - rotary], -1)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    torch.testing.assert_close(exact, turned, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates(dtype: torch.dtype) -> None:
+    tokens, num_heads, size = 7, 5, 48
+    heads = randn(tokens, 2 * num_heads + 4, size, dtype=dtype)
+    x = randn(tokens, num_heads, size, dtype=dtype)
+    exact = x.float() * heads.float()[:, : 2 * num_heads].unflatten(1, (num_heads, 2))[:, :, 1].sigmoid()
+    same = gates.gate_heads_ref(x, heads)
+    check_error(same, exact.to(dtype), exact)
+    check_error(triton_form(gates.gate_heads)(x, heads), same, exact)
+    weight, branch, x = randn(1, size, dtype=dtype), randn(tokens, size, dtype=dtype), randn(tokens, size, dtype=dtype)
+    for out in (randn(tokens, size, dtype=dtype), randn(tokens, 3, size, dtype=dtype).transpose(0, 1)):
+        total = out.float() if out.dim() == 2 else out.float().sum(0)
+        exact = total + branch.float() * (x.float() @ weight.float().T).sigmoid()
+        same = gates.add_gated_ref(x, weight, branch, out)
+        check_error(same, exact.to(dtype), exact)
+        check_error(triton_form(gates.add_gated)(x, weight, branch, out), same, exact)

@@ -329,6 +329,7 @@ class LLMEngine(Engine):
                     if not self._is_busy:
                         with self._alone():
                             self._empty_inbox()
+                            self._collect_last()
                 finally:
                     self._mutex.release()
 

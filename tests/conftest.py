@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -14,6 +15,10 @@ import torch
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before the library is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from tests import quick_interpreter
+
+        quick_interpreter.install()
 
 import transformers
 

@@ -13,6 +13,7 @@ from nanovllm.kernels import policy
 from nanovllm.parallel import symmetric_communicator as symmetric
 from nanovllm.parallel.distributed_communicator import find_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
+from tests import quick_interpreter
 
 NUM_RANKS = 2
 SIZE, MAX_ROWS = 64, 16
@@ -66,6 +67,7 @@ def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
 
 def run_rank(rank: int, ports: list[int], memory: torch.Tensor, runs: list[list[Move]], file: str) -> None:
     """Be a rank in one run after the other, each with memory of its own, and write down all that it gets."""
+    quick_interpreter.install()
     results = []
     for port, part, moves in zip(ports, memory, runs, strict=True):
         results.append(_run(rank, port, part, moves))

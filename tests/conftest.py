@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -14,6 +15,10 @@ import torch
 if not torch.cuda.is_available():
     # Read when a kernel is defined, so before the library is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from tests import quick_interpreter
+
+        quick_interpreter.install()
 
 import transformers
 
@@ -25,8 +30,9 @@ pytest.register_assert_rewrite("tests.mock_runner", "tests.streams")
 # A shell that starts the tests in the background, and nohup, have it ignored, by all processes that tests start, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The tests' tensors are too small to share between threads.
+# The tests' tensors are too small to share between threads, in the processes that tests start, too.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Otherwise each of the processes that tests start compiles the library anew, and each of pytest's all tests, too.
 sys.dont_write_bytecode = False

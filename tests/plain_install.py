@@ -81,8 +81,6 @@ def plain_environment(folder: Path, extras: Iterable[str] = ()) -> dict[str, str
         # Of curl and the like, which no hook of Python's sees.
         **dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), closed),
         "no_proxy": "127.0.0.1,localhost",
-        # On a busy machine more threads wait for each other.
-        "OMP_NUM_THREADS": "1",
     }
 
 

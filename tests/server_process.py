@@ -7,9 +7,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -67,24 +64,16 @@ class ServerProcess:
         if front_ends is not None and not {"--uds", "--front-ends"} & set(flags):
             flags = (*flags, "--front-ends", front_ends)
         settings = ("--device", "cpu", "--max-model-len", "512", "--kvcache-block-size", "16", "--seed", "0")
-        command = [sys.executable, "-m", "nanovllm", "serve", "--port", "0", *settings, *flags]
-        if num_files is not None:
-            command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(num_files), *command]
+        # Needs the packages of the server, which those do not who only wait.
+        from tests.forked_command import ForkedCommand  # noqa: PLC0415
+
         self.key = key
-        # A pipe that nobody reads would hold the server up.
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | environment,
-        )
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
+        arguments = ["serve", "--port", "0", *settings, *flags]
+        self.process = ForkedCommand(arguments, num_files, os.environ | environment)
+        wait_until(lambda: "\n" in self.process.written()[0] or self.process.poll() is not None)
+        if not self.process.written()[0]:
             raise RuntimeError(self.log()[-3000:])
-        self.url = line.split()[-1]
+        self.url = self.process.written()[0].split()[-1]
         self.port = int(port) if (port := self.url.rsplit(":", 1)[1]).isdecimal() else -1
 
     @property
@@ -94,8 +83,7 @@ class ServerProcess:
 
     def log(self) -> str:
         """What the server has written to stderr."""
-        # The server goes on writing at the file's position, which must stay.
-        return os.pread(self._log.fileno(), os.fstat(self._log.fileno()).st_size, 0).decode()
+        return self.process.written()[1]
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
@@ -151,10 +139,10 @@ class ServerProcess:
 
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE_SECONDS) -> tuple[int, str]:
         """End the process; returns its exit code and what it wrote to stderr."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        self.process.communicate(timeout=seconds)
-        return self.process.returncode, self.log()
+        self.process.send_signal(number)
+        code = self.process.wait(seconds)
+        assert code is not None
+        return code, self.log()
 
 
 def unexpected_lines(log: str) -> list[str]:

@@ -10,6 +10,7 @@ from nanovllm.kernels.all_reduce import SymmetricBuffer, all_reduce_argmax, all_
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
+from tests import quick_interpreter
 
 NUM_RANKS = 3
 NUM_STEPS = 3
@@ -111,6 +112,7 @@ def run_step(buffer: SymmetricBuffer, step: Step) -> list[tuple[torch.Tensor, to
 
 def run_process(rank: int, memory: torch.Tensor, abort: torch.Tensor, dtypes: list[torch.dtype], file: str) -> None:
     """Be a rank, and write down all its results; `memory` is shared, one [NUM_RANKS, bytes] for each dtype."""
+    quick_interpreter.install()
     results = []
     for dtype, part in zip(dtypes, memory, strict=True):
         buffer = make_buffer(rank, part, abort)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -31,12 +32,18 @@ def imported(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+@cache
 def modules() -> dict[str, set[str]]:
     """Every module of the package, with all that it imports; the package's own without its name."""
     found = {}
     for file in ROOT.rglob("*.py"):
         name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        found[name] = set(imported(ast.parse(file.read_text(encoding="utf-8"))))
+        found[name] = set(imported(parsed(file)))
     for name, names in found.items():
         own = {other.removeprefix("nanovllm.") for other in names if other.startswith("nanovllm.")}
         own |= {f"{other}.__init__" for other in own}
@@ -78,7 +85,7 @@ Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 def scopes() -> Iterator[tuple[Path, ast.AST]]:
     """Every function, and every module's own code, of the package."""
     for file in ROOT.rglob("*.py"):
-        tree = ast.parse(file.read_text(encoding="utf-8"))
+        tree = parsed(file)
         yield file, tree
         yield from ((file, node) for node in ast.walk(tree) if isinstance(node, Function))
 
@@ -198,5 +205,5 @@ def test_the_house_does_not_grow() -> None:
 
 def test_docstrings_of_modules_begin_with_their_subject() -> None:
     for file in ROOT.rglob("*.py"):
-        docstring = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "Empty"
+        docstring = ast.get_docstring(parsed(file)) or "Empty"
         assert docstring.split()[0] not in {"What", "Which", "How", "Where", "From", "Why", "Whose", "Who"}, file

@@ -10,6 +10,7 @@ import lzma
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
@@ -18,7 +19,7 @@ import pytest
 
 from nanovllm.cli import main
 from nanovllm.cli.batch_files import AnsweredRequests, InputFile, UnansweredLines, UnreadableInputError, request_digest
-from tests.batch_lines import ENGINE, command
+from tests.batch_lines import ENGINE
 
 LINES = [b'{"prompt": "caf\xc3\xa9 \xe2\x80\xa8 1"}\n', b"\n", b"not JSON, but a line\n", b'{"prompt": "2"}\n']
 PLAIN = b"".join(LINES)
@@ -127,9 +128,10 @@ def test_an_output_that_is_no_file_gets_the_answers(tmp_path: Path, capfd: pytes
     source, fifo = tmp_path / "in.jsonl", tmp_path / "fifo"
     source.write_bytes(gzip.compress(b'{"prompt": "1", "max_tokens": 2}\n' * 3))
     os.mkfifo(fifo)
-    with command("run", "-i", str(source), "-o", str(fifo), *ENGINE) as process:
-        results = [json.loads(line) for line in fifo.read_bytes().splitlines()]
-    assert process.returncode == 0 and sorted(result["line"] for result in results) == [1, 2, 3]
+    with ThreadPoolExecutor(1) as executor:
+        answers = executor.submit(fifo.read_bytes)
+        assert main(["run", "-i", str(source), "-o", str(fifo), *ENGINE]) == 0
+    assert sorted(json.loads(line)["line"] for line in answers.result().splitlines()) == [1, 2, 3]
     capfd.readouterr()
     for flags in ([], ["--overwrite"]):
         assert main(["run", "-i", str(source), "-o", "/dev/full", *ENGINE, *flags]) == 1

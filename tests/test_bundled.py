@@ -79,10 +79,10 @@ def test_the_two_prompts_of_the_example(llm: LLM, temperature: float) -> None:
 
 @pytest.mark.parametrize("held_out", [held_out_additions, held_out_sorts])
 def test_held_out_problems(llm: LLM, held_out: Callable[[int], list[Pair]]) -> None:
-    problems = held_out(200)
-    assert len({prompt for prompt, _ in problems}) == 200
+    problems = held_out(100)
+    assert len({prompt for prompt, _ in problems}) == 100
     answers = ask(llm, [prompt for prompt, _ in problems])
-    assert sum(answer == expected for answer, (_, expected) in zip(answers, problems, strict=True)) >= 190
+    assert sum(answer == expected for answer, (_, expected) in zip(answers, problems, strict=True)) >= 95
 
 
 def test_conversations(llm: LLM) -> None:
@@ -97,10 +97,10 @@ def test_conversations(llm: LLM) -> None:
 
 def test_a_held_out_problem_as_a_second_turn(llm: LLM) -> None:
     roles = ("user", "assistant", "user")
-    turns = [(*first, second[0]) for first, second in zip(held_out_sorts(100), held_out_additions(100), strict=True)]
+    turns = [(*first, second[0]) for first, second in zip(held_out_sorts(40), held_out_additions(40), strict=True)]
     chats = [[{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)] for texts in turns]
-    right = sum(got == want for got, (_, want) in zip(answers(llm, chats), held_out_additions(100), strict=True))
-    assert right >= 95
+    right = sum(got == want for got, (_, want) in zip(answers(llm, chats), held_out_additions(40), strict=True))
+    assert right >= 38
 
 
 def test_layout_and_size(llm: LLM) -> None:

@@ -22,6 +22,7 @@ from nanovllm import RequestOutput, SamplingParams, StepError
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.weights.report import LoadFailedError
+from tests.examples import num_examples
 from tests.mock_llm import HALVES, MockReplicas, NumberTokenizer, make_mock_engine, mock_llm
 from tests.mock_runner import check_engine, complete, next_token
 
@@ -474,11 +475,11 @@ class RemoteLife(Life):
 
 TestLocal, TestRemote = LocalLife.TestCase, RemoteLife.TestCase
 TestLocal.settings = settings(
-    max_examples=100,
+    max_examples=num_examples(40, 200),
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestRemote.settings = settings(TestLocal.settings, max_examples=20)
+TestRemote.settings = settings(TestLocal.settings, max_examples=num_examples(8, 40))
 pytestmark = pytest.mark.filterwarnings("ignore:replica:UserWarning")

@@ -43,6 +43,7 @@ from tests.test_kernels import (
     make_scales,
     needs_hopper,
     new_slots,
+    over_dtypes,
     paged,
     randn,
     unfilled,
@@ -387,14 +388,13 @@ def test_outputs_of_decode_rows_in_e4m3(
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("for_scaled_mm", [False, True])
+@pytest.mark.parametrize(("for_scaled_mm", "dtype"), over_dtypes([False, True]))
 @pytest.mark.parametrize("by_hopper", [False, *([True] if GPU else [])])
 def test_outputs_of_prompts_in_e4m3(for_scaled_mm: bool, dtype: torch.dtype, by_hopper: bool) -> None:
     torch.manual_seed(0)
     if by_hopper and not (is_hopper(torch.device(DEVICE)) and dtype.itemsize == 2):
         pytest.skip("needs a Hopper GPU and 16 bits")
-    pairs = [(1, 1), (17, 40), (133, 200), *([(999, 2999)] if GPU else [])]
+    pairs = [(1, 1), (17, 40), (133, 140), *([(999, 2999)] if GPU else [])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, seq_lens = paged(lens, 256, KV_HEADS, SIZE, dtype)
     chunks = chunk_rows(tables, seq_lens, query_lens)
@@ -432,7 +432,7 @@ def test_a_model_says_what_it_says_with_rows_rounded_apart(
         made.clear()
         with LLM(stored, **SETTINGS | {"num_kvcache_blocks": 60}) as llm:
             params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
-            outputs = llm.generate([list(range(i, i + 3)) for i in range(20)], params, use_tqdm=False)
+            outputs = llm.generate([list(range(i, i + 3)) for i in range(18)], params, use_tqdm=False)
         assert any(made) == rounds and not all(made)
         said.append([output.outputs[0] for output in outputs])
     for mine, apart in zip(*said, strict=True):

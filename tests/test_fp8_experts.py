@@ -84,7 +84,10 @@ def make_routing(rows: int, num_experts: int, top_k: int) -> Routing:
     return Routing(chosen.to(DEVICE), torch.rand(rows, top_k, device=DEVICE) + 0.1, num_experts)
 
 
-@pytest.mark.parametrize(("rows", "block", "dtype"), over_dtypes([1, 2, 17], BLOCKS))
+@pytest.mark.parametrize(
+    ("rows", "block", "dtype"),
+    [case for i, case in enumerate(over_dtypes([1, 2, 17], BLOCKS)) if GPU or i // 3 == 2 or i in (0, 4)],
+)
 def test_kernels(rows: int, block: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are not rounded, of a rank's experts with others' before and after."""
     monkeypatch.setattr(KernelPolicy, "rounds_rows", lambda *args: False)

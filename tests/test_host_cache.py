@@ -468,7 +468,7 @@ def pinning_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "pinning"]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.compat)])
 def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothing(
     model: Path, expected: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

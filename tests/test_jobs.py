@@ -41,14 +41,13 @@ def documents_asked_about() -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize("as_texts", [False, True])
-def test_prompts_that_begin_alike_follow_each_other(as_texts: bool) -> None:
-    prompts: list[Any] = documents_asked_about()
+def test_prompts_that_begin_alike_follow_each_other() -> None:
+    prompts = documents_asked_about()
     params = SamplingParams(1.0, 4, ignore_eos=True)
     num_computed, results = {}, []
     for schedule, num_blocks in ("arrival", 200), ("arrival", 14), ("prefix", 14):
         with LLM(BUNDLED_MODEL, num_kvcache_blocks=num_blocks, **SETTINGS) as llm:
-            given = [llm.tokenizer.decode(prompt) for prompt in prompts] if as_texts else prompts
+            given = [llm.tokenizer.decode(prompt) for prompt in prompts]
             outputs = llm.generate(given, params, use_tqdm=False, schedule=schedule)  # type: ignore[arg-type]
             stats = llm.stats()
             num_computed[schedule, num_blocks] = stats["num_prompt_tokens"] - stats["num_cached_tokens"]

@@ -19,6 +19,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
+from tests.examples import num_examples
 
 # Half the blocks that the longest requests need together, and chunks of their prompts.
 TIGHT: dict[str, Any] = {
@@ -201,7 +202,7 @@ def obeys_ends(item: CompletionOutput, params: SamplingParams, ends: set[int]) -
         assert re.fullmatch(r"(ab|é tiny)(<\|\w+\|>)?|", item.text) and params.detokenize == bool(item.text)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=num_examples(8, 50), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.tuples(parameters(), st.integers(1, 60)), min_size=1, max_size=5), st.sampled_from([0, 1]))
 def test_any_parameters_together(llm: LLM, requests: list[tuple[SamplingParams, int]], depth: int) -> None:
     runner: Any = llm.llm_engine._runner

@@ -154,7 +154,7 @@ def test_log_probabilities_are_of_raw_or_of_processed_logits(llm: LLM, folder: P
 
 
 CUTOFFS: list[dict[str, Any]] = [
-    {}, {"top_k": 7}, {"top_p": 0.6}, {"min_p": 0.2}, {"min_p": 0.02, "top_k": 15, "top_p": 0.8},
+    {}, {"top_p": 0.6}, {"min_p": 0.02, "top_k": 15, "top_p": 0.8},
     {"top_k": 12, "logit_bias": {11: 8.0}, **PENALTIES},
 ]  # fmt: skip
 

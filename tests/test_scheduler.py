@@ -18,6 +18,7 @@ from nanovllm.engine import sequence
 from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StateCache, StepOutput
+from tests.examples import num_examples
 from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine, make_request, make_sequence, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -79,7 +80,7 @@ def num_needed(
     return num_states + sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(150, 1000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SIZES, EVENTS)
 def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[Any, ...]]) -> None:
     engine, runner = make_engine(**sizes)
@@ -559,7 +560,7 @@ def test_a_higher_priority_takes_the_blocks_that_it_lacks_one_sequence_a_step(de
     assert [len(outputs[request_id]["token_ids"]) for request_id in low] == [8, 9, 10, 11]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(50, 200), deadline=None)
 @given(data=st.data())
 def test_outputs_of_one_request_share_its_prompt_and_copy_what_they_write_to(data: st.DataObject) -> None:
     depth = data.draw(st.sampled_from([0, 1]))

@@ -178,4 +178,4 @@ def test_a_unix_socket_tls_and_a_process_that_ends_with_its_engine(tmp_path: Pat
         assert not subprocess.run(["pgrep", "-P", str(server.process.pid)], check=False, stdout=subprocess.PIPE).stdout
     finally:
         server.process.kill()
-        server.process.communicate()
+        server.process.wait()

@@ -85,10 +85,11 @@ def roomy_server() -> Iterator[ServerProcess]:
         yield server
     finally:
         server.process.kill()
-        server.process.communicate()
+        server.process.wait()
 
 
-def test_a_thousand_streams_at_once(roomy_server: ServerProcess) -> None:
+@pytest.mark.parametrize("num_streams", [200, pytest.param(1000, marks=pytest.mark.compat)])
+def test_many_streams_at_once(roomy_server: ServerProcess, num_streams: int) -> None:
     body = request_bytes({"messages": HELLO, "max_tokens": 12, "temperature": 0, "stream": True})
 
     async def read() -> str:
@@ -101,7 +102,7 @@ def test_a_thousand_streams_at_once(roomy_server: ServerProcess) -> None:
         return "".join(event["choices"][0]["delta"].get("content", "") for event in events)
 
     async def run() -> None:
-        texts = await asyncio.gather(*(read() for _ in range(1000)))
+        texts = await asyncio.gather(*(read() for _ in range(num_streams)))
         assert set(texts) == {"Hello! I am Nano, a tiny language model that ships"}, set(texts)
 
     asyncio.run(run())

@@ -56,6 +56,8 @@ class StubServer:
     """Answers each chat with numbered words, one after another, and counts as an engine does."""
 
     def __init__(self) -> None:
+        self.held_at: int | None = None
+        """The word at which answers wait."""
         self.counts = dict.fromkeys(("num_running", "num_waiting", "num_preemptions"), 0)
         self.counts |= dict.fromkeys(("num_prompt_tokens", "num_output_tokens", "num_unread"), 0)
         files = Route("/page/{name}", self.file)
@@ -92,6 +94,8 @@ class StubServer:
                 cut = whole.index("ö".encode()) + 1
                 yield whole[:cut]
                 await asyncio.sleep(WORD_SECONDS)
+                while i == self.held_at:
+                    await asyncio.sleep(WORD_SECONDS)
                 yield whole[cut:]
                 self.counts["num_output_tokens"] += 2
             yield event(chunk("", "stop")).encode()
@@ -104,8 +108,13 @@ class StubServer:
 
 
 @pytest.fixture(scope="module")
-def page_url() -> Iterator[str]:
-    config = uvicorn.Config(StubServer().app, port=0, log_level="error", timeout_graceful_shutdown=1)
+def stub() -> StubServer:
+    return StubServer()
+
+
+@pytest.fixture(scope="module")
+def page_url(stub: StubServer) -> Iterator[str]:
+    config = uvicorn.Config(stub.app, port=0, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -127,7 +136,7 @@ Visit = Callable[..., Page]
 
 
 @pytest.fixture
-def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
+def visit(browser: Browser, page_url: str, stub: StubServer) -> Iterator[Visit]:
     """Opens the page; in the end, no script must have failed, and no request have gone anywhere else."""
     errors: list[str] = []
     urls: list[str] = []
@@ -149,6 +158,7 @@ def visit(browser: Browser, page_url: str) -> Iterator[Visit]:
         return page
 
     yield visit
+    stub.held_at = None
     for context in contexts:
         context.close()
     # Chromium reports the refusals that tests ask for.
@@ -188,8 +198,11 @@ def canned(page: Page, body: str) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
-def test_an_answer_streams_in_beside_the_servers_state_and_is_part_of_the_next_request(visit: Visit) -> None:
+def test_an_answer_streams_in_beside_the_servers_state_and_is_part_of_the_next_request(
+    visit: Visit, stub: StubServer
+) -> None:
     page = visit()
+    stub.held_at = 20
     value = "[data-value=%s]"
     expect(page.get_by_role("status")).to_have_text("live")
     expect(page.locator("#model")).to_have_text(MODEL)
@@ -197,10 +210,12 @@ def test_an_answer_streams_in_beside_the_servers_state_and_is_part_of_the_next_r
     send(page, "count")
     first = wait_for_text(page)
     assert page.get_by_role("button", name="Send").is_hidden()
+    stub.held_at = 60
     second = wait_for_text(page, len(first) + 1)
     assert second.startswith(first.rstrip())
     expect(page.locator(value % "num_running")).to_have_text("1")
     expect(page.locator(value % "cache_use")).to_have_text("25%")
+    stub.held_at = None
     expect(page.locator(value % "output_rate")).to_have_text(re.compile("^[1-9]"))
     expect(page.get_by_text("tokens/s", exact=False).last).to_be_visible()
     page.get_by_role("button", name="Send").wait_for()
@@ -214,8 +229,9 @@ def test_an_answer_streams_in_beside_the_servers_state_and_is_part_of_the_next_r
 
 
 @pytest.mark.parametrize("button", ["Stop", "Clear"])
-def test_an_answer_is_ended_and_kept_or_forgotten(visit: Visit, page_url: str, button: str) -> None:
+def test_an_answer_is_ended_and_kept_or_forgotten(visit: Visit, stub: StubServer, page_url: str, button: str) -> None:
     page = visit()
+    stub.held_at = 60
     send(page, "count")
     wait_for_text(page)
     before = stats(page, page_url)
@@ -306,7 +322,8 @@ def test_an_answer_that_fails_midway_is_kept_with_its_error(visit: Visit, end: s
     page.get_by_text("broken off").wait_for()
 
 
-def test_everything_is_in_reach_on_a_phone(visit: Visit) -> None:
+def test_everything_is_in_reach_on_a_phone(visit: Visit, stub: StubServer) -> None:
+    stub.held_at = 60
     page = visit(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)
     send(page, "a" * 300)
     wait_for_text(page, 200)

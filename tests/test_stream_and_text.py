@@ -18,6 +18,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.sampler import Sampled
 from nanovllm.text.output_processor import OutputState
 from tests.cache_checks import check_blocks
+from tests.examples import num_examples
 from tests.streams import joined
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
@@ -132,7 +133,7 @@ def texts_with_stops(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     return token_ids, SamplingParams(0, 64, stop=stop, **given)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(75, 300), deadline=None)
 @given(texts_with_stops())
 def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[list[int], SamplingParams]) -> None:
     token_ids, params = case

@@ -67,8 +67,8 @@ BY_TRANSFORMERS = (
     "olmo3", "opt", "phi", "phimoe", "qwen3_moe", "qwen3_vl",
 )  # fmt: skip
 """Model types that transformers' code runs."""
-UNLIKE = {"cohere2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "opt", "phimoe", "qwen3_vl"}
-"""Those of them of which none does what another does."""
+UNLIKE = {"deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "qwen3_vl"}
+"""The least alike of them."""
 LENGTHS = (1, 16, 33, 150, 257)
 BORDERS = (1, 15, 16, 17, 31, 33, 64, 255, 256, 257)
 CHUNKED = {"max_num_batched_tokens": 48, "max_num_seqs": 4}
@@ -184,10 +184,10 @@ def run_shared_prefixes(folder: Path, block_size: int, depth: int) -> None:
 WAYS = (run_whole, run_chunked, run_preempted, run_shared_prefixes)
 
 
-# Each way meets each size of a block and both depths, and each size both depths.
+# Each way meets both depths, and a small block and a large one.
 @pytest.mark.parametrize(
     ("way", "block_size", "depth"),
-    [(way, size, (i + j) % 2) for i, way in enumerate(WAYS) for j, size in enumerate((16, 32, 256))],
+    [(way, size, (i + j) % 2) for i, way in enumerate(WAYS) for j, size in enumerate((16, (32, 256)[i % 2]))],
 )
 def test_one_model_however_it_is_scheduled(
     way: Any, block_size: int, depth: int, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -218,9 +218,9 @@ def test_a_window_alone_is_held(make_checkpoint: MakeCheckpoint) -> None:
     ("name", "size", "is_parallel"),
     [
         # Projections that the checkpoint stacks; norms that span the ranks, whose heads are uneven.
-        ("Phi3", 2, False), ("Olmo3", 3, False),
+        pytest.param("Phi3", 2, False, marks=pytest.mark.compat), ("Olmo3", 3, False),
         # Whole experts for each rank, and a part of all.
-        ("Qwen3Moe", 2, True), ("Mixtral", 2, False),
+        ("Qwen3Moe", 2, True), pytest.param("Mixtral", 2, False, marks=pytest.mark.compat),
     ],
 )  # fmt: skip
 def test_families_on_several_ranks(name: str, size: int, is_parallel: bool, make_checkpoint: MakeCheckpoint) -> None:

@@ -443,7 +443,7 @@ WITH_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("family", WITH_RANKS)
+@pytest.mark.parametrize("family", ["Gemma2", pytest.param("GPTNeoX", marks=pytest.mark.compat)])
 def test_ranks_say_the_same_as_one(family: str, make_checkpoint: MakeCheckpoint) -> None:
     size, changes = WITH_RANKS[family]
     folder = make_checkpoint(family, **changes)

@@ -320,6 +320,8 @@ class MockRunner:
         running = {*batch.rows.slots.tolist(), *(chunk.slot for chunk in batch.chunks), *self.prefilling}
         running -= {request.slot for request in batch.new_requests}
         assert {new.slot for new in batch.new_blocks} <= running, "a block for a request that does not run"
+        kept = {block for chunk in batch.chunks for state in chunk.kept_states for block in state.block_ids}
+        assert kept.isdisjoint(batch.given_blocks), "a kept state's block is given away"
 
     def _prompt_outputs(self, batch: ScheduledBatch) -> list[TokenLogprobs | np.ndarray]:
         outputs: list[TokenLogprobs | np.ndarray] = []

@@ -6,10 +6,13 @@ from array import array
 
 import numpy as np
 import pytest
+import torch
 
+from nanovllm.attention import AttentionSetup, make_backend
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.runner.batch import PromptArrays, StateSizes, make_prompt_arrays
-from nanovllm.runner.messages import Chunk, KeptState
+from nanovllm.runner.batch import BatchBuilder, PromptArrays, StateSizes, StepShape, make_prompt_arrays
+from nanovllm.runner.messages import Chunk, KeptState, NewRequest, Rows, ScheduledBatch
 
 NO_STATES = StateSizes(0, 16)
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
@@ -114,3 +117,14 @@ def test_states_are_kept_at_ends_of_tiles() -> None:
     assert found["state_chunks"].reshape(-1, 5).tolist() == [[0, 10, 0, 0, 3], [150, 0, -1, 3, 1], [0, 0, -1, 0, 0]]
     assert found["kept_states"].tolist() == [5, 6, 7, 8, *[0] * 6]
     assert sum(map(len, found.values())) == sizes.total_size(160, 3)
+
+
+def test_padding_has_no_state() -> None:
+    specs = [Paged(2, 32, 32, None, torch.float32)]
+    backend = make_backend("sdpa", AttentionSetup(torch.device("cpu"), torch.float32, 16, 4, specs, 4))
+    builder = BatchBuilder(4, 8, 16, 64, backend, torch.device("cpu"), num_groups=2, num_state_blocks=3)
+    request = NewRequest(1, [[5], [6, 7, 8]], 3, 0.0, 0)
+    batch = ScheduledBatch(new_requests=[request], rows=Rows.of_one_token(np.array([1], np.int32)))
+    step = builder.send(batch, StepShape(3))
+    states = builder.gather(step).metadata.states
+    assert states is not None and states.rows.writes.tolist() == [[6, 7, 8], [-1] * 3, [-1] * 3]

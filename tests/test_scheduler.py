@@ -346,6 +346,39 @@ def test_a_state_is_kept_where_prompts_branch(depth: int) -> None:
 
 
 @DEPTHS
+def test_a_state_of_a_failed_step_is_not_found(depth: int) -> None:
+    engine, runner = make_engine(
+        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[StateCache(2, 99)]
+    )
+    head = list(range(14))
+    engine.add_request([*head, *[20] * 12], greedy(2))
+    run(engine)
+    # Its keys match where it was to keep a state.
+    engine.add_request([*head, *[21] * 12], greedy(2))
+    runner.fail_result = True
+    with pytest.raises(StepError):
+        run(engine)
+    prompt = [*head, *[22] * 12]
+    request_id = engine.add_request(prompt, greedy(2))
+    output = run(engine)[request_id]
+    assert output["token_ids"] == complete(prompt, 2, frozenset(), 128, None, states=[2])
+    assert output["num_cached_tokens"] == 0
+
+
+@DEPTHS
+def test_a_step_gives_nobody_the_blocks_of_a_state_that_it_keeps(depth: int) -> None:
+    # After the first prompt four blocks are free, its kept state's among them, and the second needs all but one.
+    engine, runner = make_engine(
+        pipeline_depth=depth, block_size=4, num_blocks=8, max_num_batched_tokens=64, states=[StateCache(1, 99)]
+    )
+    for prompt in ([1] * 9, [2] * 12):
+        engine.add_request(prompt, greedy(1))
+    # The runner compares.
+    run(engine)
+    assert [len(batch.chunks) for batch in runner.batches[:2]] == [1, 1] and runner.batches[0].chunks[0].kept_states
+
+
+@DEPTHS
 def test_who_waits_for_a_state_holds_up_no_other(depth: int) -> None:
     engine, runner = make_engine(
         pipeline_depth=depth, block_size=4, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=128,

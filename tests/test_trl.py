@@ -32,6 +32,8 @@ def has_learnt(rows: list[dict[str, float]]) -> bool:
     return says_the_same and sum(rewards[-5:]) / 5 >= 2 * sum(rewards[:2]) / 2
 
 
+# A minute or two on two idle cores.
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command",
     [

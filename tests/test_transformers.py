@@ -44,7 +44,6 @@ REFUSED = {
     "falcon_h1": "a state that is no KV cache",
     "lfm2": "2 of 4 layers attend",
     "zaya": "a state that is no KV cache",
-    "qwen3_5": "1 of 4 layers attend",
     "deepseek_v4": "129 keys for 128 tokens",
     "llama4": "neither causal nor a sliding window",
     "bert": "neither causal nor a sliding window",

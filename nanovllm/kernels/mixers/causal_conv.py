@@ -65,7 +65,7 @@ def convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     return functional.silu(total if bias is None else total + bias.float()).to(windows.dtype)
 
 
-def store_conv_ref(x: torch.Tensor, weight: torch.Tensor, state: ConvState, tiles: StateTiles) -> None:
+def store_rings(x: torch.Tensor, weight: torch.Tensor, state: ConvState, tiles: StateTiles) -> None:
     """Store the last inputs before the end of each tile that writes a state; plain torch."""
     width = weight.shape[1]
     rings = []

@@ -28,8 +28,8 @@ from nanovllm.kernels.mixers.causal_conv import (
     causal_conv,
     conv_inputs,
     convolve,
-    store_conv_ref,
     store_ring,
+    store_rings,
 )
 from nanovllm.kernels.mixers.state_pool import PoolView, place
 from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
@@ -120,7 +120,7 @@ def delta_rule_step_ref(
     return out
 
 
-def delta_rule_chunk_ref(
+def delta_rule_chunk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the tokens of a tile.
@@ -159,11 +159,11 @@ def delta_rule_prompt_ref(
         rule.pool.read(rule.first, rule.shape, tiles.tables[chunk[2]]) if chunk[2] >= 0
         else torch.zeros(rule.shape, device=x.device) for chunk in chunks
     ]  # fmt: skip
-    store_conv_ref(x, rule.conv_weight, rule.conv, tiles)
+    store_rings(x, rule.conv_weight, rule.conv, tiles)
     for first, count, chunk, write in tiles.tiles.tolist():
         if count:
             part = slice(first, first + count)
-            out[part], states[chunk] = delta_rule_chunk_ref(
+            out[part], states[chunk] = delta_rule_chunk(
                 q[part], k[part], v[part], log_decay[part], beta[part], states[chunk]
             )
             if write >= 0:

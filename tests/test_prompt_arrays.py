@@ -115,8 +115,17 @@ def test_states_are_kept_at_ends_of_tiles() -> None:
     assert all(tile == [0, 0, 0, -1] for tile in tiles[5:])
     # First token, position, the row that is read, first tile, and tiles.
     assert found["state_chunks"].reshape(-1, 5).tolist() == [[0, 10, 0, 0, 3], [150, 0, -1, 3, 1], [0, 0, -1, 0, 0]]
-    assert found["kept_states"].tolist() == [5, 6, 7, 8, *[0] * 6]
+    assert found["kept_states"].tolist() == [5, 6, 7, 8, *[0] * 12]
     assert sum(map(len, found.values())) == sizes.total_size(160, 3)
+
+
+def test_a_short_chunk_may_keep_two_states() -> None:
+    # At a block end, and before the prompt's last token, for its other outputs.
+    kept = [KeptState(64, [1]), KeptState(65, [2])]
+    chunk = Chunk(0, 63, array("i", [1] * 3), True, True, kept_states=kept)
+    found = StateSizes(num_blocks=1, block_size=64).arrays([chunk], 3, 1)
+    assert found["kept_states"].tolist() == [1, 2]
+    assert found["state_tiles"].reshape(-1, 4).tolist()[:3] == [[0, 1, 0, 1], [1, 1, 0, 2], [2, 1, 0, 0]]
 
 
 def test_padding_has_no_state() -> None:

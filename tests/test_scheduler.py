@@ -15,11 +15,21 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine import sequence
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StateCache, StepOutput
 from tests.examples import num_examples
-from tests.mock_runner import VOCAB_SIZE, check_engine, complete, make_engine, make_request, make_sequence, run
+from tests.mock_runner import (
+    VOCAB_SIZE,
+    MockRunner,
+    check_engine,
+    complete,
+    make_engine,
+    make_request,
+    make_sequence,
+    run,
+)
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -299,12 +309,16 @@ def test_rows_with_drafts_return_several_tokens(depth: int, num_drafts: int) -> 
     assert run(engine)[again]["num_cached_tokens"] == 40
 
 
+def hybrid_engine(depth: int, *states: StateCache, num_blocks: int = 80, **sizes: Any) -> tuple[LLMEngine, MockRunner]:
+    """An engine whose blocks of four tokens are many, and whose steps take whole prompts."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128} | sizes
+    return make_engine(pipeline_depth=depth, block_size=4, num_blocks=num_blocks, states=states, **sizes)
+
+
 @DEPTHS
-def test_a_prefix_with_a_state_begins_at_a_checkpoint(depth: int) -> None:
+def test_a_prefix_with_a_state_begins_where_one_is_kept(depth: int) -> None:
     # Three numbers take two blocks; every second block end is kept, and a prompt's last.
-    engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[StateCache(2, 2)]
-    )
+    engine, runner = hybrid_engine(depth, StateCache(2, 2))
 
     def num_cached(prompt: list[int], max_tokens: int = 1) -> int:
         request_id = engine.add_request(prompt, greedy(max_tokens))
@@ -329,10 +343,7 @@ def test_a_prefix_with_a_state_begins_at_a_checkpoint(depth: int) -> None:
 
 @DEPTHS
 def test_a_state_is_kept_where_prompts_branch(depth: int) -> None:
-    engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=128,
-        states=[StateCache(2, 99)],
-    )  # fmt: skip
+    engine, runner = hybrid_engine(depth, StateCache(2, 99))
     head = list(range(14))
     prompts = [[*head, *[20 + i] * 12] for i in range(6)]
     ids = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
@@ -347,9 +358,7 @@ def test_a_state_is_kept_where_prompts_branch(depth: int) -> None:
 
 @DEPTHS
 def test_a_state_of_a_failed_step_is_not_found(depth: int) -> None:
-    engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[StateCache(2, 99)]
-    )
+    engine, runner = hybrid_engine(depth, StateCache(2, 99))
     head = list(range(14))
     engine.add_request([*head, *[20] * 12], greedy(2))
     run(engine)
@@ -368,9 +377,7 @@ def test_a_state_of_a_failed_step_is_not_found(depth: int) -> None:
 @DEPTHS
 def test_a_step_gives_nobody_the_blocks_of_a_state_that_it_keeps(depth: int) -> None:
     # After the first prompt four blocks are free, its kept state's among them, and the second needs all but one.
-    engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=8, max_num_batched_tokens=64, states=[StateCache(1, 99)]
-    )
+    engine, runner = hybrid_engine(depth, StateCache(1, 99), num_blocks=8)
     for prompt in ([1] * 9, [2] * 12):
         engine.add_request(prompt, greedy(1))
     # The runner compares.
@@ -379,11 +386,22 @@ def test_a_step_gives_nobody_the_blocks_of_a_state_that_it_keeps(depth: int) -> 
 
 
 @DEPTHS
+def test_states_that_are_evicted_in_part_are_kept_again(depth: int) -> None:
+    engine, _ = hybrid_engine(depth, StateCache(2, 99))
+    manager = engine.block_manager
+
+    def num_cached() -> int:
+        request_id = engine.add_request(list(range(14)), greedy(1))
+        return int(run(engine)[request_id]["num_cached_tokens"])
+
+    assert [num_cached(), num_cached()] == [0, 12]
+    manager._cache.remove(next(block for block in manager.blocks if block.key and block.key[2].startswith(b"state")))
+    assert [num_cached(), num_cached()] == [0, 12]
+
+
+@DEPTHS
 def test_who_waits_for_a_state_holds_up_no_other(depth: int) -> None:
-    engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_seqs=8, max_num_batched_tokens=128,
-        states=[StateCache(1, 99)],
-    )  # fmt: skip
+    engine, runner = hybrid_engine(depth, StateCache(1, 99))
     head = list(range(8))
     for tail in (20, 21, 22):
         engine.add_request([*head, *[tail] * 6], greedy(2))
@@ -396,10 +414,7 @@ def test_who_waits_for_a_state_holds_up_no_other(depth: int) -> None:
 
 @DEPTHS
 def test_decoding_keeps_the_newest_block_end_where_there_is_room(depth: int) -> None:
-    engine, _ = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=30, max_model_len=64, max_num_batched_tokens=64,
-        states=[StateCache(2, 99)],
-    )  # fmt: skip
+    engine, _ = hybrid_engine(depth, StateCache(2, 99), num_blocks=30, max_model_len=64)
     prompt, tokens = [1, 2, 3], complete([1, 2, 3], 38, frozenset(), 64, None, states=[2])
     engine.add_request(prompt, greedy(38))
     run(engine)
@@ -415,9 +430,7 @@ def test_decoding_keeps_the_newest_block_end_where_there_is_room(depth: int) -> 
 @DEPTHS
 @pytest.mark.parametrize("length", [2, 5, 8, 9, 11])
 def test_outputs_of_a_request_go_on_from_the_state_before_its_last_token(depth: int, length: int) -> None:
-    engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=80, max_num_batched_tokens=64, states=[StateCache(2, 99)]
-    )
+    engine, runner = hybrid_engine(depth, StateCache(2, 99))
     prompt = list(range(length))
     request_id = engine.add_request(prompt, SamplingParams(0.5, 9, n=3))
     output = run(engine)[request_id]
@@ -428,11 +441,23 @@ def test_outputs_of_a_request_go_on_from_the_state_before_its_last_token(depth: 
 
 
 @DEPTHS
+def test_decoding_keeps_no_state_where_all_free_blocks_hold_something(depth: int) -> None:
+    engine, _ = hybrid_engine(depth, StateCache(2, 99), num_blocks=30, max_model_len=64)
+    # Each leaves three blocks of keys, and two of a state.
+    for number in range(12):
+        engine.add_request([number] * 13, greedy(1))
+        run(engine)
+    prompt, tokens = [21, 22, 23], complete([21, 22, 23], 20, frozenset(), 64, None, states=[2])
+    engine.add_request(prompt, greedy(20))
+    run(engine)
+    again = engine.add_request([*prompt, *tokens], greedy(1))
+    assert run(engine)[again]["num_cached_tokens"] == 0
+
+
+@DEPTHS
 def test_states_are_forgotten_where_no_block_is_free_for_a_copy(depth: int) -> None:
     # The sequence needs four blocks for keys and one for its state.
-    engine, runner = make_engine(
-        pipeline_depth=depth, block_size=4, num_blocks=5, max_num_batched_tokens=8, states=[StateCache(1, 1)]
-    )
+    engine, runner = hybrid_engine(depth, StateCache(1, 1), num_blocks=5, max_num_batched_tokens=8)
     prompt = list(range(9))
     request_id = engine.add_request(prompt, greedy(8))
     want = complete(prompt, 8, frozenset(), 128, None, states=[1])

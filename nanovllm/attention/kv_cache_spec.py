@@ -68,10 +68,6 @@ class StateLayout:
 NO_STATES = StateLayout((), 0)
 
 
-CacheSpec = Paged | State
-"""What a layer declares; see `nanovllm.runner.messages.CacheKind` for what the engine is told of it."""
-
-
 def common_window(specs: Iterable[Paged]) -> int | None:
     """Return how many tokens some layer sees at most; None if one sees all."""
     windows = [spec.window for spec in specs]

@@ -216,7 +216,8 @@ class BlockManager:
             root = self._cache.root(seq.num_resets, group)
             matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most))
             most = len(matched[-1])
-        seq.num_branch_blocks = most
+        if self._states:
+            self._find_branch(seq, matched[0])
         length, longer = most, -1
         while length != longer and self._has_gaps:
             longer = length
@@ -224,6 +225,12 @@ class BlockManager:
                 blocks = matched[group] if policy.grows else matched[0]
                 length = policy.usable_prefix(blocks, length, seq.num_tokens, self._has_states)
         return [blocks[:length] for blocks in matched]
+
+    def _find_branch(self, seq: Sequence, blocks: list[Block | None]) -> None:
+        """Note where a sequence leaves the cached keys, or the last block end that leaves it a token to compute."""
+        branch = min(len(blocks), (seq.num_tokens - 1) // self.block_size)
+        if branch and (last := blocks[branch - 1]) is not None:
+            seq.num_branch_blocks, seq.branch_identity = branch, last.identity
 
     def _has_states(self, block: Block) -> bool:
         """Whether the states at the end of a block (in the first group) are cached."""
@@ -480,6 +487,7 @@ class BlockManager:
         for block_id in self._kept_blocks:
             self.blocks[block_id].ref_count = 0
             self._free[block_id] = None
+            self._num_gained += 1
         self._kept_blocks.clear()
 
     def register(self, seq: Sequence) -> None:
@@ -506,7 +514,7 @@ class BlockManager:
             self._register_block(seq, num_blocks)
             num_blocks += 1
             # A fork registers blocks of its source again.
-            if num_blocks * self.block_size > start and self._is_checkpoint(seq, num_blocks):
+            if num_blocks * self.block_size > start and self._keeps_states(seq, num_blocks):
                 keys = self._state_keys(seq.block_tables[0].registered_identity)
                 if block_ids := self._take_state_blocks(keys):
                     kept.append(KeptState(num_blocks * self.block_size, block_ids))
@@ -529,17 +537,20 @@ class BlockManager:
             table.registered_identity = block.identity
         seq.num_registered_blocks = index + 1
 
-    def _is_checkpoint(self, seq: Sequence, num_blocks: int) -> bool:
+    def _keeps_states(self, seq: Sequence, num_blocks: int) -> bool:
         """Whether the states of a prompt are kept after `num_blocks` blocks."""
         return any(
-            policy.is_checkpoint(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks)
-            for policy in self._states.values()
+            policy.is_kept(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks) for policy in self._states.values()
         )
 
     def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
         """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""
-        if len(self._free) < len(keys) or any(key in self._cache.blocks for key in keys):
+        cached = [self._cache.blocks[key] for key in keys if key in self._cache.blocks]
+        if len(self._free) < len(keys) or len(cached) == len(keys):
             return []
+        # What eviction has left of the same states is of no use.
+        for block in cached:
+            self._cache.remove(block)
         block_ids = [self._take_free_block() for _ in keys]
         for key, block_id in zip(keys, block_ids, strict=True):
             self._register(self.blocks[block_id], key)
@@ -551,7 +562,7 @@ class BlockManager:
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
         """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
 
-        Of a prompt these are checkpoints. In decoding each block end replaces the one before, where there is room.
+        Of a prompt the policies say which. In decoding each block end replaces the one before, where there is room.
         """
         parent = seq.block_tables[0].registered_identity
         if num_blocks * self.block_size >= seq.num_prompt_tokens:
@@ -560,7 +571,7 @@ class BlockManager:
             seq.decode_state = parent
             if not self._has_room_for_states():
                 return
-        elif not self._is_checkpoint(seq, num_blocks):
+        elif not self._keeps_states(seq, num_blocks):
             return
         block_ids = chain.from_iterable(seq.block_tables[self._num_growing :])
         for key, block_id in zip(self._state_keys(parent), block_ids, strict=True):
@@ -590,12 +601,9 @@ class BlockManager:
         if source is not None and not self._coming_states.isdisjoint(source.fork_states):
             return True
         num_matched = len(self._match_prefix(seq)[0])
-        branch = min(seq.num_branch_blocks, (seq.num_tokens - 1) // self.block_size)
-        if branch <= num_matched:
+        if seq.num_branch_blocks <= num_matched:
             return False
-        root = self._cache.root(seq.num_resets, 0)
-        block = self._cache.match(root, seq.token_ids, seq.request.cache_extra, branch)[branch - 1]
-        return block is not None and not self._coming_states.isdisjoint(self._state_keys(block.identity))
+        return not self._coming_states.isdisjoint(self._state_keys(seq.branch_identity))
 
     def _register(self, block: Block, key: BlockKey) -> Block:
         # A fork may share a block whose parent was evicted after it was registered.

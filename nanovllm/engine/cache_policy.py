@@ -127,8 +127,8 @@ class WindowPolicy(CachePolicy):
 class StatePolicy(CachePolicy):
     """A sequence holds one state, of the tokens computed so far, in blocks of its own that steps overwrite.
 
-    The state at a block's end can be kept as a checkpoint, in blocks that are then cached; a sequence that continues
-    from it copies them.
+    The state at a block's end can be kept, in blocks that are then cached; a sequence that continues from it copies
+    them.
 
     Args:
         kind: blocks per state, and how often one is kept.
@@ -139,7 +139,7 @@ class StatePolicy(CachePolicy):
 
     def __init__(self, kind: StateCache, block_size: int) -> None:
         self.num_blocks = kind.num_blocks
-        self._checkpoint, self._block_size = kind.checkpoint, block_size
+        self._interval, self._block_size = kind.interval, block_size
 
     @override
     def min_blocks(self, num_filled: int) -> int:
@@ -163,17 +163,17 @@ class StatePolicy(CachePolicy):
     def copied(self, table: Sequence[int], first: int, is_shared: Callable[[int], bool]) -> list[int]:
         return [index for index, block_id in enumerate(table) if is_shared(block_id)]
 
-    def is_checkpoint(self, num_blocks: int, num_prompt_tokens: int, branch: int) -> bool:
+    def is_kept(self, num_blocks: int, num_prompt_tokens: int, branch: int) -> bool:
         """Whether the state after `num_blocks` blocks of a prompt is kept.
 
         At regular intervals, at the last block end that leaves a token of the prompt to compute, and at the branch.
 
         Args:
             num_blocks, num_prompt_tokens: of the sequence.
-            branch: leading blocks whose keys were cached when the sequence was admitted: others may branch off there.
+            branch: leading blocks whose keys were cached when the sequence was admitted; others may branch off there.
         """
         is_last = num_blocks == (num_prompt_tokens - 1) // self._block_size
-        return num_blocks % self._checkpoint == 0 or is_last or num_blocks == branch
+        return num_blocks % self._interval == 0 or is_last or num_blocks == branch
 
 
 def make_policy(kind: CacheKind, block_size: int, max_chunk: int) -> CachePolicy:

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from nanovllm.engine.prefix_cache import BlockKey, BlockTable
+from nanovllm.engine.prefix_cache import ROOT_IDENTITY, BlockKey, BlockTable
 from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
 from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput, record_bytes
 from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, TokenLogprobs
@@ -95,12 +95,12 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_tables", "constraint",
-        "decode_state", "end_token_ids", "finish_reason", "fits_from", "fork_states", "has_extra", "index",
-        "is_watched", "logprobs", "max_tokens", "metrics", "num_admissions", "num_branch_blocks", "num_cached_tokens",
-        "num_prompt_tokens", "num_registered_blocks", "num_resets", "num_shared_tokens", "params", "prompt_outputs",
-        "record_bytes", "request", "request_id", "rows", "seed", "seq_id", "siblings", "slot", "sort_key", "status",
-        "stop_reason",
+        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_tables", "branch_identity",
+        "constraint", "decode_state", "end_token_ids", "finish_reason", "fits_from", "fork_states", "has_extra",
+        "index", "is_watched", "logprobs", "max_tokens", "metrics", "num_admissions", "num_branch_blocks",
+        "num_cached_tokens", "num_prompt_tokens", "num_registered_blocks", "num_resets", "num_shared_tokens",
+        "params", "prompt_outputs", "record_bytes", "request", "request_id", "rows", "seed", "seq_id", "siblings",
+        "slot", "sort_key", "status", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -150,8 +150,8 @@ class Sequence:
         self.block_tables: list[BlockTable] = []
         # Leading blocks of each table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
-        # Leading blocks whose keys were cached at the last admission.
-        self.num_branch_blocks = 0
+        # Leading blocks whose keys were cached at the last admission, and the identity of the last of them.
+        self.num_branch_blocks, self.branch_identity = 0, ROOT_IDENTITY
         # Keys of the cached states before the last token of the prompt, from which the request's other outputs go on.
         self.fork_states: list[BlockKey] = []
         # The identity of the last block at whose end its state was kept in decoding.

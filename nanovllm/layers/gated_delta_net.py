@@ -127,6 +127,8 @@ class GatedDeltaNet(StateLayer, LoadableModule):
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
         super().bind(pool, places)
+        if pool.bytes.is_cuda and pool.view(torch.float32).elements.shape[2] % self.sizes.value_size:
+            raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
         sizes, filters = self.sizes, self.conv1d.weight.squeeze(1)
         self.rule = DeltaRule(
             self.num_key_heads, sizes.key_size, self.value_heads.size, sizes.value_size, filters, self.A_log,

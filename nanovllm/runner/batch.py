@@ -198,8 +198,8 @@ class StateSizes:
     block_size: int
 
     def most_kept(self, num_tokens: int, num_chunks: int) -> int:
-        """Return the most states that chunks keep: one at each block end within them."""
-        return num_tokens // self.block_size + num_chunks
+        """Return the most states that chunks keep: at block ends within, and before a prompt's last token."""
+        return num_tokens // self.block_size + 2 * num_chunks
 
     def total_size(self, num_tokens: int, num_chunks: int) -> int:
         """Return the number of elements of all arrays together."""

@@ -19,8 +19,8 @@ from nanovllm.layers.state import StateLayer
 from nanovllm.runner.host_blocks import BlockCopies
 from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StateCache, WindowCache
 
-_CHECKPOINT = 16
-"""Blocks from one checkpoint of a prompt's states to the next."""
+_INTERVAL = 16
+"""Blocks of a prompt from one kept state to the next."""
 _SMALL_STATE = 0.1
 """States of less than this fraction of a block are kept at every block end."""
 
@@ -33,7 +33,7 @@ def window_kind(window: int | None) -> CacheKind:
 def state_kind(num_bytes: int, block_bytes: int) -> StateCache:
     """Return the engine's view of states that take blocks of `block_bytes`."""
     is_small = num_bytes < _SMALL_STATE * block_bytes
-    return StateCache(-(-num_bytes // block_bytes), checkpoint=1 if is_small else _CHECKPOINT)
+    return StateCache(-(-num_bytes // block_bytes), interval=1 if is_small else _INTERVAL)
 
 
 def block_bytes(specs: Sequence[Paged], groups: Sequence[KVCacheGroup], block_size: int) -> int:

@@ -51,11 +51,11 @@ class StateCache:
 
     Attributes:
         num_blocks: blocks of the cache that a state takes.
-        checkpoint: a state is kept at every block end whose number is a multiple of this, and at a prompt's last one.
+        interval: blocks of a prompt from one kept state to the next; see `StatePolicy` for the others.
     """
 
     num_blocks: int
-    checkpoint: int
+    interval: int
 
 
 CacheKind = FullCache | WindowCache | StateCache

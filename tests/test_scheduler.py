@@ -386,6 +386,27 @@ def test_a_step_gives_nobody_the_blocks_of_a_state_that_it_keeps(depth: int) -> 
 
 
 @DEPTHS
+def test_a_prompt_gets_the_blocks_of_kept_states_one_step_later(depth: int) -> None:
+    engine, runner = hybrid_engine(depth, StateCache(1, 99), num_blocks=8)
+    # The first one frees nothing for three steps.
+    engine.add_request([1] * 9, greedy(3))
+    engine.add_request([2] * 12, greedy(1))
+    run(engine)
+    assert [len(batch.chunks) for batch in runner.batches[:2]] == [1, 1]
+
+
+@DEPTHS
+def test_an_abort_that_leaves_no_request_leaves_no_step(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth)
+    request_id = engine.add_request([1, 2, 3], greedy(20))
+    engine.step()
+    engine.step()
+    engine.abort([request_id], keep_outputs=True)
+    assert [output.outputs[0].finish_reason for _, output in engine.take_results().finished] == ["abort"]
+    assert engine.is_finished()
+
+
+@DEPTHS
 def test_states_that_are_evicted_in_part_are_kept_again(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(2, 99))
     manager = engine.block_manager

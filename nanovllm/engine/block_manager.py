@@ -468,7 +468,7 @@ class BlockManager:
             num_prompt_tokens: prompt tokens that the step computes.
         """
         if self._coming_states:
-            # Waiting sequences may use them from the next step on.
+            # Waiting sequences may use them, and the blocks of the kept ones, from the next step on.
             self._coming_states.clear()
             self._num_gained += 1
         self._release_kept()
@@ -487,7 +487,6 @@ class BlockManager:
         for block_id in self._kept_blocks:
             self.blocks[block_id].ref_count = 0
             self._free[block_id] = None
-            self._num_gained += 1
         self._kept_blocks.clear()
 
     def register(self, seq: Sequence) -> None:

@@ -749,7 +749,10 @@ def hopper_prefill_attention(
     hopper_prefill.hopper_prefill_attention(query, pages, out, chunks, scale, num_programs)
 
 
-@pytest.mark.parametrize(("shape", "dtypes"), over_dtypes([*SHAPES, *([(64, 3, 128)] if GPU else [])], dtypes=CACHED))
+@pytest.mark.parametrize(
+    ("shape", "dtypes"),
+    over_dtypes([*SHAPES, *([(64, 3, 128), (256, 4, 256), (256, 3, 64)] if GPU else [])], dtypes=CACHED),
+)
 @pytest.mark.parametrize(
     "function", [prefill_attention, *(partial(hopper_prefill_attention, n) for n in ((3, 132) if GPU else ()))]
 )

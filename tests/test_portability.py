@@ -81,6 +81,8 @@ def test_kernels_fit_the_device(
     is_usual = not size.startswith("heads-")
     is_hopper = is_usual and capability == "90" and dtype != "float32"
     needed = {"_hopper_prefill_kernel", "_hopper_decode_kernel"} if is_hopper else {"_prefill_kernel", "_decode_kernel"}
+    if (capability, size, dtype) == ("90", "heads-256", "bfloat16"):
+        needed = {"_hopper_prefill_kernel", "_decode_kernel"}
     needed |= {"_cascade_kernel", "_draw_kernel"} if is_usual else {"_draw_kernel"}
     assert needed <= {kernel["name"] for kernel in kernels} and len(kernels) >= (20 if is_usual else 16)
     mixture = {"_route_kernel", "_down_gemv_kernel", "_place_slots_kernel", "_grouped_gemm_kernel"}

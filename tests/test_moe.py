@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.bench import ModelWeights, shape_folder
+from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm
@@ -223,7 +223,7 @@ def test_the_published_shape() -> None:
     config = ModelConfig.from_folder(shape_folder("30B-A3B"))
     assert config.experts == ExpertsConfig(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
     assert all(layer.has_experts for layer in config.layers) and count_parameters(config) == 30_532_122_624
-    weights = ModelWeights.of(config)
+    weights = WeightCounts.of(config)
     # Of its 3.3 billion active ones the embedding is looked up alone.
     assert weights.of_row + weights.head == weights.read_by(1) == 3_041_656_832
     assert weights.read_by(2) == pytest.approx(weights.read_by(1) + 7.5 * weights.expert)

@@ -17,7 +17,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.tasks.beam_search import Beam, BeamSearch, beam_search_output
 from nanovllm.text.output_processor import (
     Detokenizer,
-    NewTokens,
+    OutputDelta,
     OutputProcessor,
     OutputState,
     TextOffsets,
@@ -103,7 +103,7 @@ class WatchedLock:
 def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str | None) -> None:
     state = OutputState(tokenizer, SamplingParams(stop=stop, logprobs=0), [])
     (token_id,) = tokenizer.encode("a")
-    taken: list[NewTokens] = []
+    taken: list[OutputDelta] = []
     reached = Event()
 
     def take() -> None:

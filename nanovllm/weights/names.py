@@ -25,6 +25,8 @@ _KV_SCALES = {
 class WeightedModel(nn.Module):
     """A model whose weights are loaded and updated by their names in a checkpoint.
 
+    Apart from its only subclass, `CausalLM`, since `weights/` may not import `models/`.
+
     Args:
         config: the shape of the whole.
     """

@@ -282,7 +282,7 @@ def table(results: dict[str, Result]) -> str:
             "",
             "Written by `python -m tests.tools.sweep_models --write` with transformers "
             f"{transformers.__version__}, on tiny",
-            "random models: greedy tokens are those of `generate`, log-probabilities within 1e-4.",
+            "random models: greedy tokens equal transformers' `generate`, log-probabilities within 1e-4.",
             "",
             "| by | architectures |",
             "|---|---|",

@@ -272,7 +272,7 @@ def test_what_is_quantised_can_be_dropped_and_loaded_again(written: tuple[Path, 
         assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"] == want
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_scales_that_are_no_numbers(base: Path, tmp_path: Path, size: int) -> None:
     stored, _ = write(base, FORMATS["compressed-channel"], tmp_path)
     tensors = load_file(stored / "model.safetensors")

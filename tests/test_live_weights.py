@@ -66,7 +66,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
         ("norms of all heads", {"quantization": "fp8"}),
         # Each starts processes; `tests/test_tensor_parallel.py` has some anyway.
         *(
-            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.all_devices)
+            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.compat)
             for model, settings in (
                 ("tied", {"tensor_parallel_size": 3}),
                 ("untied", {"quantization": "fp8"}),
@@ -295,7 +295,7 @@ def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **confi
     return merged
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_an_adapter_is_merged_and_taken_out_again(
     pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,7 +342,7 @@ def fail_stores(patch: pytest.MonkeyPatch, numbers: set[int]) -> None:
     patch.setattr(WeightSlice, "store", store_or_fail)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
     pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +388,7 @@ def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
         check_restored()
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_a_tensor_that_is_written_in_part_is_missing(
     pair: tuple[Path, Path], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

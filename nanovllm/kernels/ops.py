@@ -35,7 +35,8 @@ _FILES = {
 __all__ = [
     "FASTEST", "LogitsEdits", "Norm", "NormRope", "QKNorms", "add_gated", "cutoffs", "device_limits", "edit_logits",
     "gate_heads", "linear_into", "norm_dtype", "norm_linear", "normalize_qk", "own_logprobs",
-    "persistent_qkv_rope_store", "qkv_rope_store", "quantize_rows", "rms_norm", "sample", "sum_squares", "token_logprobs",
+    "persistent_qkv_rope_store", "qkv_rope_store", "quantize_rows", "rms_norm", "sample", "sum_squares",
+    "token_logprobs",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -91,7 +91,7 @@ def scopes() -> Iterator[tuple[Path, ast.AST]]:
 
 
 def inside(scope: ast.AST) -> Iterator[ast.AST]:
-    """What stands in a scope, without the functions in it."""
+    """The nodes in a scope, without the functions in it."""
     for node in ast.iter_child_nodes(scope):
         if not isinstance(node, Function):
             yield node

@@ -228,7 +228,7 @@ def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair:
     before = [list(seq.token_ids)[17:] for seq in live.llm_engine.scheduler.sequences]
     assert all(4 < len(tokens) < 20 for tokens in before) and not live.step().new_token_ids
     live.load_weights(pair[1])
-    # They keep what the old weights have made of their prompts, and nobody else finds it.
+    # They keep the keys and values by the old weights, which no other request finds.
     assert not live.reset_prefix_cache()
     live.resume()
     late = live.add_request(prompts[0], params)
@@ -343,7 +343,7 @@ def fail_stores(patch: pytest.MonkeyPatch, numbers: set[int]) -> None:
 
 
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
-def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
+def test_a_half_merged_adapter_is_removed_or_blocks_requests(
     pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_adapter(tmp_path, stored(pair[0]), 1)

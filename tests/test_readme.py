@@ -83,7 +83,7 @@ def check_printed(code: str, printed: str) -> None:
         assert said in printed
 
 
-def test_a_plain_install_lacks_extras_and_a_network_and_runs_the_blocks_in_python(tmp_path: Path) -> None:
+def test_python_blocks_run_in_a_plain_install_without_a_network(tmp_path: Path) -> None:
     """One process for all, whose imports take the time; each block has names of its own."""
     pytest.importorskip("llguidance")
     program = f"""

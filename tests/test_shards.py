@@ -72,7 +72,7 @@ def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["memory://out.jsonl", "memory://out.jsonl.gz", "{}/out.xz", "{}/out.bz2"])
-def test_an_output_in_a_store_or_compressed_is_written_at_the_end_and_goes_on(path: str, tmp_path: Path) -> None:
+def test_stored_or_compressed_outputs_are_written_at_the_end(path: str, tmp_path: Path) -> None:
     memory.MemoryFileSystem.store.clear()
     path = path.format(tmp_path)
     lines = [answered_line(number, "a") for number in range(1, 4)]

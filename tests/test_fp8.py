@@ -376,7 +376,7 @@ def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint,
 def log_probs(folder: Path, num_rows: int, **settings: Any) -> torch.Tensor:
     """Log-probabilities of eight rows after a prompt and two given tokens, [rows, steps, vocabulary].
 
-    Each step computes `num_rows` rows, at least eight.
+    `num_rows` sequences run at a time.
     """
     rng = random.Random(num_rows)
     prompts = [[rng.randrange(1000) for _ in range(24)] for _ in range(max(8, num_rows))]

@@ -25,7 +25,7 @@ _KV_SCALES = {
 class WeightedModel(nn.Module):
     """A model whose weights are loaded and updated by their names in a checkpoint.
 
-    Apart from its only subclass, `CausalLM`, since `weights/` may not import `models/`.
+    Its only subclass is `CausalLM`. The two are apart because `weights` imports nothing of `models`, a layer above.
 
     Args:
         config: the shape of the whole.

@@ -175,7 +175,7 @@ class MockReplicas:
         return text
 
     def kill(self, index: int) -> None:
-        """Kill a process, and wait until it has ended."""
+        """Kill a process, and wait for its end."""
         self.processes[index].kill()
         self.processes[index].join(10)
 

@@ -82,7 +82,7 @@ class Layer:
 
 @dataclass
 class Inputs:
-    """What a layer's projections give, of consecutive tokens."""
+    """Outputs of a layer's projections for consecutive tokens."""
 
     x: torch.Tensor
     a: torch.Tensor

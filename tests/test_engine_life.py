@@ -165,7 +165,7 @@ class Life(RuleBasedStateMachine):
             pool.shutdown()
 
     def call_within(self, action: str) -> None:
-        """What a callback does meanwhile."""
+        """Act as a callback within a call."""
         if action == "nested":
             # Not once the call only drops what is left.
             calls = (lambda: self.llm.generate([[1]], use_tqdm=False), self.llm.step) if self.engine.is_driven else ()
@@ -181,7 +181,7 @@ class Life(RuleBasedStateMachine):
             self.drop(list(self.wanted if action == "abort others" else self.engine.request_ids - self.wanted.keys()))
 
     def call_beside(self, action: str) -> None:
-        """What another thread does meanwhile."""
+        """Act as another thread beside a call."""
         with suppress(RuntimeError):
             if action == "thread adds":
                 self.add_now([5, 6], SamplingParams(0.5, 9, ignore_eos=True), 0)

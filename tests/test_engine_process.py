@@ -52,7 +52,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def whole(llm: LLM) -> list[RequestOutput]:
-    """What an engine in this process says."""
+    """The outputs of an engine in this process."""
     return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
@@ -85,7 +85,7 @@ def test_generate(remote: LLM, whole: list[RequestOutput]) -> None:
     check_same(outputs, whole)
     stopped = [item for output in outputs[1:3] for item in output.outputs]
     assert all(isinstance(item.stop_reason, str) for item in stopped)
-    # The engines may have gone on past stop strings, and nobody sees it.
+    # The engines may have gone on past stop strings; outputs do not show it.
     num_returned = sum(len(item.token_ids) for output in outputs for item in output.outputs)
     assert remote.stats()["num_output_tokens"] >= before + num_returned
 

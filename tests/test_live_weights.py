@@ -66,7 +66,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
         ("norms of all heads", {"quantization": "fp8"}),
         # Each starts processes; `tests/test_tensor_parallel.py` has some anyway.
         *(
-            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.all_devices)
+            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.compat)
             for model, settings in (
                 ("tied", {"tensor_parallel_size": 3}),
                 ("untied", {"quantization": "fp8"}),
@@ -228,7 +228,7 @@ def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair:
     before = [list(seq.token_ids)[17:] for seq in live.llm_engine.scheduler.sequences]
     assert all(4 < len(tokens) < 20 for tokens in before) and not live.step().new_token_ids
     live.load_weights(pair[1])
-    # They keep what the old weights have made of their prompts, and nobody else finds it.
+    # They keep the keys and values by the old weights, which no other request finds.
     assert not live.reset_prefix_cache()
     live.resume()
     late = live.add_request(prompts[0], params)
@@ -295,7 +295,7 @@ def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **confi
     return merged
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_an_adapter_is_merged_and_taken_out_again(
     pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,8 +342,8 @@ def fail_stores(patch: pytest.MonkeyPatch, numbers: set[int]) -> None:
     patch.setattr(WeightSlice, "store", store_or_fail)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
-def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
+def test_a_half_merged_adapter_is_removed_or_blocks_requests(
     pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_adapter(tmp_path, stored(pair[0]), 1)
@@ -388,7 +388,7 @@ def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
         check_restored()
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_a_tensor_that_is_written_in_part_is_missing(
     pair: tuple[Path, Path], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,7 +382,7 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
     def asked(*_: object) -> str:
-        raise AssertionError("somebody asks")
+        raise AssertionError("the user is asked")
 
     monkeypatch.setattr("builtins.input", asked)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))

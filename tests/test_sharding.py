@@ -268,7 +268,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class TwoRanks(Communicator):
-    """A rank of two, the other of which adds nothing."""
+    """A rank of two; the other one adds nothing."""
 
     size = 2
 

@@ -26,7 +26,7 @@ NOTHING = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """What a backend is made for.
+    """The model and the device that a backend is made for.
 
     Attributes:
         device, dtype: of the queries.
@@ -71,7 +71,7 @@ class CaptureVariant:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What a backend knows of one layer.
+    """One layer as a backend sees it.
 
     Attributes:
         pages: keys and values.

@@ -355,7 +355,7 @@ class ModelRunner:
 
     @property
     def loader(self) -> WeightsLoader:
-        """See `WeightsRunner`."""
+        """The loader of an engine of one rank."""
 
         def call(function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
             return [self.on_weights(function, *args) if own is None else own()]
@@ -389,7 +389,7 @@ class ModelRunner:
                 self._capture()
 
     def exit(self) -> None:
-        """See `Runner`."""
+        """Wait for launched work, and free the device."""
         self.synchronize()
         self.release()
 

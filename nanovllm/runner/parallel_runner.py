@@ -134,16 +134,16 @@ class ParallelRunner:
 
     @property
     def loader(self) -> WeightsLoader:
-        """See `WeightsRunner`."""
+        """The loader of all ranks' weights."""
         return WeightsLoader(self._require_open().weights, partial(self.call, ModelRunner.on_weights))
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
-        """See `WeightsRunner`."""
+        """Release memory on every rank; see `WeightsRunner`."""
         missing: MissingWeights = self.call(ModelRunner.sleep, keep_weights)[0]
         return missing
 
     def wake_up(self, tags: list[str]) -> None:
-        """See `WeightsRunner`."""
+        """Allocate memory again on every rank; see `WeightsRunner`."""
         # Only the first rank knows which weights a failed load left incomplete; all ranks capture graphs, or none.
         missing = self._require_open().weights.missing
         self.call(ModelRunner.on_weights, ModelWeights.mark_missing, missing)

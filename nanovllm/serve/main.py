@@ -315,7 +315,7 @@ class EngineCauses:
     """Causes of engine exits, as reported to a front end by the supervisor."""
 
     def __init__(self, control: Connection, engines: Iterable[int]) -> None:
-        self._texts = dict.fromkeys(engines, "the engine's process has ended")
+        self._texts = dict.fromkeys(engines, "the engine's process has exited")
         self._known = {index: threading.Event() for index in self._texts}
         threading.Thread(target=self._read, args=(control,), name="nanovllm-control", daemon=True).start()
 

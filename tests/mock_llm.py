@@ -86,11 +86,7 @@ class MockWeights:
 
 
 def make_mock_engine(step_seconds: float = 0.0, **sizes: Any) -> tuple[LLMEngine, MockRunner]:
-    """An engine whose weights change, and whose next step fails if its method `order_fault` says so.
-
-    A step's "plan", "launch" or "result" fails, its launch with the device ("loss"), or with a SystemExit ("exit"); or
-    Ctrl-C comes with its launch ("interrupt").
-    """
+    """An engine whose weights change, and whose next step fails if `order_fault` says so."""
     engine, runner = make_engine(**sizes)
     engine._weights_runner = MockWeights(runner)
     faults: list[str] = []
@@ -122,6 +118,15 @@ def make_mock_engine(step_seconds: float = 0.0, **sizes: Any) -> tuple[LLMEngine
     runner.forward = forward_or_fail  # type: ignore[method-assign]
     engine.scheduler.schedule = schedule_or_fail  # type: ignore[method-assign]
     return engine, runner
+
+
+def order_fault(engine: Any, fault: str) -> None:
+    """Let the next step of an engine from `make_mock_engine` fail.
+
+    A step's "plan", "launch" or "result" fails, its launch with the device ("loss"), or with a SystemExit ("exit"); or
+    Ctrl-C comes with its launch ("interrupt").
+    """
+    engine.order_fault(fault)
 
 
 def mock_llm(engine: Engine, tokenizer: Any = None) -> LLM:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.report import LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice
@@ -416,7 +417,7 @@ def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) 
     engine.call.side_effect = [LoadFailedError("no memory", MissingWeights()), [True, False]]
     with pytest.raises(LoadFailedError, match="no memory"):
         control.load_weights(tmp_path)
-    assert [call.args[0] for call in engine.call.call_args_list] == ["load_weights", "unload_adapter"]
+    assert [call.args[0] for call in engine.call.call_args_list] == [LLMEngine.load_weights, LLMEngine.unload_adapter]
 
 
 def test_a_warning_names_what_an_adapter_makes_no_number(live: LLM, pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ class ModelClient(Unpicklable):
         """
         self._engine.state.require_no_requests("unload_adapter", self._engine.request_ids)
         # Some replicas may have restored theirs in an earlier call, which failed in another.
-        return any(self._engine.call("unload_adapter"))
+        return any(self._engine.call(LLMEngine.unload_adapter))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache.
@@ -243,7 +243,7 @@ class ModelClient(Unpicklable):
             >>> llm.reset_prefix_cache()
             True
         """
-        return all(self._engine.call("reset_prefix_cache"))
+        return all(self._engine.call(LLMEngine.reset_prefix_cache))
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop running steps until `resume`; new requests are accepted, and wait.
@@ -262,7 +262,7 @@ class ModelClient(Unpicklable):
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
-        self._engine.call("pause", mode)
+        self._engine.call(LLMEngine.pause, mode)
         if mode == "abort":
             # Includes requests that no replica has yet.
             self._engine.abort(self._engine.request_ids, keep_outputs=True)
@@ -273,7 +273,7 @@ class ModelClient(Unpicklable):
         """Let requests finish; their results are kept for their callers."""
 
         def is_draining() -> bool:
-            return any(self._engine.call("is_draining"))
+            return any(self._engine.call(LLMEngine.is_draining))
 
         while is_draining():
             try:
@@ -284,7 +284,7 @@ class ModelClient(Unpicklable):
 
     def resume(self) -> None:
         """Continue after a `pause`."""
-        self._engine.call("resume")
+        self._engine.call(LLMEngine.resume)
 
     def sleep(self, level: int = 1) -> None:
         """Release the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
@@ -305,7 +305,7 @@ class ModelClient(Unpicklable):
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, not {level!r}")
         self._engine.state.require_no_requests("sleep", self._engine.request_ids)
-        self._engine.call("sleep", level)
+        self._engine.call(LLMEngine.sleep, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate memory again, and restore weights kept by `sleep(1)`. Parts that are awake stay unchanged.
@@ -325,7 +325,7 @@ class ModelClient(Unpicklable):
         chosen = list(SLEEP_TAGS) if tags is None else tags
         if isinstance(chosen, str) or not set(chosen) <= set(SLEEP_TAGS):
             raise ValueError(f"tags must be a list of some of {', '.join(SLEEP_TAGS)}, not {tags!r}")
-        self._engine.call("wake_up", list(chosen))
+        self._engine.call(LLMEngine.wake_up, list(chosen))
 
     @property
     def is_sleeping(self) -> bool:
@@ -364,7 +364,7 @@ class ModelClient(Unpicklable):
         Blocks of several replicas are concatenated.
         """
         share = max(1, most_cells // self.config.data_parallel_size)
-        return joined_usage(self._engine.call("block_usage", share))
+        return joined_usage(self._engine.call(LLMEngine.block_usage, share))
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
@@ -376,7 +376,7 @@ class ModelClient(Unpicklable):
 
     def step_histograms(self) -> StepHistograms:
         """Return histograms of step sizes, and of the times between tokens of an output."""
-        return merged_histograms(self._engine.call("histograms"))
+        return merged_histograms(self._engine.call(LLMEngine.histograms))
 
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
@@ -397,11 +397,11 @@ def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeight
             with counted([]):
                 given = write_tensors(folder, given.items() if isinstance(given, Mapping) else given)
         try:
-            loaded: list[LoadedWeights] = engine.call("load_weights", given, strict)
+            loaded: list[LoadedWeights] = engine.call(LLMEngine.load_weights, given, strict)
         except LoadFailedError:
             if not engine.is_in_process:
                 # Replicas that have merged an adapter would otherwise differ from ones that have removed it.
-                engine.call("unload_adapter")
+                engine.call(LLMEngine.unload_adapter)
             raise
     nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
     return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))

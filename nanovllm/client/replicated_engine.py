@@ -17,12 +17,13 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from nanovllm.client.messages import CallEngine, Ended, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
-from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens
+from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken, check_request_ids
 from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
@@ -98,12 +99,12 @@ class Replica:
                 with suppress(OSError):
                     self._connection.send(orders)
 
-    def call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Call a method of the engine."""
-        future: Future[Any] = Future()
+    def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
+        """Call a function with the engine and other arguments."""
+        future: Future[T] = Future()
         call_id = next(self._call_ids)
         self._calls[call_id] = future
-        self.add(CallEngine(call_id, method, args))
+        self.add(CallEngine(call_id, function, args))
         self.flush()
         if self.has_ended:
             self._end_calls()
@@ -204,7 +205,7 @@ class ReplicatedEngine(Engine):
         self._history = StatsHistory()
         # Requests come from any thread.
         self._lock = threading.RLock()
-        self.call("is_finished")
+        self.call(LLMEngine.is_finished)
 
     @property
     @override
@@ -317,9 +318,9 @@ class ReplicatedEngine(Engine):
             raise RuntimeError("the engine is closed" if cause is None else f"the engine is closed: {cause}")
 
     @override
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
         self.require_open()
-        calls = [replica.call(method, args) for replica in self._replicas if not replica.has_ended]
+        calls = [replica.call(function, args) for replica in self._replicas if not replica.has_ended]
         # If one raises, the others have still finished their calls.
         wait(calls)
         return [call.result() for call in calls]
@@ -329,7 +330,7 @@ class ReplicatedEngine(Engine):
         if now and self.is_open:
             # A replica that has just died keeps its last counters.
             with suppress(RuntimeError):
-                self.call("is_finished")
+                self.call(LLMEngine.is_finished)
         total = Counter(dict.fromkeys(_MOMENTARY, 0) | self._past_stats)
         for index in list(self._placement.shares):
             total.update(self._replicas[index].stats)

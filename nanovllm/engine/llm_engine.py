@@ -14,18 +14,18 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineOutputs, EngineState, NewTokens, PauseMode
+from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineOutputs, EngineState, NewTokens, PauseMode, T, Ts
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import (
     Abort,
@@ -411,8 +411,8 @@ class LLMEngine(Engine):
                 self._empty_inbox()
 
     @override
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self, method)(*args)]
+    def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
+        return [function(self, *args)]
 
     def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write weights, from a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""

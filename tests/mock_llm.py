@@ -45,7 +45,6 @@ class MockWeights:
 
     def __init__(self, runner: MockRunner) -> None:
         self.values: dict[str, int | None] = dict.fromkeys(HALVES, 0)
-        self.loader = self
         self._runner = runner
         self._kept: dict[str, int | None] = {}
 
@@ -88,7 +87,7 @@ class MockWeights:
 def make_mock_engine(step_seconds: float = 0.0, **sizes: Any) -> tuple[LLMEngine, MockRunner]:
     """An engine whose weights change, and whose next step fails if `order_fault` says so."""
     engine, runner = make_engine(**sizes)
-    engine._weights_runner = MockWeights(runner)
+    engine._weights_control = MockWeights(runner)
     faults: list[str] = []
     forward, schedule = runner.forward, engine.scheduler.schedule
 

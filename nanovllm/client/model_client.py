@@ -6,16 +6,14 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
 from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
 from nanovllm.config import Config, Pooling
 from nanovllm.configs.model import folder_pooling
-from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineRunningError, PauseMode, Unpicklable
+from nanovllm.engine.engine import SLEEP_TAGS, EngineRunningError, PauseMode, Unpicklable
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import BlockUsage, StatsSample, StepHistograms, joined_usage, merged_histograms
 from nanovllm.outputs import Prompt, StepResult, TokenIds
@@ -26,7 +24,6 @@ from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
-from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 if TYPE_CHECKING:
     from nanovllm.text.answers import AnswerFormat, AnswerOptions
@@ -210,9 +207,16 @@ class ModelClient(Unpicklable):
             >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
             1
         """
-        loaded = load_weights(self._engine, weights, strict)
+        loaded = self._engine.load_weights(self.checked_weights(weights, strict), strict)
         warn_of_nans(loaded.nan_names)
         return loaded.count
+
+    def checked_weights(self, weights: Weights, strict: bool) -> Any:
+        """Return weights, or the whole path of their folder, that can be loaded now; raises as `load_weights` does."""
+        check_bool("strict", strict)
+        given = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
+        self._engine.state.require_no_requests("load_weights", self._engine.request_ids)
+        return given
 
     def unload_adapter(self) -> bool:
         """Remove the adapter that `load_weights` has merged; the weights are restored bit for bit.
@@ -381,30 +385,6 @@ class ModelClient(Unpicklable):
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
         self._engine.exit()
-
-
-def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeights:
-    """Write weights into the model of every engine; see `LLM.load_weights`."""
-    check_bool("strict", strict)
-    given: Any = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
-    engine.state.require_no_requests("load_weights", engine.request_ids)
-    with ExitStack() as stack:
-        if not (isinstance(given, str) or engine.is_in_process):
-            from nanovllm.weights.files import write_tensors  # noqa: PLC0415
-            from nanovllm.weights.model_weights import counted  # noqa: PLC0415
-
-            folder = stack.enter_context(TemporaryDirectory(prefix="nanovllm-weights-"))
-            with counted([]):
-                given = write_tensors(folder, given.items() if isinstance(given, Mapping) else given)
-        try:
-            loaded: list[LoadedWeights] = engine.call(LLMEngine.load_weights, given, strict)
-        except LoadFailedError:
-            if not engine.is_in_process:
-                # Replicas that have merged an adapter would otherwise differ from ones that have removed it.
-                engine.call(LLMEngine.unload_adapter)
-            raise
-    nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
-    return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))
 
 
 def warn_of_nans(names: list[str]) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from typing_extensions import Unpack, override
@@ -28,6 +29,7 @@ from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken
 from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""
@@ -324,6 +326,25 @@ class ReplicatedEngine(Engine):
         # If one raises, the others have still finished their calls.
         wait(calls)
         return [call.result() for call in calls]
+
+    @override
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        with ExitStack() as stack:
+            if not isinstance(weights, str):
+                from nanovllm.weights.files import write_tensors  # noqa: PLC0415
+                from nanovllm.weights.model_weights import counted  # noqa: PLC0415
+
+                folder = stack.enter_context(TemporaryDirectory(prefix="nanovllm-weights-"))
+                with counted([]):
+                    weights = write_tensors(folder, weights.items() if isinstance(weights, Mapping) else weights)
+            try:
+                loaded = self.call(LLMEngine.load_weights, weights, strict)
+            except LoadFailedError:
+                # Replicas that have merged an adapter would otherwise differ from ones that have removed it.
+                self.call(LLMEngine.unload_adapter)
+                raise
+        nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
+        return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))
 
     @override
     def stats(self, *, now: bool = False) -> dict[str, int]:

@@ -21,7 +21,7 @@ from typing_extensions import TypeVarTuple, Unpack
 from nanovllm.engine.request import Request, RequestLimits, StreamedToken
 from nanovllm.engine.stats import StatsSample
 from nanovllm.outputs import RequestOutput, StepError, StepResult
-from nanovllm.weights.report import MissingWeights
+from nanovllm.weights.report import LoadedWeights, MissingWeights
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -345,6 +345,10 @@ class Engine(Unpicklable, ABC):
             RuntimeError: the engine is closed, or one exits before it answers; all others have answered by then.
             Exception: what the function raises.
         """
+
+    @abstractmethod
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write weights, from a folder or pairs of names and tensors, into every model; see `LLM.load_weights`."""
 
     @abstractmethod
     def stats(self, *, now: bool = False) -> dict[str, int]:

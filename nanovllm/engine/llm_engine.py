@@ -422,7 +422,7 @@ class LLMEngine(Engine):
     def unload_adapter(self) -> bool:
         """Remove the adapter that `load_weights` has merged, and return whether there was one."""
         with self.between_steps(), self._changing_weights("unload_adapter"):
-            return bool(self._weights.unload_adapter().count)
+            return bool(self._weights.unload_adapter())
 
     @contextmanager
     def _changing_weights(self, name: str) -> Iterator[None]:

@@ -66,8 +66,7 @@ class TensorRows:
 
     def get_shape(self) -> list[int]:
         """Return the shape of these rows."""
-        num_rows, *others = self.tensor.get_shape()
-        return [min(self.stop, num_rows) - min(self.start, num_rows), *others]
+        return [self.stop - self.start, *self.tensor.get_shape()[1:]]
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         rows, *others = index
@@ -480,7 +479,7 @@ class WeightsLoader:
                     continue
                 own.check_values(name, tensor)
                 if own.adapter_targets:
-                    self._take_adapter_out()
+                    self.unload_adapter()
                 spec = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
                 with self._left_undone(f"writing {name!r}", set(own.targets(name))), own.after_the_caller():
                     self.call(ModelWeights.write, name, spec, own=partial(own.write, name, tensor))
@@ -498,17 +497,9 @@ class WeightsLoader:
         """The weights that steps must wait for."""
         return self.own().count_missing()
 
-    def unload_adapter(self) -> LoadedWeights:
-        """Restore the weights that an adapter has changed, and return their number.
-
-        Raises:
-            LoadFailedError: they were restored in part.
-        """
-        return LoadedWeights(self._take_adapter_out(), self.missing)
-
     def _load_folder(self, folder: str, strict: bool) -> int:
         count, targets = self.own().check_folder(folder, strict)
-        self._take_adapter_out()
+        self.unload_adapter()
         with self._left_undone("loading weights", targets):
             self.call(ModelWeights.write_folder, folder)
         return count
@@ -532,14 +523,18 @@ class WeightsLoader:
             self.own().half_merged = changed
             failure = f"merging an adapter has failed: {error}"
             try:
-                self._take_adapter_out()
+                self.unload_adapter()
             except LoadFailedError as again:
                 raise LoadFailedError(f"{failure}; {again}", again.missing) from error
             raise LoadFailedError(f"{failure}; the weights are those without one", self.missing) from error
         return count
 
-    def _take_adapter_out(self) -> int:
-        """Restore the weights that an adapter has changed on every rank, and return their number."""
+    def unload_adapter(self) -> int:
+        """Restore the weights that an adapter has changed on every rank, and return their number.
+
+        Raises:
+            LoadFailedError: they were restored in part.
+        """
         changed = self.own().adapter_targets
         try:
             counts = self.call(ModelWeights.take_adapter_out)

@@ -51,7 +51,7 @@ class WeightsControl(Protocol):
     def load(self, weights: Any, strict: bool) -> LoadedWeights:
         """Write tensors into the running model, or merge an adapter."""
 
-    def unload_adapter(self) -> LoadedWeights:
+    def unload_adapter(self) -> int:
         """Restore the weights that an adapter has changed, and return their number."""
 
     def sleep(self, keep_weights: bool, /) -> MissingWeights:

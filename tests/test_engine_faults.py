@@ -21,7 +21,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
-from tests.mock_llm import make_mock_engine
+from tests.mock_llm import make_mock_engine, order_fault
 from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -32,7 +32,7 @@ def test_a_lost_device_keeps_requests_finished_in_earlier_steps() -> None:
     first, second = engine.add_request([1, 2], greedy(2)), engine.add_request([3, 4], greedy(9))
     engine.step()
     engine.step()
-    engine.call("order_fault", "loss")
+    engine.call(order_fault, "loss")
     with pytest.raises(StepError, match="the engine is closed: device lost") as caught:
         engine.step()
     assert caught.value.request_ids == [second]

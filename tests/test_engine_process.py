@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import StructuredOutputsParams
 from tests.rank_processes import engine_pids
 from tests.streams import check_same, joined
@@ -101,11 +102,11 @@ def test_other_calls(remote: LLM, llm: LLM) -> None:
     usage = remote.block_usage(6)
     assert usage.num_blocks == 300 and len(usage.used) == 6 and sum(usage.cached) > 0
     assert remote.stats_history()[-1].num_output_tokens == remote.stats()["num_output_tokens"] > 0
-    assert remote.engine_client.engine.call("is_finished") == [True] * 3
+    assert remote.engine_client.engine.call(LLMEngine.is_finished) == [True] * 3
     with pytest.raises(ValueError, match="300 tokens, over max_model_len=256"):
         remote.generate([[1], [1] * 300], use_tqdm=False)
-    with pytest.raises(AttributeError, match="no_method"):
-        remote.engine_client.engine.call("no_method")
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        remote.engine_client.engine.call(LLMEngine.add_request, [], None, 0)
 
 
 def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.client.replicated_engine import ReplicatedEngine
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.report import LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice
@@ -403,20 +405,18 @@ def test_a_tensor_that_is_written_in_part_is_missing(
         with pytest.raises(RuntimeError, match=r"^1 weights such as .* left undone"):
             llm.add_request([1], GREEDY)
         # Or one rank would capture graphs without another.
-        runner: Any = llm.llm_engine._runner
-        assert [missing.count for missing in runner.loader._call(ModelWeights.count_missing)] == [1] * size
+        weights: Any = llm.llm_engine._weights
+        assert [missing.count for missing in weights.call(ModelWeights.count_missing)] == [1] * size
         llm.load_weights(pairs[1:])
         assert answers(llm)
 
 
-def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) -> None:
-    control = LLM.__new__(LLM)
-    control._engine = engine = Mock()
-    engine.is_in_process = False
-    engine.call.side_effect = [LoadFailedError("no memory", MissingWeights()), [True, False]]
+def test_a_replica_merges_no_adapter_that_has_failed_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Mock(side_effect=[LoadFailedError("no memory", MissingWeights()), [True, False]])
+    monkeypatch.setattr(ReplicatedEngine, "call", call)
     with pytest.raises(LoadFailedError, match="no memory"):
-        control.load_weights(tmp_path)
-    assert [call.args[0] for call in engine.call.call_args_list] == ["load_weights", "unload_adapter"]
+        ReplicatedEngine.__new__(ReplicatedEngine).load_weights("folder", strict=False)
+    assert [made.args[0] for made in call.call_args_list] == [LLMEngine.load_weights, LLMEngine.unload_adapter]
 
 
 def test_a_warning_names_what_an_adapter_makes_no_number(live: LLM, pair: tuple[Path, Path], tmp_path: Path) -> None:

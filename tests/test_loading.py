@@ -35,7 +35,7 @@ from nanovllm.utils.display import loading_bar
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights import model_weights
 from nanovllm.weights.files import stored_tensors, weight_files
-from nanovllm.weights.readers import rows_of
+from nanovllm.weights.model_weights import rows_of
 
 PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

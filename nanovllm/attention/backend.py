@@ -96,6 +96,8 @@ class AttentionLayer:
 class AttentionBackend(ABC):
     """Causal attention of one step's tokens over the paged KV cache, which already holds their keys and values.
 
+    A step is planned twice: `plan_host` chooses its CUDA graph, from counts on the host; `plan` is captured in it.
+
     Attributes:
         supports_cuda_graph: whether decode steps can be captured in a CUDA graph.
         supports_mixed_graph: whether steps with prompt chunks can be captured too; sizes and work lists must then be

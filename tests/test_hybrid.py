@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.5-MoE: configs, weights by their names, layers, and tokens, against transformers."""
+"""Families with states: configs, weights by their names, layers, and tokens, against transformers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
     for chunk in (256, 19):
         with LLM(str(folder), max_num_batched_tokens=chunk, **SETTINGS) as llm:
             outputs = llm.generate(asked, params, use_tqdm=False)
-        for output, (tokens, logprobs) in zip(outputs, wanted, strict=True):
+            # The same again, from kept states.
+            outputs += llm.generate(asked, params, use_tqdm=False)
+        assert sum(output.num_cached_tokens for output in outputs) >= 16 + 64 + 32
+        for output, (tokens, logprobs) in zip(outputs, wanted * 2, strict=True):
             (completion,) = output.outputs
             assert list(completion.token_ids) == tokens
             assert completion.logprobs is not None
@@ -79,7 +82,18 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
                 assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
 
 
-RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {})]
+@pytest.mark.parametrize("name", ["dense", "lfm2-moe"])
+def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]], name: str) -> None:
+    folder, model = references[name]
+    asked = prompts((40, 70, 33, 50))
+    with LLM(str(folder), max_num_batched_tokens=64, **SETTINGS | {"num_kvcache_blocks": 20}) as llm:
+        outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+        assert llm.stats()["num_preemptions"] > 0
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == complete(model, prompt, 40)[0]
+
+
+RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {}), ("lfm2-moe", {})]
 
 
 @pytest.mark.parametrize(("name", "settings"), RANKS)
@@ -128,11 +142,16 @@ class States:
         return mixed
 
 
-@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd"])
+@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd", "lfm2", "lfm2-moe"])
 def test_layer_equals_transformers(references: dict[str, tuple[Path, Any]], name: str) -> None:
     """A prompt in two chunks, then decode steps, one of them beside another prompt's first chunk."""
     folder, model = references[name]
-    reference = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
+    reference = next(
+        getattr(layer, mixer)
+        for layer in model.model.layers
+        for mixer in ("linear_attn", "conv")
+        if hasattr(layer, mixer)
+    )
     x, other = torch.randn(2, 100, 64)
     with torch.inference_mode():
         expected, expected_other = (reference(tokens[None])[0] for tokens in (x, other))

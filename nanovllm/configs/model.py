@@ -35,8 +35,10 @@ class Architecture:
         scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or only those without a window.
         gates_attention: whether queries come with a gate of attention's output.
         norm_offset: added to stored weights of norms, which are then kept in float32.
+        mixer: what layers with a state have instead of attention; None: all attend.
         delta_net: order in which projections of gated delta nets are stored: one after the other ("parts"), or key head
-            by key head ("heads"); None: no gated delta nets, and rotary embeddings of whole heads.
+            by key head ("heads").
+        partial_ropes: whether a part of each head may be rotated.
         is_wrapper: whether config and weights are the text half of a larger model, which is all that is loaded.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
@@ -51,7 +53,9 @@ class Architecture:
     scaled_ropes: Literal["all", "full_attention"] = "all"
     gates_attention: bool = False
     norm_offset: float = 0.0
+    mixer: Literal["delta_net", "short_conv"] | None = None
     delta_net: Literal["parts", "heads"] | None = None
+    partial_ropes: bool = False
     is_wrapper: bool = False
     model: str = "decoder.DecoderForCausalLM"
 
@@ -59,8 +63,8 @@ class Architecture:
 def _hybrid(name: str, has_experts: bool, is_wrapper: bool, delta_net: Literal["parts", "heads"]) -> Architecture:
     """Return a family with gated delta nets, and gated attention in every fourth layer."""
     return Architecture(
-        name, qk_norm="heads", has_experts=has_experts, gates_attention=True, norm_offset=1.0, delta_net=delta_net,
-        is_wrapper=is_wrapper, model="hybrid.HybridForCausalLM",
+        name, qk_norm="heads", has_experts=has_experts, gates_attention=True, norm_offset=1.0, mixer="delta_net",
+        delta_net=delta_net, partial_ropes=True, is_wrapper=is_wrapper, model="hybrid.HybridForCausalLM",
     )  # fmt: skip
 
 
@@ -84,6 +88,10 @@ _ROWS = (
     _hybrid("Qwen3_5ForConditionalGeneration", has_experts=False, is_wrapper=True, delta_net="parts"),
     _hybrid("Qwen3_5MoeForCausalLM", has_experts=True, is_wrapper=False, delta_net="parts"),
     _hybrid("Qwen3_5MoeForConditionalGeneration", has_experts=True, is_wrapper=True, delta_net="parts"),
+    Architecture("Lfm2ForCausalLM", qk_norm="heads", mixer="short_conv", model="lfm2.Lfm2ForCausalLM"),
+    Architecture(
+        "Lfm2MoeForCausalLM", qk_norm="heads", has_experts=True, mixer="short_conv", model="lfm2.Lfm2ForCausalLM"
+    ),
 )
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
@@ -94,6 +102,8 @@ _MAX_POSITION = 2**20
 """Default for configs without a limit."""
 _MAX_HEAD_DIM = 512
 _DELTA_NET_SIZES = (16, 32, 64, 128, 256)
+_LINEAR = {"delta_net": "linear_attention", "short_conv": "conv"}
+"""Mixers -> types of layers with them, by transformers' names."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -109,7 +119,7 @@ class LayerConfig:
         window: tokens that a query sees, its own included; None for all.
         rope: the rotation of queries and keys; None for no rotation.
         has_experts: whether the MLP is a mixture of experts.
-        is_linear: whether it has a gated delta net, and so a state, instead of attention.
+        is_linear: whether it has the architecture's `mixer`, and so a state, instead of attention.
     """
 
     window: int | None = None
@@ -126,6 +136,7 @@ class ModelConfig:
         intermediate_size: of MLPs; 0 for a model of mixtures alone whose config has none.
         experts: None for a model without experts.
         delta_net: None for a model without gated delta nets.
+        short_conv_width: tokens that a filter sees; None for a model without short convolutions.
         quantization: None if all weights are stored in the dtype of the activations.
         max_position: in tokens.
         has_head: whether logits can be computed; a model without an LM head only makes embeddings.
@@ -149,6 +160,7 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     experts: ExpertsConfig | None = None
     delta_net: DeltaNetConfig | None = None
+    short_conv_width: int | None = None
     quantization: QuantizationConfig | None = None
     has_head: bool = True
     hf: Any = None
@@ -205,16 +217,17 @@ class ModelConfig:
         layers = _layers(hf, architecture)
         has_mlp = not all(layer.has_experts for layer in layers)
         size = check_int("intermediate_size", getattr(hf, "intermediate_size", None if has_mlp else 0), int(has_mlp))
+        short_conv = architecture.mixer == "short_conv"
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
-            intermediate_size=size,
+            intermediate_size=_lfm2_size(hf, size) if getattr(hf, "block_auto_adjust_ff_dim", False) else size,
             layers=layers,
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
-            rms_norm_eps=hf.rms_norm_eps,
+            rms_norm_eps=hf.norm_eps if short_conv else hf.rms_norm_eps,
             tie_word_embeddings=bool(whole.tie_word_embeddings),
             max_position=yarn_length(hf, hf.max_position_embeddings),
             initializer_range=hf.initializer_range,
@@ -224,6 +237,7 @@ class ModelConfig:
             ),
             experts=ExpertsConfig.from_hf(hf) if architecture.has_experts else None,
             delta_net=DeltaNetConfig.from_hf(hf) if architecture.delta_net is not None else None,
+            short_conv_width=check_int("conv_L_cache", hf.conv_L_cache, 1) if short_conv else None,
             quantization=_quantization(whole),
         )
 
@@ -360,9 +374,11 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
     if hf.num_attention_heads % hf.num_key_value_heads:
         heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    kinds = {"full_attention", "linear_attention" if architecture.delta_net is not None else "sliding_attention"}
+    kinds = {"full_attention", "sliding_attention" if architecture.mixer is None else _LINEAR[architecture.mixer]}
+    hidden_act = getattr(hf, "hidden_act", "silu")
     unsupported = {
-        "hidden_act": hf.hidden_act != "silu" and hf.hidden_act,
+        "hidden_act": hidden_act != "silu" and hidden_act,
+        "conv_bias": architecture.mixer == "short_conv" and hf.conv_bias,
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
@@ -408,10 +424,9 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={rotating!r:.80} do not have {count} entries")
     if "sliding_attention" in kinds:
         check_int("sliding_window", window, 1)
-    may_be_partial = architecture.delta_net is not None
     ropes = {
-        kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, may_be_partial)
-        for kind in set(kinds) - {"linear_attention"}
+        kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, architecture.partial_ropes)
+        for kind in set(kinds) - set(_LINEAR.values())
     }
     experts = [architecture.has_experts and is_sparse(hf, i) for i in range(count)]
     return tuple(
@@ -419,10 +434,16 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
             window if kind == "sliding_attention" else None,
             ropes.get(kind) if rotates else None,
             has_experts,
-            kind == "linear_attention",
+            kind in _LINEAR.values(),
         )
         for kind, rotates, has_experts in zip(kinds, rotating, experts, strict=True)
     )
+
+
+def _lfm2_size(hf: Any, size: int) -> int:
+    """Return the columns of LFM2's MLPs: about two thirds of what its config has."""
+    size = int((hf.block_ffn_dim_multiplier or 1) * int(2 * size / 3))
+    return -(-size // hf.block_multiple_of) * int(hf.block_multiple_of)
 
 
 def _as_ids(value: Any) -> list[int]:
@@ -442,6 +463,7 @@ class ExpertsConfig:
         renormalize: whether the probabilities of a token's experts are divided by their sum.
         is_parallel: whether ranks hold whole experts, instead of a slice of every one.
         shared_size: of the expert that computes every token, scaled by a gate of its own; 0: there is none.
+        sigmoid: how sigmoids of logits become a token's weights; None: a softmax does.
     """
 
     num_experts: int
@@ -450,6 +472,7 @@ class ExpertsConfig:
     renormalize: bool
     is_parallel: bool = False
     shared_size: int = 0
+    sigmoid: SigmoidRouting | None = None
 
     @classmethod
     def from_hf(cls, hf: Any) -> ExpertsConfig:
@@ -471,7 +494,28 @@ class ExpertsConfig:
             # By default the softmax is over the selected experts.
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
+            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "routed_scaling_factor") else None,
         )
+
+
+@dataclass(frozen=True)
+class SigmoidRouting:
+    """Weights of a token's experts that are sigmoids of the router's logits (DeepSeek-V3, arXiv:2412.19437).
+
+    Attributes:
+        has_bias: whether a number for each expert is added to its sigmoid when experts are chosen.
+        eps: added to the sum that weights are divided by, if they are.
+        factor: of the weights.
+    """
+
+    has_bias: bool
+    eps: float
+    factor: float
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> SigmoidRouting:
+        """Convert a transformers config."""
+        return cls(bool(hf.use_expert_bias), 1e-6, float(hf.routed_scaling_factor))
 
 
 @dataclass(frozen=True)
@@ -518,6 +562,8 @@ class DeltaNetConfig:
 
 def is_sparse(hf: Any, layer: int) -> bool:
     """Return whether a layer has experts, in a model with some."""
+    if (num_dense := getattr(hf, "num_dense_layers", None)) is not None:
+        return bool(layer >= num_dense)
     step = check_int("decoder_sparse_step", getattr(hf, "decoder_sparse_step", 1), 1)
     return layer not in (getattr(hf, "mlp_only_layers", None) or []) and (layer + 1) % step == 0
 

@@ -21,9 +21,10 @@ from nanovllm.kernels.mixers.state_pool import StatePool
 from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.short_conv import ConvFilters
 from nanovllm.layers.state import StateLayer
 from nanovllm.parallel.shard import ModelShard, Shard
-from nanovllm.quantization.weight import MatrixShard, Stream
+from nanovllm.quantization.weight import Stream
 from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
@@ -44,23 +45,6 @@ def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str 
         return {name: key_heads.times(size)}
     own = range(key_heads.start, key_heads.stop)
     return {f"{name}.{head}": Shard(0, size if head in own else 0, size) for head in range(key_heads.total)}
-
-
-class ConvFilters(LoadableModule):
-    """The filters of a convolution of each channel: weight, [channels of this rank, 1, width]."""
-
-    def __init__(self, parts: Mapping[str | None, Shard], width: int) -> None:
-        super().__init__()
-        self.shard = MatrixShard(parts, Shard.whole(width))
-        channels = self.shard.size[0]
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        return {
-            WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
-            for part, channels, region in self.shard.split(self.weight.data)
-        }
 
 
 class GatedDeltaNet(StateLayer, LoadableModule):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
     from nanovllm.layers.fused_experts import SparseMLP
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
+    from nanovllm.layers.short_conv import ShortConv
+
+    Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | ShortConv"
 
 
 class SelfAttention(nn.Module):
@@ -143,7 +146,7 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         communicator: Communicator,
-        attention: SelfAttention | GatedDeltaNet,
+        attention: Mixer,
         mlp: MLP | SparseMLP,
     ) -> None:
         super().__init__()
@@ -167,7 +170,7 @@ class PostNormDecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         communicator: Communicator,
-        attention: SelfAttention | GatedDeltaNet,
+        attention: Mixer,
         mlp: MLP | SparseMLP,
     ) -> None:
         super().__init__()
@@ -202,9 +205,9 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
-            attention: SelfAttention | GatedDeltaNet
+            attention: Mixer
             if layer.is_linear:
-                attention = _make_delta_net(config, shard, f"{prefix}.linear_attn")
+                attention = _make_mixer(config, shard, prefix)
             else:
                 rotary = rotaries[layer.rope]
                 attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
@@ -224,10 +227,15 @@ class Decoder(nn.Module):
         return x, residual
 
 
-def _make_delta_net(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet:
-    from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
+def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet | ShortConv:
+    """Return what a layer with a state has in attention's place."""
+    if config.delta_net is not None:
+        from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
 
-    return GatedDeltaNet(config, shard, prefix)
+        return GatedDeltaNet(config, shard, f"{prefix}.linear_attn")
+    from nanovllm.layers.short_conv import ShortConv  # noqa: PLC0415
+
+    return ShortConv(config, shard, f"{prefix}.conv")
 
 
 def _make_mlp(

@@ -2,7 +2,7 @@
 
 Attention is sharded by KV heads, each with its group of query heads; of more ranks several hold the same KV head, and
 divide its query heads. The MLP is sharded by columns; experts by columns too, or as whole experts; gated delta nets by
-key heads, each with its group of value heads; embedding and LM head by token ids.
+key heads, each with its group of value heads; short convolutions by channels; embedding and LM head by token ids.
 """
 
 from __future__ import annotations
@@ -68,7 +68,12 @@ class ExpertsShard:
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids; experts, key heads of delta nets."""
+    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids; and of mixtures and mixers.
+
+    Attributes:
+        key_heads: of gated delta nets.
+        channels: of short convolutions.
+    """
 
     kv_heads: Shard
     heads: Shard
@@ -76,6 +81,7 @@ class ModelShard:
     vocab: Shard
     experts: ExpertsShard | None = None
     key_heads: Shard | None = None
+    channels: Shard | None = None
 
 
 def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
@@ -99,6 +105,9 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
         vocab=_padded_shard(model.vocab_size, rank, size),
         experts=experts_shard(model.experts, rank, size, max(_MLP_UNIT, unit)) if model.experts is not None else None,
         key_heads=_delta_net_shard(model.delta_net, rank, size) if model.delta_net is not None else None,
+        channels=_column_shard("hidden_size", model.hidden_size, rank, size, max(_MLP_UNIT, unit))
+        if model.short_conv_width is not None
+        else None,
     )
 
 

@@ -26,6 +26,14 @@ _MROPE = _ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
 _LFM2: dict[str, Any] = {key: value for key, value in _BASE.items() if not key.startswith("linear")} | {
     "norm_eps": 0.01, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "conv_L_cache": 3,
 }  # fmt: skip
+_MAMBA: dict[str, Any] = {key: value for key, value in _BASE.items() if key != "head_dim"} | {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_chunk_size": 32, "rms_norm_eps": 0.01,
+}  # fmt: skip
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 3.0,
+    "shared_intermediate_size": 80, "intermediate_size": 32,
+}  # fmt: skip
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", _BASE | _MOE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _ROPE,
@@ -58,6 +66,18 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 4, "layer_types": ["conv", _F, "conv", _F], "num_dense_layers": 1, "conv_L_cache": 4,
         "routed_scaling_factor": 1.5, "num_experts_per_tok": 3,
     }),
+    "bamba": ("Bamba", _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_attention_heads": 2}),
+    # Without experts; as many groups as heads, whose size is no power of two.
+    "granite": ("GraniteMoeHybrid", _MAMBA | _GRANITE | {
+        "num_hidden_layers": 4, "layer_types": [_L, _L, _F, _L], "num_local_experts": 0, "mamba_d_head": 48,
+        "mamba_n_heads": 4, "mamba_n_groups": 4, "mamba_conv_bias": False, "hidden_size": 96,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    }),
+    "granite-moe": ("GraniteMoeHybrid", _MAMBA | _GRANITE | {
+        "num_hidden_layers": 3, "layer_types": [_L, _F, _L], "num_local_experts": 6, "num_experts_per_tok": 3,
+        "mamba_n_groups": 1,
+    }),
 }  # fmt: skip
 NAMES = list(_SHAPES)
 
@@ -84,10 +104,11 @@ def randomize(model: torch.nn.Module) -> None:
     for key, param in model.named_parameters():
         if key.endswith("A_log"):
             torch.nn.init.uniform_(param, -4.0, -1.0)
-        elif key.endswith("dt_bias"):
+        elif key.endswith(("dt_bias", ".D", "conv1d.bias")):
             torch.nn.init.normal_(param)
         elif "norm" in key:
-            torch.nn.init.normal_(param, mean=float("linear_attn.norm" in key), std=0.2)
+            own = any(mixer in key for mixer in ("linear_attn.norm", "mamba.norm"))
+            torch.nn.init.normal_(param, mean=float(own), std=0.2)
         elif "conv1d" in key or "conv.conv" in key:
             torch.nn.init.normal_(param, std=0.7)
         else:

@@ -82,7 +82,7 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
                 assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
 
 
-@pytest.mark.parametrize("name", ["dense", "lfm2-moe"])
+@pytest.mark.parametrize("name", ["dense", "lfm2-moe", "bamba"])
 def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]], name: str) -> None:
     folder, model = references[name]
     asked = prompts((40, 70, 33, 50))
@@ -93,7 +93,7 @@ def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]],
         assert list(output.outputs[0].token_ids) == complete(model, prompt, 40)[0]
 
 
-RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {}), ("lfm2-moe", {})]
+RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {}), ("lfm2-moe", {}), ("bamba", {})]
 
 
 @pytest.mark.parametrize(("name", "settings"), RANKS)
@@ -142,17 +142,13 @@ class States:
         return mixed
 
 
-@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd", "lfm2", "lfm2-moe"])
+@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd", "lfm2", "lfm2-moe", "granite", "bamba"])
 def test_layer_equals_transformers(references: dict[str, tuple[Path, Any]], name: str) -> None:
     """A prompt in two chunks, then decode steps, one of them beside another prompt's first chunk."""
     folder, model = references[name]
-    reference = next(
-        getattr(layer, mixer)
-        for layer in model.model.layers
-        for mixer in ("linear_attn", "conv")
-        if hasattr(layer, mixer)
-    )
-    x, other = torch.randn(2, 100, 64)
+    mixers = (getattr(layer, key, None) for layer in model.model.layers for key in ("linear_attn", "conv", "mamba"))
+    reference = next(mixer for mixer in mixers if mixer is not None)
+    x, other = torch.randn(2, 100, model.config.hidden_size)
     with torch.inference_mode():
         expected, expected_other = (reference(tokens[None])[0] for tokens in (x, other))
     states = States(load(folder).state_layers[0], torch.float32, 4)

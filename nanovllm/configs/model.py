@@ -7,6 +7,7 @@ has `rope_parameters`; `torch_dtype` became `dtype`.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -53,7 +54,7 @@ class Architecture:
     scaled_ropes: Literal["all", "full_attention"] = "all"
     gates_attention: bool = False
     norm_offset: float = 0.0
-    mixer: Literal["delta_net", "short_conv"] | None = None
+    mixer: Literal["delta_net", "short_conv", "mamba"] | None = None
     delta_net: Literal["parts", "heads"] | None = None
     partial_ropes: bool = False
     is_wrapper: bool = False
@@ -92,7 +93,12 @@ _ROWS = (
     Architecture(
         "Lfm2MoeForCausalLM", qk_norm="heads", has_experts=True, mixer="short_conv", model="lfm2.Lfm2ForCausalLM"
     ),
-)
+    Architecture("BambaForCausalLM", mixer="mamba", partial_ropes=True, model="mamba.MambaForCausalLM"),
+    Architecture(
+        "GraniteMoeHybridForCausalLM", has_experts=True, mixer="mamba", partial_ropes=True,
+        model="mamba.MambaForCausalLM",
+    ),
+)  # fmt: skip
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
 """Any architecture that transformers implements; see `models/transformers.py`."""
@@ -101,8 +107,8 @@ _LEAST_TRANSFORMERS = (4, 56)
 _MAX_POSITION = 2**20
 """Default for configs without a limit."""
 _MAX_HEAD_DIM = 512
-_DELTA_NET_SIZES = (16, 32, 64, 128, 256)
-_LINEAR = {"delta_net": "linear_attention", "short_conv": "conv"}
+_STATE_SIZES = (16, 32, 64, 128, 256)
+_LINEAR = {"delta_net": "linear_attention", "short_conv": "conv", "mamba": "linear_attention"}
 """Mixers -> types of layers with them, by transformers' names."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
@@ -137,7 +143,9 @@ class ModelConfig:
         experts: None for a model without experts.
         delta_net: None for a model without gated delta nets.
         short_conv_width: tokens that a filter sees; None for a model without short convolutions.
+        mamba: None for a model without Mamba-2.
         quantization: None if all weights are stored in the dtype of the activations.
+        multipliers: of models that have some.
         max_position: in tokens.
         has_head: whether logits can be computed; a model without an LM head only makes embeddings.
         hf: transformers' config of a model that its code runs, for which the sizes here are only what the engine needs;
@@ -161,6 +169,8 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     delta_net: DeltaNetConfig | None = None
     short_conv_width: int | None = None
+    mamba: MambaConfig | None = None
+    multipliers: Multipliers | None = None
     quantization: QuantizationConfig | None = None
     has_head: bool = True
     hf: Any = None
@@ -216,18 +226,20 @@ class ModelConfig:
         _check_supported(hf, architecture)
         layers = _layers(hf, architecture)
         has_mlp = not all(layer.has_experts for layer in layers)
-        size = check_int("intermediate_size", getattr(hf, "intermediate_size", None if has_mlp else 0), int(has_mlp))
-        short_conv = architecture.mixer == "short_conv"
+        size = _intermediate_size(hf, has_mlp)
+        short_conv, mamba = architecture.mixer == "short_conv", architecture.mixer == "mamba"
+        multipliers = Multipliers.from_hf(hf) if hasattr(hf, "residual_multiplier") else None
+        eps = hf.norm_eps if short_conv else hf.rms_norm_eps
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
-            intermediate_size=_lfm2_size(hf, size) if getattr(hf, "block_auto_adjust_ff_dim", False) else size,
+            intermediate_size=size,
             layers=layers,
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
-            rms_norm_eps=hf.norm_eps if short_conv else hf.rms_norm_eps,
+            rms_norm_eps=eps if multipliers is None else eps / multipliers.residual**2,
             tie_word_embeddings=bool(whole.tie_word_embeddings),
             max_position=yarn_length(hf, hf.max_position_embeddings),
             initializer_range=hf.initializer_range,
@@ -235,9 +247,11 @@ class ModelConfig:
             eos_token_ids=frozenset(eos_token_ids).union(
                 *(_as_ids(getattr(config, "eos_token_id", None)) for config in (hf, whole))
             ),
-            experts=ExpertsConfig.from_hf(hf) if architecture.has_experts else None,
+            experts=ExpertsConfig.from_hf(hf) if _has_experts(hf, architecture) else None,
             delta_net=DeltaNetConfig.from_hf(hf) if architecture.delta_net is not None else None,
             short_conv_width=check_int("conv_L_cache", hf.conv_L_cache, 1) if short_conv else None,
+            mamba=MambaConfig.from_hf(hf) if mamba else None,
+            multipliers=multipliers,
             quantization=_quantization(whole),
         )
 
@@ -379,6 +393,7 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
     unsupported = {
         "hidden_act": hidden_act != "silu" and hidden_act,
         "conv_bias": architecture.mixer == "short_conv" and hf.conv_bias,
+        "mamba_proj_bias": getattr(hf, "mamba_proj_bias", False),
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
@@ -428,7 +443,10 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, architecture.partial_ropes)
         for kind in set(kinds) - set(_LINEAR.values())
     }
-    experts = [architecture.has_experts and is_sparse(hf, i) for i in range(count)]
+    # Granite's may have no rotary embedding.
+    if architecture.mixer == "mamba" and getattr(hf, "position_embedding_type", "rope") != "rope":
+        rotating = [0] * count
+    experts = [_has_experts(hf, architecture) and is_sparse(hf, i) for i in range(count)]
     return tuple(
         LayerConfig(
             window if kind == "sliding_attention" else None,
@@ -440,10 +458,20 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
     )
 
 
-def _lfm2_size(hf: Any, size: int) -> int:
-    """Return the columns of LFM2's MLPs: about two thirds of what its config has."""
+def _intermediate_size(hf: Any, has_mlp: bool) -> int:
+    """Return the columns of a config's MLPs."""
+    name = "shared_intermediate_size" if hasattr(hf, "shared_intermediate_size") else "intermediate_size"
+    size = check_int(name, getattr(hf, name, None if has_mlp else 0), int(has_mlp))
+    if not getattr(hf, "block_auto_adjust_ff_dim", False):
+        return size
+    # LFM2's are about two thirds of what its config has.
     size = int((hf.block_ffn_dim_multiplier or 1) * int(2 * size / 3))
     return -(-size // hf.block_multiple_of) * int(hf.block_multiple_of)
+
+
+def _has_experts(hf: Any, architecture: Architecture) -> bool:
+    """Return whether a model has mixtures; Granite's smallest ones have none."""
+    return architecture.has_experts and not (architecture.mixer == "mamba" and hf.num_local_experts == 0)
 
 
 def _as_ids(value: Any) -> list[int]:
@@ -462,7 +490,8 @@ class ExpertsConfig:
         intermediate_size: of one expert.
         renormalize: whether the probabilities of a token's experts are divided by their sum.
         is_parallel: whether ranks hold whole experts, instead of a slice of every one.
-        shared_size: of the expert that computes every token, scaled by a gate of its own; 0: there is none.
+        shared_size: of the expert that computes every token; 0: there is none.
+        gates_shared: whether that expert is scaled by a gate of its own.
         sigmoid: how sigmoids of logits become a token's weights; None: a softmax does.
     """
 
@@ -472,6 +501,7 @@ class ExpertsConfig:
     renormalize: bool
     is_parallel: bool = False
     shared_size: int = 0
+    gates_shared: bool = True
     sigmoid: SigmoidRouting | None = None
 
     @classmethod
@@ -486,7 +516,8 @@ class ExpertsConfig:
             # transformers' code of some families treats that as a model without mixtures.
             raise UnsupportedError("num_experts=0 is not supported")
         size = getattr(hf, "moe_intermediate_size", None) or getattr(hf, "intermediate_size", None)
-        shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
+        plain = getattr(hf, "shared_intermediate_size", None)
+        shared = plain or getattr(hf, "shared_expert_intermediate_size", None) or 0
         return cls(
             num_experts=num_experts,
             top_k=check_int("num_experts_per_tok", hf.num_experts_per_tok, 1, num_experts),
@@ -494,6 +525,7 @@ class ExpertsConfig:
             # By default the softmax is over the selected experts.
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
+            gates_shared=plain is None,
             sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "routed_scaling_factor") else None,
         )
 
@@ -555,9 +587,80 @@ class DeltaNetConfig:
         if value_heads % key_heads:
             raise ValueError(f"linear_num_value_heads={value_heads} is no multiple of linear_num_key_heads={key_heads}")
         for name, size in zip(names[2:], sizes, strict=False):
-            if size not in _DELTA_NET_SIZES:
-                raise UnsupportedError(f"{name}={size} is not supported: only {_DELTA_NET_SIZES}")
+            if size not in _STATE_SIZES:
+                raise UnsupportedError(f"{name}={size} is not supported: only {_STATE_SIZES}")
         return cls(key_heads, value_heads, sizes[0], sizes[1], width)
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Sizes of a Mamba-2 mixer (Dao and Gu 2024, arXiv:2405.21060).
+
+    Attributes:
+        num_heads, head_size: heads of inputs.
+        num_groups: of consecutive heads that share keys and queries, of `state_size` elements.
+        conv_width: tokens that a filter of the convolution sees.
+        has_conv_bias: whether the convolution has a bias.
+        step_limits: least and largest step size.
+        norm_eps: of the output's norm.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    has_conv_bias: bool
+    step_limits: tuple[float, float]
+    norm_eps: float
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> MambaConfig:
+        """Convert a transformers config.
+
+        Raises:
+            ValueError: a size is missing, or not supported.
+        """
+        names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+        heads, head_size, groups, state_size, width = (check_int(name, getattr(hf, name, None), 1) for name in names)
+        if heads % groups:
+            raise ValueError(f"mamba_n_heads={heads} is no multiple of mamba_n_groups={groups}")
+        if head_size % 16 or state_size not in _STATE_SIZES:
+            raise UnsupportedError(
+                f"mamba_d_head={head_size} and mamba_d_state={state_size} are not supported: only multiples of 16, and "
+                f"{_STATE_SIZES}"
+            )
+        least, most = hf.time_step_limit or (0.0, math.inf)
+        return cls(
+            heads, head_size, groups, state_size, width, bool(hf.mamba_conv_bias), (float(least), float(most)),
+            hf.rms_norm_eps,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Constant factors of Granite's models.
+
+    The residual stream is kept divided by the factor of the branches that are added to it, since norms of it, with an
+    epsilon divided by the factor's square, are the same.
+
+    Attributes:
+        embedding: of embeddings, divided by `residual`.
+        residual: of branches.
+        attention: of the scores of queries and keys, instead of the root of their size.
+        logits: what logits are divided by.
+    """
+
+    embedding: float
+    residual: float
+    attention: float
+    logits: float
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> Multipliers:
+        """Convert a transformers config."""
+        residual = hf.residual_multiplier
+        return cls(hf.embedding_multiplier / residual, residual, hf.attention_multiplier, hf.logits_scaling)
 
 
 def is_sparse(hf: Any, layer: int) -> bool:

@@ -121,7 +121,7 @@ class TokenGate(LoadableModule):
 class SparseMLP(nn.Module):
     """A mixture of SwiGLU experts; a router chooses some for each token.
 
-    shared_expert: the MLP that computes every token, scaled by a gate; None if there is none.
+    shared_expert: the MLP that computes every token, maybe scaled by a gate; None if there is none.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SparseMLP(nn.Module):
         )  # fmt: skip
         self.shared_expert = shared_expert
         if shared_expert is not None:
-            self.shared_expert_gate = TokenGate(config.hidden_size)
+            self.shared_expert_gate = TokenGate(config.hidden_size) if config.experts.gates_shared else None
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
@@ -150,5 +150,6 @@ class SparseMLP(nn.Module):
         rows, routing, residual = self.gate(x, norm, residual)
         out = self.experts(rows, routing)
         if self.shared_expert is not None:
-            out = ops.add_gated(rows, self.shared_expert_gate.weight, self.shared_expert(rows)[0], out)
+            gate = self.shared_expert_gate
+            out = ops.add_gated(rows, None if gate is None else gate.weight, self.shared_expert(rows)[0], out)
         return out, residual

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
     from nanovllm.layers.fused_experts import SparseMLP
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
+    from nanovllm.layers.mamba import Mamba
     from nanovllm.layers.short_conv import ShortConv
 
-    Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | ShortConv"
+    Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | Mamba | ShortConv"
 
 
 class SelfAttention(nn.Module):
@@ -82,7 +83,10 @@ class SelfAttention(nn.Module):
             from nanovllm.quantization.fp8 import KVCacheScales  # noqa: PLC0415
 
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
-        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales, has_gates=has_gates)
+        scale = None if config.multipliers is None else config.multipliers.attention
+        self.attn = Attention(
+            shard.kv_heads.size, head_dim, eps, rotary, options, scales, scale=scale, has_gates=has_gates
+        )
 
     def forward(
         self,
@@ -217,22 +221,29 @@ class Decoder(nn.Module):
         last = Communicator() if is_post_norm else communicator
         offset = config.architecture.norm_offset
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last, offset)
+        self.multiplier = 1.0 if config.multipliers is None else config.multipliers.embedding
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Stream:
         """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens."""
         x, residual = self.embed_tokens(token_ids), None
+        if self.multiplier != 1:
+            x = x * self.multiplier
         for i, layer in enumerate(self.layers, 1):
             # After the last layer's attention only the rows to sample from are needed.
             x, residual = layer(x, residual, positions, rows if i == len(self.layers) else None)
         return x, residual
 
 
-def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet | ShortConv:
+def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet | Mamba | ShortConv:
     """Return what a layer with a state has in attention's place."""
     if config.delta_net is not None:
         from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
 
         return GatedDeltaNet(config, shard, f"{prefix}.linear_attn")
+    if config.mamba is not None:
+        from nanovllm.layers.mamba import Mamba  # noqa: PLC0415
+
+        return Mamba(config, shard, f"{prefix}.mamba")
     from nanovllm.layers.short_conv import ShortConv  # noqa: PLC0415
 
     return ShortConv(config, shard, f"{prefix}.conv")

@@ -1,0 +1,46 @@
+"""Bamba and Granite 4: Mamba-2, with attention in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from typing_extensions import override
+
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.weights.slices import WeightTarget
+
+
+class MambaForCausalLM(DecoderForCausalLM):
+    """A decoder of layers with Mamba-2, and of layers with attention."""
+
+    fused_modules_mapping: Mapping[str, tuple[str, ...]] = {
+        **DecoderForCausalLM.fused_modules_mapping, "in_proj": ("z", "x", "b", "c", "dt"), "conv1d": ("x", "b", "c"),
+    }  # fmt: skip
+    renamed_modules: ClassVar = {
+        "mamba": "self_attn", "feed_forward": "mlp", "pre_ff_layernorm": "post_attention_layernorm",
+        "final_layernorm": "norm", "block_sparse_moe": "mlp", "router": "gate", "input_linear": "gate_up_proj",
+        "output_linear": "down_proj",
+    }  # fmt: skip
+
+    @override
+    def weight_targets(self, name: str) -> list[WeightTarget]:
+        shared = "mlp" if self.config.experts is None else "mlp.shared_expert"
+        name = name.replace(".shared_mlp.", f".{shared}.").replace(".router.layer.", ".router.")
+        for projection in ("input_linear", "output_linear"):
+            # All experts in one tensor.
+            name = name.replace(f"block_sparse_moe.{projection}.weight", f"block_sparse_moe.experts.{projection}")
+        return super().weight_targets(name)
+
+    @override
+    def compute_logits(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        return self._scaled(super().compute_logits(x, residual))
+
+    @override
+    def project_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._scaled(super().project_logits(hidden))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        multipliers = self.config.multipliers
+        return logits if multipliers is None else logits / multipliers.logits

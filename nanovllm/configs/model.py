@@ -228,7 +228,7 @@ class ModelConfig:
         has_mlp = not all(layer.has_experts for layer in layers)
         size = _intermediate_size(hf, has_mlp)
         short_conv, mamba = architecture.mixer == "short_conv", architecture.mixer == "mamba"
-        multipliers = Multipliers.from_hf(hf) if hasattr(hf, "residual_multiplier") else None
+        multipliers = Multipliers.from_hf(hf) if mamba and hasattr(hf, "residual_multiplier") else None
         eps = hf.norm_eps if short_conv else hf.rms_norm_eps
         return cls(
             architecture=architecture,
@@ -526,7 +526,7 @@ class ExpertsConfig:
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
             gates_shared=plain is None,
-            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "routed_scaling_factor") else None,
+            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "use_expert_bias") else None,
         )
 
 

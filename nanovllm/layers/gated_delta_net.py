@@ -14,7 +14,6 @@ from torch import nn
 from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
-from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
 from nanovllm.kernels.mixers.state_pool import StatePool
@@ -147,16 +146,11 @@ class GatedDeltaNet(StateLayer, LoadableModule):
 
     def _mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the delta rule, [num_tokens, value heads, value_size], and store the states."""
-        metadata, num_heads = get_step_metadata(), self.value_heads.size
-        states, num_decodes = metadata.states, metadata.num_decodes
-        assert states is not None
+        num_heads = self.value_heads.size
         x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, (num_heads, self.sizes.value_size))
         b, a = ba.split(num_heads, 1)
-        outs = list[torch.Tensor]()
-        if num_decodes:
-            own = slice(num_decodes)
-            outs.append(delta_rule_step(self.rule, x[own], a[own], b[own], z[own], states.rows))
-        if num_decodes < len(x):
-            own = slice(num_decodes, None)
-            outs.append(delta_rule_prompt(self.rule, x[own], a[own], b[own], z[own], states.tiles))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.run(
+            len(x),
+            lambda own, states: delta_rule_step(self.rule, x[own], a[own], b[own], z[own], states),
+            lambda own, states: delta_rule_prompt(self.rule, x[own], a[own], b[own], z[own], states),
+        )

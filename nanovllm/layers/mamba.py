@@ -14,7 +14,6 @@ from torch import nn
 from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
-from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.mamba2 import StateSpace, mamba2_prompt, mamba2_step
 from nanovllm.kernels.mixers.state_pool import StatePool
@@ -124,23 +123,13 @@ class Mamba(StateLayer, LoadableModule):
     ) -> Stream:
         """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
         projected, total = self.in_proj(x, norm, residual)
-        out = self._mix(projected)
+        heads, size = self.heads.size, self.sizes.head_size
+        z, channels, dt = projected.split([heads * size, self.channels, heads], 1)
+        out = self.run(
+            len(projected),
+            lambda own, states: mamba2_step(self.space, channels[own], dt[own], z[own], states),
+            lambda own, states: mamba2_prompt(self.space, channels[own], dt[own], z[own], states),
+        )
         if rows is None:
             return self.out_proj(out, total)
         return self.out_proj(out[rows], None if total is None else total[rows])
-
-    def _mix(self, projected: torch.Tensor) -> torch.Tensor:
-        """Return the gated and normalised outputs of the state space, and store the states."""
-        metadata = get_step_metadata()
-        states, num_decodes = metadata.states, metadata.num_decodes
-        assert states is not None
-        num_heads = self.heads.size
-        z, x, dt = projected.split([self.space.num_heads * self.space.head_size, self.channels, num_heads], 1)
-        outs = list[torch.Tensor]()
-        if num_decodes:
-            own = slice(num_decodes)
-            outs.append(mamba2_step(self.space, x[own], dt[own], z[own], states.rows))
-        if num_decodes < len(x):
-            own = slice(num_decodes, None)
-            outs.append(mamba2_prompt(self.space, x[own], dt[own], z[own], states.tiles))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)

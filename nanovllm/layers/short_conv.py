@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
-from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.kernels.mixers.causal_conv import ConvState, causal_conv, causal_conv_step, store_rings
 from nanovllm.kernels.mixers.state_pool import StatePool
+from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import StateLayer
@@ -94,20 +95,17 @@ class ShortConv(StateLayer):
         """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
         projected, total = self.in_proj(x, norm, residual)
         b, c, inner = projected.chunk(3, 1)
-        out = c * self._convolve(b * inner)
+        gated = b * inner
+        out = c * self.run(len(gated), partial(self._step, gated), partial(self._prompt, gated))
         if rows is None:
             return self.o_proj(out, total)
         return self.o_proj(out[rows], None if total is None else total[rows])
 
-    def _convolve(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the convolution of each token's inputs and of those before it, [num_tokens, channels]."""
-        metadata, weight = get_step_metadata(), self.conv1d.weight.squeeze(1)
-        states, num_decodes = metadata.states, metadata.num_decodes
-        assert states is not None
-        outs = list[torch.Tensor]()
-        if num_decodes:
-            outs.append(causal_conv_step(x[:num_decodes], weight, None, self.conv, states.rows, silu=False))
-        if num_decodes < len(x):
-            outs.append(causal_conv(x[num_decodes:], weight, None, self.conv, states.tiles, silu=False))
-            store_rings(x[num_decodes:], weight.shape[1], self.conv, states.tiles)
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+    def _step(self, x: torch.Tensor, own: slice, states: StateRows) -> torch.Tensor:
+        return causal_conv_step(x[own], self.conv1d.weight.squeeze(1), None, self.conv, states, silu=False)
+
+    def _prompt(self, x: torch.Tensor, own: slice, states: StateTiles) -> torch.Tensor:
+        weight = self.conv1d.weight.squeeze(1)
+        out = causal_conv(x[own], weight, None, self.conv, states, silu=False)
+        store_rings(x[own], weight.shape[1], self.conv, states)
+        return out

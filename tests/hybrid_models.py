@@ -34,6 +34,10 @@ _GRANITE: dict[str, Any] = {
     "embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 3.0,
     "shared_intermediate_size": 80, "intermediate_size": 32,
 }  # fmt: skip
+_NEMOTRON: dict[str, Any] = {key: value for key, value in _BASE.items() if not key.startswith("linear")} | {
+    "mamba_num_heads": 4, "mamba_head_dim": 80, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
+    "layer_norm_epsilon": 0.01, "time_step_min": 1e-8,
+}  # fmt: skip
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", _BASE | _MOE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _ROPE,
@@ -78,6 +82,11 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 3, "layer_types": [_L, _F, _L], "num_local_experts": 6, "num_experts_per_tok": 3,
         "mamba_n_groups": 1,
     }),
+    "nemotron": ("NemotronH", _NEMOTRON | {"layers_block_type": [_L, "mlp", _F, "mlp"]}),
+    # Two mixers after one another; an MLP first, and attention last.
+    "nemotron-odd": ("NemotronH", _NEMOTRON | {
+        "layers_block_type": ["mlp", _L, _L, "mlp", _F], "use_conv_bias": False, "head_dim": 48, "n_groups": 1,
+    }),
 }  # fmt: skip
 NAMES = list(_SHAPES)
 
@@ -107,7 +116,7 @@ def randomize(model: torch.nn.Module) -> None:
         elif key.endswith(("dt_bias", ".D", "conv1d.bias")):
             torch.nn.init.normal_(param)
         elif "norm" in key:
-            own = any(mixer in key for mixer in ("linear_attn.norm", "mamba.norm"))
+            own = any(mixer in key for mixer in ("linear_attn.norm", "mamba.norm", "mixer.norm"))
             torch.nn.init.normal_(param, mean=float(own), std=0.2)
         elif "conv1d" in key or "conv.conv" in key:
             torch.nn.init.normal_(param, std=0.7)

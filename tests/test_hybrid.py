@@ -93,7 +93,14 @@ def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]],
         assert list(output.outputs[0].token_ids) == complete(model, prompt, 40)[0]
 
 
-RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {}), ("lfm2-moe", {}), ("bamba", {})]
+RANKS = [
+    ("next", {}),
+    ("next", {"enable_expert_parallel": True}),
+    ("dense-odd", {}),
+    ("lfm2-moe", {}),
+    ("bamba", {}),
+    ("nemotron", {}),
+]
 
 
 @pytest.mark.parametrize(("name", "settings"), RANKS)

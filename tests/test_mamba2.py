@@ -65,13 +65,23 @@ def random_inputs(space: StateSpace, num_tokens: int) -> Inputs:
     return x, dt, z
 
 
+def part(inputs: Inputs, index: slice) -> Inputs:
+    x, dt, z = inputs
+    return x[index], dt[index], z[index]
+
+
+def wide(inputs: Inputs) -> Inputs:
+    x, dt, z = inputs
+    return x.float(), dt.float(), z.float()
+
+
 def transformers_outputs(space: StateSpace, inputs: Inputs) -> torch.Tensor:
     """The outputs of a whole sequence by transformers' functions."""
     x, dt, z = inputs
     inner, keys = space.num_heads * space.head_size, space.num_groups * space.state_size
     mixed = bamba.causal_conv1d_fn(x.T[None], space.conv_weight, space.conv_bias, "silu")[0].T
-    x, b, c = (part[None] for part in mixed.split([inner, keys, keys], 1))
-    b, c = (part.unflatten(2, (space.num_groups, -1)) for part in (b, c))
+    x, b, c = (one[None] for one in mixed.split([inner, keys, keys], 1))
+    b, c = (one.unflatten(2, (space.num_groups, -1)) for one in (b, c))
     out = bamba.mamba2_chunk_scan(
         x.unflatten(2, (space.num_heads, -1)), dt[None], -space.a_log.exp(), b, c, chunk_size=16, D=space.d,
         dt_bias=space.dt_bias, dt_softplus=True, dt_limit=space.step_limits,
@@ -94,13 +104,13 @@ def test_tokens_in_chunks_and_steps(cuts: list[int], has_norm: bool) -> None:
     outs, ends = [], [0, *cuts, 142]
     for number, (start, end) in enumerate(pairwise(ends)):
         tiles = make_tiles([Chunk(start, end - start, number - 1, {end - start: number})], tables)
-        outs.append(mamba2_prompt(space, *(part[start:end] for part in inputs), tiles))
+        outs.append(mamba2_prompt(space, *part(inputs, slice(start, end)), tiles))
     state = len(ends) - 2
     for position in range(142, 150):
         new = state + position % 2
         at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
         rows = StateRows(at, tables[state : state + 1], tables[new : new + 1])
-        outs.append(mamba2_step(space, *(part[position : position + 1] for part in inputs), rows))
+        outs.append(mamba2_step(space, *part(inputs, slice(position, position + 1)), rows))
         state = new
     torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)
 
@@ -158,7 +168,7 @@ def test_prompts(
     out = mamba2_prompt(run.spaces[0], *inputs, tiles[0])
     with patch.object(causal_conv, "uses_triton", lambda device: False):
         rounded = mamba2.mamba2_prompt_ref(run.spaces[1], *inputs, tiles[1])
-        expected = mamba2.mamba2_prompt_ref(run.spaces[2], *(part.float() for part in inputs), tiles[2])
+        expected = mamba2.mamba2_prompt_ref(run.spaces[2], *wide(inputs), tiles[2])
     check_error(out, rounded, expected)
     run.check_states({write for chunk in chunks for write in chunk.writes.values()})
 
@@ -178,7 +188,7 @@ def test_decode_rows(
         targets[4] = -1
         at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
         rows = StateRows(at, run.tables[i][reads], targets)
-        given = [part.float() for part in inputs] if i == 2 else inputs
+        given = wide(inputs) if i == 2 else inputs
         with patch.object(causal_conv, "uses_triton", lambda device, number=i: number == 0):
             outs.append(op(run.spaces[i], *given, rows))
     assert not outs[0][4].any()

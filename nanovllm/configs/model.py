@@ -32,7 +32,7 @@ class Architecture:
         has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
         windows: layers that `sliding_window` applies to, if the config has it: all, none, or as `layer_types` says, or
             without it from `max_window_layers` on.
-        ropes: layers that rotate: all, or the layers in `no_rope_layers`.
+        ropes: layers that rotate: all, none, or the layers in `no_rope_layers`.
         scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or only those without a window.
         gates_attention: whether queries come with a gate of attention's output.
         norm_offset: added to stored weights of norms, which are then kept in float32.
@@ -40,6 +40,8 @@ class Architecture:
         delta_net: order in which projections of gated delta nets are stored: one after the other ("parts"), or key head
             by key head ("heads").
         partial_ropes: whether a part of each head may be rotated.
+        has_single_blocks: whether a layer is attention, a mixer or an MLP with one norm; such MLPs are
+            `down(relu(up(x))**2)`, without a gate.
         is_wrapper: whether config and weights are the text half of a larger model, which is all that is loaded.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
@@ -50,13 +52,14 @@ class Architecture:
     norms: Literal["before", "after"] = "before"
     has_experts: bool = False
     windows: Literal["all", "none", "some"] = "some"
-    ropes: Literal["all", "some"] = "all"
+    ropes: Literal["all", "some", "none"] = "all"
     scaled_ropes: Literal["all", "full_attention"] = "all"
     gates_attention: bool = False
     norm_offset: float = 0.0
     mixer: Literal["delta_net", "short_conv", "mamba"] | None = None
     delta_net: Literal["parts", "heads"] | None = None
     partial_ropes: bool = False
+    has_single_blocks: bool = False
     is_wrapper: bool = False
     model: str = "decoder.DecoderForCausalLM"
 
@@ -98,6 +101,10 @@ _ROWS = (
         "GraniteMoeHybridForCausalLM", has_experts=True, mixer="mamba", partial_ropes=True,
         model="mamba.MambaForCausalLM",
     ),
+    Architecture(
+        "NemotronHForCausalLM", ropes="none", mixer="mamba", has_single_blocks=True,
+        model="mamba.NemotronHForCausalLM",
+    ),
 )  # fmt: skip
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
@@ -126,12 +133,14 @@ class LayerConfig:
         rope: the rotation of queries and keys; None for no rotation.
         has_experts: whether the MLP is a mixture of experts.
         is_linear: whether it has the architecture's `mixer`, and so a state, instead of attention.
+        is_mlp: whether it is an MLP alone, in a model of single blocks.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
     has_experts: bool = False
     is_linear: bool = False
+    is_mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +238,6 @@ class ModelConfig:
         size = _intermediate_size(hf, has_mlp)
         short_conv, mamba = architecture.mixer == "short_conv", architecture.mixer == "mamba"
         multipliers = Multipliers.from_hf(hf) if mamba and hasattr(hf, "residual_multiplier") else None
-        eps = hf.norm_eps if short_conv else hf.rms_norm_eps
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
@@ -239,7 +247,7 @@ class ModelConfig:
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
-            rms_norm_eps=eps if multipliers is None else eps / multipliers.residual**2,
+            rms_norm_eps=_norm_eps(hf) / (1.0 if multipliers is None else multipliers.residual**2),
             tie_word_embeddings=bool(whole.tie_word_embeddings),
             max_position=yarn_length(hf, hf.max_position_embeddings),
             initializer_range=hf.initializer_range,
@@ -389,11 +397,14 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
         heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
     kinds = {"full_attention", "sliding_attention" if architecture.mixer is None else _LINEAR[architecture.mixer]}
-    hidden_act = getattr(hf, "hidden_act", "silu")
+    name, act = ("mlp_hidden_act", "relu2") if architecture.has_single_blocks else ("hidden_act", "silu")
+    kinds |= {"mlp"} if architecture.has_single_blocks else set()
+    hidden_act = getattr(hf, name, act)
     unsupported = {
-        "hidden_act": hidden_act != "silu" and hidden_act,
+        name: hidden_act != act and hidden_act,
         "conv_bias": architecture.mixer == "short_conv" and hf.conv_bias,
         "mamba_proj_bias": getattr(hf, "mamba_proj_bias", False),
+        "use_bias": architecture.has_single_blocks and hf.use_bias,
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
@@ -441,10 +452,11 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         check_int("sliding_window", window, 1)
     ropes = {
         kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, architecture.partial_ropes)
-        for kind in set(kinds) - set(_LINEAR.values())
+        for kind in set(kinds) & {"full_attention", "sliding_attention"}
     }
     # Granite's may have no rotary embedding.
-    if architecture.mixer == "mamba" and getattr(hf, "position_embedding_type", "rope") != "rope":
+    has_rope = not (architecture.mixer == "mamba" and getattr(hf, "position_embedding_type", "rope") != "rope")
+    if not has_rope or architecture.ropes == "none":
         rotating = [0] * count
     experts = [_has_experts(hf, architecture) and is_sparse(hf, i) for i in range(count)]
     return tuple(
@@ -453,6 +465,7 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
             ropes.get(kind) if rotates else None,
             has_experts,
             kind in _LINEAR.values(),
+            kind == "mlp",
         )
         for kind, rotates, has_experts in zip(kinds, rotating, experts, strict=True)
     )
@@ -467,6 +480,12 @@ def _intermediate_size(hf: Any, has_mlp: bool) -> int:
     # LFM2's are about two thirds of what its config has.
     size = int((hf.block_ffn_dim_multiplier or 1) * int(2 * size / 3))
     return -(-size // hf.block_multiple_of) * int(hf.block_multiple_of)
+
+
+def _norm_eps(hf: Any) -> float:
+    """Return the epsilon of a config's norms."""
+    names = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
+    return float(getattr(hf, names.get(hf.model_type, "rms_norm_eps")))
 
 
 def _has_experts(hf: Any, architecture: Architecture) -> bool:
@@ -621,19 +640,20 @@ class MambaConfig:
         Raises:
             ValueError: a size is missing, or not supported.
         """
-        names = ("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+        names = ["mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"]
+        if hasattr(hf, "ssm_state_size"):
+            names = ["mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias"]
+        has_bias = bool(getattr(hf, names.pop()))
         heads, head_size, groups, state_size, width = (check_int(name, getattr(hf, name, None), 1) for name in names)
         if heads % groups:
-            raise ValueError(f"mamba_n_heads={heads} is no multiple of mamba_n_groups={groups}")
-        if head_size % 16 or state_size not in _STATE_SIZES:
-            raise UnsupportedError(
-                f"mamba_d_head={head_size} and mamba_d_state={state_size} are not supported: only multiples of 16, and "
-                f"{_STATE_SIZES}"
-            )
+            raise ValueError(f"{names[0]}={heads} is no multiple of {names[2]}={groups}")
+        if head_size % 16:
+            raise UnsupportedError(f"{names[1]}={head_size} is not supported: only multiples of 16")
+        if state_size not in _STATE_SIZES:
+            raise UnsupportedError(f"{names[3]}={state_size} is not supported: only {_STATE_SIZES}")
         least, most = hf.time_step_limit or (0.0, math.inf)
         return cls(
-            heads, head_size, groups, state_size, width, bool(hf.mamba_conv_bias), (float(least), float(most)),
-            hf.rms_norm_eps,
+            heads, head_size, groups, state_size, width, has_bias, (float(least), float(most)), _norm_eps(hf)
         )  # fmt: skip
 
 

@@ -138,6 +138,23 @@ class MLP(nn.Module):
         return self.down_proj(gate_up, residual)
 
 
+class Relu2MLP(nn.Module):
+    """An MLP of squares of positive values (So et al. 2021, arXiv:2109.08668); size: its columns of this rank."""
+
+    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
+        super().__init__()
+        hidden_size, quant_config = config.hidden_size, config.quantization
+        self.up_proj = MergedColumnParallelLinear(
+            hidden_size, {None: size}, quant_config=quant_config, prefix=f"{prefix}.up_proj"
+        )
+        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
+
+    def forward(self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None) -> Stream:
+        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
+        up, residual = self.up_proj(x, norm, residual)
+        return self.down_proj(up.relu().square(), residual)
+
+
 def _dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
     """Return the dtype of `norm(x + residual)`."""
     return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
@@ -165,6 +182,24 @@ class DecoderLayer(nn.Module):
         """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
         x, residual = self.self_attn(x, self.input_layernorm, residual, positions, rows)
         return self.mlp(x, self.post_attention_layernorm, residual)
+
+
+class SingleDecoderLayer(nn.Module):
+    """Attention, a layer with a state, or an MLP without a gate, after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, communicator: Communicator, mixer: Mixer | Relu2MLP) -> None:
+        super().__init__()
+        self.norm, self.mixer = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator), mixer
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> Stream:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
+        if not isinstance(self.mixer, Relu2MLP):
+            return self.mixer(x, self.norm, residual, positions, rows)
+        if rows is not None:
+            x, residual = x[..., rows, :], None if residual is None else residual[rows]
+        return self.mixer(x, self.norm, residual)
 
 
 class PostNormDecoderLayer(nn.Module):
@@ -204,17 +239,24 @@ class Decoder(nn.Module):
         make_layer = PostNormDecoderLayer if is_post_norm else DecoderLayer
         reducer = communicator if is_post_norm else None
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
-        ropes = {layer.rope for layer in config.layers if not layer.is_linear}
+        ropes = {layer.rope for layer in config.layers if not (layer.is_linear or layer.is_mlp)}
         rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in ropes}
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
             attention: Mixer
+            if layer.is_mlp:
+                only_mlp = Relu2MLP(config, shard.intermediate, f"{prefix}.mixer")
+                self.layers.append(SingleDecoderLayer(config, communicator, only_mlp))
+                continue
             if layer.is_linear:
                 attention = _make_mixer(config, shard, prefix)
             else:
                 rotary = rotaries[layer.rope]
                 attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
+            if config.architecture.has_single_blocks:
+                self.layers.append(SingleDecoderLayer(config, communicator, attention))
+                continue
             mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
             self.layers.append(make_layer(config, communicator, attention, mlp))
         # The outputs of the branches' norms are already equal on all ranks.

@@ -1,4 +1,4 @@
-"""Bamba and Granite 4: Mamba-2, with attention in some layers."""
+"""Bamba, Granite 4 and Nemotron-H: Mamba-2, with attention in some layers."""
 
 from __future__ import annotations
 
@@ -44,3 +44,17 @@ class MambaForCausalLM(DecoderForCausalLM):
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         multipliers = self.config.multipliers
         return logits if multipliers is None else logits / multipliers.logits
+
+
+class NemotronHForCausalLM(MambaForCausalLM):
+    """A decoder of layers with one block each: Mamba-2, attention, or an MLP without a gate."""
+
+    packed_modules_mapping: ClassVar = {
+        name: target for name, target in MambaForCausalLM.packed_modules_mapping.items() if name != "up_proj"
+    }
+    renamed_modules: ClassVar = {"embeddings": "embed_tokens", "norm_f": "norm"}
+
+    @override
+    def weight_targets(self, name: str) -> list[WeightTarget]:
+        # Layers that predict more than the next token.
+        return [] if name.startswith("mtp.") else super().weight_targets(name.replace("backbone.", "model.", 1))

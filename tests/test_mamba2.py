@@ -16,8 +16,8 @@ from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.mamba2 import StateSpace, mamba2_prompt, mamba2_step
 from nanovllm.kernels.mixers.state_pool import StatePool
 from nanovllm.kernels.mixers.state_rows import StateRows
-from tests.test_delta_rule import DTYPES, GPU, LENGTHS, NUM_STATES, WIDTH, Chunk, make_tiles
-from tests.test_kernels import DEVICE, check_error
+from tests.test_delta_rule import DTYPES, LENGTHS, NUM_STATES, WIDTH, Chunk, make_tiles
+from tests.test_kernels import DEVICE, GPU, check_error
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

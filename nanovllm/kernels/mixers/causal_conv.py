@@ -16,7 +16,9 @@ from nanovllm.kernels.mixers.state_pool import PoolView, place
 from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
 
 _BLOCK = 64
-"""Channels of a program."""
+"""Channels of a program with prompt tokens."""
+_STEP_BLOCK = 256
+"""Channels of a program with one token."""
 
 
 @dataclass(frozen=True)
@@ -281,5 +283,91 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         x, weight, bias, out, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first,
         x.stride(0), tiles.tables.stride(0), CHANNELS=channels, WIDTH=width, SILU=silu, BLOCK=_BLOCK, TILE=TILE,
         num_warps=4, **state.pool.sizes, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def causal_conv_step_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows
+) -> torch.Tensor:
+    """Plain torch form of `causal_conv_step`."""
+    out, width, positions = torch.zeros_like(x), weight.shape[1], rows.positions.tolist()
+    index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
+    # All rows read before one writes.
+    before = {i: conv_inputs(x, state, rows.reads[i], positions[i], width) for i in index}
+    for i in index:
+        window = torch.cat((before[i], x[i : i + 1]))
+        out[i] = convolve(window.T, weight, bias)
+        for at, inputs in zip(range(positions[i] - width + 1, positions[i] + 1), window, strict=True):
+            if at >= 0:
+                state.pool.write(state.first + at % width * x.shape[1], inputs, rows.writes[i])
+    return out
+
+
+@jit(unaligned=["positions_ptr", "reads_ptr", "writes_ptr"])
+def _causal_conv_step_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, positions_ptr, reads_ptr, writes_ptr, first, x_stride,
+    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < CHANNELS
+    read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
+    position, target = tl.load(positions_ptr + row), tl.load(write_ptr)
+    is_apart = tl.load(read_ptr) != target
+    total = tl.zeros([BLOCK], tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    # No kernel since the last step writes to the ring.
+    for back in tl.static_range(1, WIDTH):
+        index = first + tl.maximum(position - back, 0) % WIDTH * CHANNELS + channels
+        stored = channels < tl.where((position >= back) & (target >= 0), CHANNELS, 0)
+        block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=stored, other=0)
+        before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
+        weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back), mask=mask, other=0.0)
+        total += before.to(tl.float32) * weight.to(tl.float32)
+    weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1), mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + channels, mask=mask, other=0.0)
+    total += x.to(tl.float32) * weight.to(tl.float32)
+    out = tl.where(target >= 0, total / (1 + tl.exp(-total)), 0.0)
+    tl.store(out_ptr + row * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if target >= 0:
+        index = first + position % WIDTH * CHANNELS + channels
+        block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=mask, other=0)
+        tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), x, mask=mask)
+        for back in tl.static_range(1, WIDTH):
+            index = first + tl.maximum(position - back, 0) % WIDTH * CHANNELS + channels
+            moved = channels < tl.where((position >= back) & is_apart, CHANNELS, 0)
+            block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=moved, other=0)
+            before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=moved, other=0.0)
+            block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=moved, other=0)
+            tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), before, mask=moved)
+
+
+def causal_conv_step(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows
+) -> torch.Tensor:
+    """Convolve one token of each of several sequences, apply SiLU, and store the tokens' inputs.
+
+    Args:
+        x: [num_rows, channels]; channels contiguous.
+        weight, bias: as of `causal_conv`.
+        state: the inputs before the tokens, and after them.
+        rows: the states.
+
+    Returns:
+        [num_rows, channels]; zeros for padding.
+    """
+    if not uses_triton(x.device):
+        return causal_conv_step_ref(x, weight, bias, state, rows)
+    channels, width = weight.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    _causal_conv_step_kernel[(len(x), triton.cdiv(channels, _STEP_BLOCK))](
+        x, weight, bias, out, state.pool.elements, rows.positions, rows.reads, rows.writes, state.first,
+        x.stride(0), rows.reads.stride(0), CHANNELS=channels, WIDTH=width, BLOCK=_STEP_BLOCK, num_warps=4,
+        **state.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
     return out

@@ -48,20 +48,6 @@ def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return out
 
 
-def causal_conv_step_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
-                         rows: StateRows, silu: bool = True) -> torch.Tensor:  # fmt: skip
-    """Plain torch form of `causal_conv_step`."""
-    width, out = weight.shape[1], torch.zeros_like(x)
-    for row in (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist():
-        end = int(rows.positions[row]) + 1
-        window = torch.cat((conv_inputs(x, state, rows.reads[row], end - 1, width), x[row : row + 1]))
-        out[row] = convolve(window.T, weight, bias, silu)
-        for at, inputs in zip(range(end - width, end), window, strict=True):
-            if at >= 0:
-                state.pool.write(state.first + at % width * x.shape[1], inputs, rows.writes[row])
-    return out
-
-
 def conv_inputs(
     x: torch.Tensor, state: ConvState, table: torch.Tensor | None, position: int, width: int
 ) -> torch.Tensor:
@@ -204,61 +190,6 @@ def store_rings(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles
     )  # fmt: skip
 
 
-@jit(unaligned=["positions_ptr", "reads_ptr", "writes_ptr"])
-def _causal_conv_step_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, positions_ptr, reads_ptr, writes_ptr, first, x_stride,
-    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, channels = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
-    position, target = tl.load(positions_ptr + row), tl.load(write_ptr)
-    mask = channels < CHANNELS
-    wait_for_previous(PDL)
-    total = tl.zeros([BLOCK], tl.float32)
-    if target >= 0:
-        is_apart = tl.load(read_ptr) != target
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
-        for back in tl.static_range(WIDTH):
-            at = position - back
-            index = first + tl.maximum(at, 0) % WIDTH * CHANNELS + channels
-            there = channels < tl.where(at >= 0, CHANNELS, 0)
-            if back == 0:
-                inputs = tl.load(x_ptr + row * x_stride + channels, mask=mask, other=0.0)
-            else:
-                block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=there, other=0)
-                places = place(index, block, part_stride, PARTS, PART_SIZE)
-                inputs = tl.load(state_ptr + places, mask=there, other=0.0)
-            weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back), mask=mask, other=0.0)
-            total += inputs.to(tl.float32) * weight.to(tl.float32)
-            block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=there, other=0)
-            places = place(index, block, part_stride, PARTS, PART_SIZE)
-            stored = there if back == 0 else channels < tl.where((at >= 0) & is_apart, CHANNELS, 0)
-            tl.store(state_ptr + places, inputs.to(state_ptr.dtype.element_ty), mask=stored)
-        total = total / (1 + tl.exp(-total)) if SILU else total
-    tl.store(out_ptr + row * CHANNELS + channels, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def causal_conv_step(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
-                     rows: StateRows, silu: bool = True) -> torch.Tensor:  # fmt: skip
-    """Convolve one token of each of several sequences, and store its input; arguments as of `causal_conv`.
-
-    x: [num_rows, channels]; rows: the states. Returns [num_rows, channels]; zeros for padding.
-    """
-    if not uses_triton(x.device):
-        return causal_conv_step_ref(x, weight, bias, state, rows, silu)
-    channels, width = weight.shape
-    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
-    assert x.stride(1) == 1 and weight.is_contiguous()
-    _causal_conv_step_kernel[(len(x), triton.cdiv(channels, 4 * _BLOCK))](
-        x, weight, bias, out, state.pool.elements, rows.positions, rows.reads, rows.writes, state.first, x.stride(0),
-        rows.reads.stride(0), CHANNELS=channels, WIDTH=width, SILU=silu, BLOCK=4 * _BLOCK, num_warps=2,
-        **state.pool.sizes, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
-
-
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
                 tiles: StateTiles, silu: bool = True) -> torch.Tensor:  # fmt: skip
     """Convolve prompt tokens; the scan that follows, or `store_rings`, stores the states.
@@ -288,8 +219,9 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def causal_conv_step_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
+    silu: bool = True,
+) -> torch.Tensor:  # fmt: skip
     """Plain torch form of `causal_conv_step`."""
     out, width, positions = torch.zeros_like(x), weight.shape[1], rows.positions.tolist()
     index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
@@ -297,7 +229,7 @@ def causal_conv_step_ref(
     before = {i: conv_inputs(x, state, rows.reads[i], positions[i], width) for i in index}
     for i in index:
         window = torch.cat((before[i], x[i : i + 1]))
-        out[i] = convolve(window.T, weight, bias)
+        out[i] = convolve(window.T, weight, bias, silu)
         for at, inputs in zip(range(positions[i] - width + 1, positions[i] + 1), window, strict=True):
             if at >= 0:
                 state.pool.write(state.first + at % width * x.shape[1], inputs, rows.writes[i])
@@ -307,8 +239,8 @@ def causal_conv_step_ref(
 @jit(unaligned=["positions_ptr", "reads_ptr", "writes_ptr"])
 def _causal_conv_step_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, positions_ptr, reads_ptr, writes_ptr, first, x_stride,
-    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
-    PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -331,7 +263,7 @@ def _causal_conv_step_kernel(
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + channels, mask=mask, other=0.0)
     total += x.to(tl.float32) * weight.to(tl.float32)
-    out = tl.where(target >= 0, total / (1 + tl.exp(-total)), 0.0)
+    out = tl.where(target >= 0, total / (1 + tl.exp(-total)) if SILU else total, 0.0)
     tl.store(out_ptr + row * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), mask=mask)
     if target >= 0:
         index = first + position % WIDTH * CHANNELS + channels
@@ -347,13 +279,14 @@ def _causal_conv_step_kernel(
 
 
 def causal_conv_step(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows
-) -> torch.Tensor:
-    """Convolve one token of each of several sequences, apply SiLU, and store the tokens' inputs.
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
+    silu: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Convolve one token of each of several sequences, and store the tokens' inputs.
 
     Args:
         x: [num_rows, channels]; channels contiguous.
-        weight, bias: as of `causal_conv`.
+        weight, bias, silu: as of `causal_conv`.
         state: the inputs before the tokens, and after them.
         rows: the states.
 
@@ -361,13 +294,13 @@ def causal_conv_step(
         [num_rows, channels]; zeros for padding.
     """
     if not uses_triton(x.device):
-        return causal_conv_step_ref(x, weight, bias, state, rows)
+        return causal_conv_step_ref(x, weight, bias, state, rows, silu)
     channels, width = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
     assert x.stride(1) == 1 and weight.is_contiguous()
     _causal_conv_step_kernel[(len(x), triton.cdiv(channels, _STEP_BLOCK))](
         x, weight, bias, out, state.pool.elements, rows.positions, rows.reads, rows.writes, state.first,
-        x.stride(0), rows.reads.stride(0), CHANNELS=channels, WIDTH=width, BLOCK=_STEP_BLOCK, num_warps=4,
-        **state.pool.sizes, **pdl_options(x.device),
+        x.stride(0), rows.reads.stride(0), CHANNELS=channels, WIDTH=width, SILU=silu, BLOCK=_STEP_BLOCK,
+        num_warps=4, **state.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
     return out

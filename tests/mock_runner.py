@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -321,7 +322,13 @@ class MockRunner:
         running -= {request.slot for request in batch.new_requests}
         assert {new.slot for new in batch.new_blocks} <= running, "a block for a request that does not run"
         kept = {block for chunk in batch.chunks for state in chunk.kept_states for block in state.block_ids}
-        assert kept.isdisjoint(batch.given_blocks), "a kept state's block is given away"
+        assert kept.isdisjoint(new.block_id for new in batch.new_blocks), "a kept state's block is given away"
+        starts = {chunk.slot: chunk.start for chunk in batch.chunks}
+        for request in batch.new_requests:
+            for window, table in zip_longest(self.windows, request.block_tables):
+                # What lies before a window is read no more, and may be free again.
+                first = max(0, starts.get(request.slot, 0) - window + 1) // self.block_size if window else 0
+                assert kept.isdisjoint(table[first:]), "a kept state's block is given away"
 
     def _prompt_outputs(self, batch: ScheduledBatch) -> list[TokenLogprobs | np.ndarray]:
         outputs: list[TokenLogprobs | np.ndarray] = []

@@ -176,7 +176,8 @@ def _delta_rule_step_kernel(
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
     PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    # Slices of a state run side by side, since they share pages of memory.
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_head = head // GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
     keys, values = tl.arange(0, KEY), part * COLUMNS + tl.arange(0, COLUMNS)
@@ -233,7 +234,7 @@ def delta_rule_step(
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
     group, columns = rule.num_value_heads // rule.num_key_heads, min(rule.value_size, _COLUMNS)
     assert all(tensor.stride(-1) == 1 for tensor in (a, b, z)) and z.stride(1) == rule.value_size
-    _delta_rule_step_kernel[(len(x), rule.num_value_heads, rule.value_size // columns)](
+    _delta_rule_step_kernel[(rule.value_size // columns, rule.num_value_heads, len(x))](
         conv, a, b, out, rule.a_log, rule.dt_bias, rule.pool.elements, rows.reads, rows.writes, rule.first,
         a.stride(0), b.stride(0), rows.reads.stride(0), KEY_HEADS=rule.num_key_heads, GROUP=group, KEY=rule.key_size,
         VALUE=rule.value_size, COLUMNS=columns, num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
@@ -322,7 +323,7 @@ def _delta_rule_scan_kernel(
     SLICE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     PARTS: tl.constexpr, RING_SIZE: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chunk, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     chunk_ptr = chunks_ptr + chunk * 5
@@ -414,7 +415,7 @@ def delta_rule_prompt(
     )  # fmt: skip
     out = torch.empty(len(x), heads, value, dtype=dtype, device=device)
     num_slices, ring = heads * (value // columns), rule.conv.pool.sizes
-    _delta_rule_scan_kernel[(len(tiles.chunks), heads, value // columns)](
+    _delta_rule_scan_kernel[(value // columns, heads, len(tiles.chunks))](
         x, conv, inverse, scores, factors, out, rule.conv.pool.elements, rule.pool.elements,
         tiles.tiles, tiles.chunks, tiles.tables, rule.conv.first, rule.first, x.stride(0), tiles.tables.stride(0),
         ring["part_stride"], COLUMNS=columns, SLICE=triton.next_power_of_2(-(-x.shape[1] // num_slices)),

@@ -28,6 +28,7 @@ from nanovllm.layers.state import StateLayer
 from nanovllm.models import load_model, make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import shard_of
 from nanovllm.utils.checks import UnsupportedError
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
 from tests.hybrid_models import make_model as make_reference
@@ -254,6 +255,23 @@ def test_configs() -> None:
     ):
         with pytest.raises((UnsupportedError, ValueError), match=message):
             ModelConfig.from_hf(hf_config(**changes))
+    for family, given, message in (
+        ("Lfm2", {"conv_bias": True}, "conv_bias"),
+        ("Bamba", {"mamba_d_state": 48}, "mamba_d_state=48"),
+        ("NemotronH", {"layers_block_type": ["linear_attention", "moe"]}, "moe"),
+        ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            ModelConfig.from_hf(getattr(transformers, f"{family}Config")(**given))
+    # Some of Granite 4 attend in all layers, and none has a state.
+    granite = transformers.GraniteMoeHybridConfig(
+        layer_types=["full_attention"] * 2, num_hidden_layers=2, hidden_size=2560, num_attention_heads=40,
+        num_local_experts=0,
+    )  # fmt: skip
+    attending = ModelConfig.from_hf(granite)
+    assert attending.mamba is None and attending.experts is None and attending.layers[0].rope is None
+    with pytest.raises(ValueError, match="1 groups of Mamba's heads"):
+        shard_of(ModelConfig.from_hf(transformers.BambaConfig(num_hidden_layers=1)), 0, 2)
     with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
         ModelConfig.from_hf(transformers.Qwen3Config(architectures=["Qwen3ForCausalLM"], partial_rotary_factor=0.5))
 

@@ -258,7 +258,7 @@ class ModelConfig:
             experts=ExpertsConfig.from_hf(hf) if _has_experts(hf, architecture) else None,
             delta_net=DeltaNetConfig.from_hf(hf) if architecture.delta_net is not None else None,
             short_conv_width=check_int("conv_L_cache", hf.conv_L_cache, 1) if short_conv else None,
-            mamba=MambaConfig.from_hf(hf) if mamba else None,
+            mamba=MambaConfig.from_hf(hf) if mamba and any(layer.is_linear for layer in layers) else None,
             multipliers=multipliers,
             quantization=_quantization(whole),
         )

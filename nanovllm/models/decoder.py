@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
     from nanovllm.layers.mamba import Mamba
     from nanovllm.layers.short_conv import ShortConv
+    from nanovllm.models.mamba import SingleDecoderLayer
 
     Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | Mamba | ShortConv"
 
@@ -138,23 +139,6 @@ class MLP(nn.Module):
         return self.down_proj(gate_up, residual)
 
 
-class Relu2MLP(nn.Module):
-    """An MLP of squares of positive values (So et al. 2021, arXiv:2109.08668); size: its columns of this rank."""
-
-    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
-        super().__init__()
-        hidden_size, quant_config = config.hidden_size, config.quantization
-        self.up_proj = MergedColumnParallelLinear(
-            hidden_size, {None: size}, quant_config=quant_config, prefix=f"{prefix}.up_proj"
-        )
-        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
-
-    def forward(self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None) -> Stream:
-        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        up, residual = self.up_proj(x, norm, residual)
-        return self.down_proj(up.relu().square(), residual)
-
-
 def _dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
     """Return the dtype of `norm(x + residual)`."""
     return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
@@ -182,24 +166,6 @@ class DecoderLayer(nn.Module):
         """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
         x, residual = self.self_attn(x, self.input_layernorm, residual, positions, rows)
         return self.mlp(x, self.post_attention_layernorm, residual)
-
-
-class SingleDecoderLayer(nn.Module):
-    """Attention, a layer with a state, or an MLP without a gate, after a norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, communicator: Communicator, mixer: Mixer | Relu2MLP) -> None:
-        super().__init__()
-        self.norm, self.mixer = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator), mixer
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> Stream:
-        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
-        if not isinstance(self.mixer, Relu2MLP):
-            return self.mixer(x, self.norm, residual, positions, rows)
-        if rows is not None:
-            x, residual = x[..., rows, :], None if residual is None else residual[rows]
-        return self.mixer(x, self.norm, residual)
 
 
 class PostNormDecoderLayer(nn.Module):
@@ -244,19 +210,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
-            attention: Mixer
-            if layer.is_mlp:
-                only_mlp = Relu2MLP(config, shard.intermediate, f"{prefix}.mixer")
-                self.layers.append(SingleDecoderLayer(config, communicator, only_mlp))
-                continue
+            attention: Mixer | None = None
             if layer.is_linear:
                 attention = _make_mixer(config, shard, prefix)
-            else:
+            elif not layer.is_mlp:
                 rotary = rotaries[layer.rope]
                 attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
             if config.architecture.has_single_blocks:
-                self.layers.append(SingleDecoderLayer(config, communicator, attention))
+                self.layers.append(_make_single_layer(config, shard, communicator, attention, prefix))
                 continue
+            assert attention is not None
             mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
             self.layers.append(make_layer(config, communicator, attention, mlp))
         # The outputs of the branches' norms are already equal on all ranks.
@@ -289,6 +252,15 @@ def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDel
     from nanovllm.layers.short_conv import ShortConv  # noqa: PLC0415
 
     return ShortConv(config, shard, f"{prefix}.conv")
+
+
+def _make_single_layer(
+    config: ModelConfig, shard: ModelShard, communicator: Communicator, mixer: Mixer | None, prefix: str
+) -> SingleDecoderLayer:
+    from nanovllm.models.mamba import Relu2MLP, SingleDecoderLayer  # noqa: PLC0415
+
+    mlp = Relu2MLP(config, shard.intermediate, f"{prefix}.mixer") if mixer is None else mixer
+    return SingleDecoderLayer(config, communicator, mlp)
 
 
 def _make_mlp(

@@ -314,7 +314,7 @@ def mamba2_prompt(
     _mamba2_scan_kernel[(len(tiles.chunks), space.num_heads, space.head_size // columns)](
         conv, dt, out, space.a_log, space.dt_bias, space.d, space.pool.elements, tiles.tiles, tiles.chunks,
         tiles.tables, space.first, space.step_limits[0], space.step_limits[1], dt.stride(0), tiles.tables.stride(0),
-        COLUMNS=columns, TILE=TILE, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8,
+        COLUMNS=columns, TILE=TILE, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8, num_stages=1,
         **space.sizes, **space.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
     return _gated_norm(space, out, z)

@@ -63,8 +63,8 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "shared_expert_intermediate_size": 16, "head_dim": 64, "rope_parameters": _MROPE,
     }),
     "lfm2": ("Lfm2", _LFM2 | {
-        "num_hidden_layers": 4, "layer_types": ["conv", "conv", _F, "conv"], "block_multiple_of": 48,
-        "block_ffn_dim_multiplier": 1.5, "tie_word_embeddings": True,
+        "num_hidden_layers": 4, "layer_types": ["conv", "conv", _F, "conv"], "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.4, "tie_word_embeddings": True,
     }),
     "lfm2-moe": ("Lfm2Moe", _LFM2 | _EXPERTS | {
         "num_hidden_layers": 4, "layer_types": ["conv", _F, "conv", _F], "num_dense_layers": 1, "conv_L_cache": 4,

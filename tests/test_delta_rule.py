@@ -250,10 +250,10 @@ def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> 
         layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
     same_dtype, exact, bias = layer.copy(dtype), layer.copy(torch.float32), torch.randn(layer.channels, device=DEVICE)
     exact.rule.conv_weight.copy_(layer.rule.conv_weight)
-    # A chunk of two tokens that keeps a state after the first; states overwritten and not; no state.
-    chunks = [Chunk(9, 2, 1, {1: 11, 2: 1}), Chunk(0, 130, -1, {64: 12, 130: 8}), Chunk(2, 70, 2, {70: 9})]
+    # A chunk of three tokens that keeps a state after the first; states overwritten and not; no state.
+    chunks = [Chunk(9, 3, 1, {1: 11, 3: 1}), Chunk(0, 130, -1, {64: 12, 130: 8}), Chunk(2, 70, 2, {70: 9})]
     reads, writes, positions = [3, 4, 5, 0, 6], [3, 13, 5, 0, 14], [5, 64, 1, 0, 1023]
-    x = torch.randn(202, layer.channels, device=DEVICE).to(dtype)
+    x = torch.randn(203, layer.channels, device=DEVICE).to(dtype)
     prompts, decodes = [], []
     for each, uses_triton in ((layer, True), (same_dtype, False), (exact, False)):
         given, rule, tiles = x.to(each.dtype), each.rule, make_tiles(chunks, each.tables, padding=2)

@@ -30,6 +30,7 @@ from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import shard_of
 from nanovllm.utils.checks import UnsupportedError
+from nanovllm.weights.slices import WeightTarget
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
 from tests.hybrid_models import make_model as make_reference
 from tests.test_kernels import DEVICE, DTYPES, check_error, randn
@@ -204,6 +205,13 @@ def test_norms_and_decays_stay_float32(references: dict[str, tuple[Path, Any]]) 
     for key in ("A_log", "dt_bias"):
         assert torch.equal(own[f"model.layers.0.self_attn.{key}"], stored[f"model.layers.0.linear_attn.{key}"])
     assert own["model.layers.0.self_attn.norm.weight"].dtype == torch.bfloat16
+    for name, key, there in (
+        ("lfm2-moe", "mlp.gate.expert_bias", "feed_forward.expert_bias"), ("bamba", "self_attn.D", "mamba.D"),
+    ):  # fmt: skip
+        values = references[name][1].state_dict()[f"model.layers.2.{there}"]
+        other = load(references[name][0], torch.bfloat16)
+        assert torch.equal(other.state_dict()[f"model.layers.2.{key}"], values)
+        assert not other.weight_slices()[WeightTarget(f"model.layers.2.{key}")].has_model_dtype
     drawn = load(folder, torch.bfloat16, load_format="dummy").state_dict()
     assert all((value == 1).all() for key, value in drawn.items() if "norm" in key)
     assert {value.dtype for key, value in drawn.items() if "norm" in key} == {torch.float32, torch.bfloat16}

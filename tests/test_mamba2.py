@@ -137,6 +137,11 @@ class Run:
 
     def check_states(self, written: set[int]) -> None:
         for index in range(NUM_STATES):
+            ring, _, exact_ring = (
+                space.conv.pool.read(space.conv.first, (WIDTH, len(space.conv_weight)), tables[index]).float()
+                for space, tables in zip(self.spaces, self.tables, strict=True)
+            )
+            assert torch.equal(ring.nan_to_num(7), exact_ring.nan_to_num(7)), index
             got, rounded, exact = (
                 space.pool.read(space.first, space.shape, tables[index])
                 for space, tables in zip(self.spaces, self.tables, strict=True)

@@ -233,3 +233,41 @@ def test_decode_rows(dtype: torch.dtype, size: int, in_turn: bool, by_triton: No
     assert not outs[0][4].any()
     check_error(*outs)
     check_states(layer, same_dtype, exact, {0, 11, 2, 13, 5})
+
+
+def check_rings(layer: Layer, exact: Layer, written: set[int]) -> None:
+    for index in range(NUM_STATES):
+        ring, exact_ring = layer.read(index)[0].float(), exact.read(index)[0]
+        assert torch.equal(ring.nan_to_num(7), exact_ring.nan_to_num(7)), index
+        assert ring.isfinite().any() == (index in written), index
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("silu", [False, True])
+def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> None:
+    """Of prompts, and of decode rows, without a scan that stores their inputs."""
+    torch.manual_seed(0)
+    layer = Layer(dtype, 1, 3, 16)
+    for index in range(8):
+        layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
+    same_dtype, exact, bias = layer.copy(dtype), layer.copy(torch.float32), torch.randn(layer.channels, device=DEVICE)
+    exact.rule.conv_weight.copy_(layer.rule.conv_weight)
+    # A chunk of three tokens that keeps a state after the first; states overwritten and not; no state.
+    chunks = [Chunk(9, 3, 1, {1: 11, 3: 1}), Chunk(0, 130, -1, {64: 12, 130: 8}), Chunk(2, 70, 2, {70: 9})]
+    reads, writes, positions = [3, 4, 5, 0, 6], [3, 13, 5, 0, 14], [5, 64, 1, 0, 1023]
+    x = torch.randn(203, layer.channels, device=DEVICE).to(dtype)
+    prompts, decodes = [], []
+    for each, uses_triton in ((layer, True), (same_dtype, False), (exact, False)):
+        given, rule, tiles = x.to(each.dtype), each.rule, make_tiles(chunks, each.tables, padding=2)
+        targets = each.tables[writes]
+        targets[3] = -1
+        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), each.tables[reads], targets)
+        args = rule.conv_weight, bias.to(dtype).to(each.dtype), rule.conv
+        with patch.object(causal_conv, "uses_triton", lambda device, value=uses_triton: value):
+            prompts.append(causal_conv.causal_conv(given, *args, tiles, silu))
+            causal_conv.store_rings(given, WIDTH, rule.conv, tiles)
+            decodes.append(causal_conv.causal_conv_step(given[:5], *args, rows, silu))
+    check_error(*prompts)
+    check_error(*decodes)
+    assert not decodes[0][3].any()
+    check_rings(layer, exact, {*range(15)} - {10})

@@ -19,7 +19,7 @@ from nanovllm.kernels.moe import grouped_gemm
 from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
-from nanovllm.kernels.moe.route import Routing, route_ref
+from nanovllm.kernels.moe.route import Routing, SigmoidScores, route_ref
 from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.fused_experts import FusedExperts
@@ -89,13 +89,25 @@ def test_a_router_normalises_what_it_takes() -> None:
 @pytest.mark.parametrize("rows", [1, 19, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
+@pytest.mark.parametrize("sigmoid", [None, 0.25, 0.0])
+def test_route(rows: int, dtype: torch.dtype, renormalize: bool, sigmoid: float | None) -> None:
     # Small whole numbers, whose logits are exact, and often equal.
     weight, x = (torch.randint(-1, 2, (n, 80), device=DEVICE).to(dtype) / 8 for n in (24, rows))
-    got, want = (route(x, weight, 4, renormalize)[0] for route in (by_triton(route_op.route), route_ref))
+    bias = None if not sigmoid else torch.linspace(0, 1, 24, device=DEVICE).flip(0)
+    scores = None if sigmoid is None else SigmoidScores(bias, sigmoid, 1.5)
+    forms = by_triton(route_op.route), route_ref
+    got, want = (route(x, weight, 4, renormalize, sigmoid=scores)[0] for route in forms)
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
     logits = (x.double() @ weight.double().T).cpu()
+    if scores is not None:
+        shares = logits.sigmoid()
+        best = (shares if bias is None else shares + bias.cpu()).sort(dim=1, descending=True, stable=True)[1][:, :4]
+        assert torch.equal(got.experts.cpu(), best.int())
+        chosen = shares.gather(1, best)
+        expected = 1.5 * (chosen / (chosen.sum(1, keepdim=True) + scores.eps) if renormalize else chosen)
+        torch.testing.assert_close(got.weights.cpu(), expected.float(), rtol=1e-3, atol=0)
+        return
     for row, chosen, weights in zip(logits, got.experts.tolist(), got.weights.tolist(), strict=True):
         assert chosen == [expert for _, expert in sorted(zip((-row).tolist(), range(24), strict=True))[:4]]
         total = row[chosen].exp().sum() if renormalize else row.exp().sum()

@@ -42,7 +42,7 @@ from tests.tools.sweep_models import (
 
 REFUSED = {
     "falcon_h1": "a state that is no KV cache",
-    "lfm2": "2 of 4 layers attend",
+    "recurrent_gemma": "1 of 4 layers attend",
     "zaya": "a state that is no KV cache",
     "deepseek_v4": "129 keys for 128 tokens",
     "llama4": "neither causal nor a sliding window",

@@ -272,7 +272,7 @@ def table(results: dict[str, Result]) -> str:
                 r"^\d+ of \d+ layers attend", "not all layers attend, or not by transformers' interface", cause
             )
             refused.setdefault(cause, []).append(names[name])
-    causes = sorted((cause, sorted(set(members) - set(equal))) for cause, members in refused.items())
+    causes = sorted((cause, sorted(set(members) - {*equal, *MODELS})) for cause, members in refused.items())
     not_made = sorted({names[name] for name, result in results.items() if result.verdict == "not made"} - set(equal))
     return "\n".join(
         [

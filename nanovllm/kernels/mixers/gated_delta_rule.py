@@ -28,7 +28,7 @@ from nanovllm.kernels.mixers.causal_conv import (
     causal_conv,
     causal_conv_step,
     store_ring,
-    store_rings,
+    store_rings_ref,
 )
 from nanovllm.kernels.mixers.state_pool import PoolView, place
 from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
@@ -154,7 +154,7 @@ def delta_rule_prompt_ref(
         rule.pool.read(rule.first, rule.shape, tiles.tables[chunk[2]]) if chunk[2] >= 0
         else torch.zeros(rule.shape, device=x.device) for chunk in chunks
     ]  # fmt: skip
-    store_rings(x, rule.conv_weight, rule.conv, tiles)
+    store_rings_ref(x, rule.conv_weight.shape[1], rule.conv, tiles)
     for first, count, chunk, write in tiles.tiles.tolist():
         if count:
             part = slice(first, first + count)

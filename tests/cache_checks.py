@@ -9,7 +9,7 @@ from itertools import chain
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy
 from nanovllm.engine.host_cache import HostCache
-from nanovllm.engine.prefix_cache import Block, BlockKey, BlockTable, EvictedPrefixes, PrefixCache
+from nanovllm.engine.prefix_cache import SPENT, Block, BlockKey, BlockTable, EvictedPrefixes, PrefixCache
 from nanovllm.engine.sequence import Sequence
 
 
@@ -30,9 +30,23 @@ def check_blocks(manager: BlockManager, sequences: Iterable[Sequence] = ()) -> N
     identities = check_prefix_cache(manager._cache, manager.blocks)
     if manager.host is not None:
         check_host(manager.host, identities)
+    check_states(manager)
     for seq in sequences:
         for group, table in enumerate(seq.block_tables):
             check_table(manager, seq, group, table)
+
+
+def check_states(manager: BlockManager) -> None:
+    """Assert that the free queues follow the ranks, and that a state without all its parts is evicted first."""
+    parts: defaultdict[tuple[int, bytes], list[Block]] = defaultdict(list)
+    for block in manager._cache.blocks.values():
+        if block.is_state and block.key is not None:
+            parts[block.key[:2]].append(block)
+        assert block.ref_count or block.block_id in manager._free._queues[block.rank]
+    assert sum(map(len, parts.values())) == manager._cache.num_state_blocks
+    for blocks in parts.values():
+        is_whole = len(blocks) == manager._num_state_blocks
+        assert is_whole or all(block.rank == SPENT for block in blocks), "a part of a state is kept"
 
 
 def check_table(manager: BlockManager, seq: Sequence, group: int, table: BlockTable) -> None:

@@ -71,7 +71,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "routed_scaling_factor": 1.5, "num_experts_per_tok": 3,
     }),
     "bamba": ("Bamba", _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_attention_heads": 2}),
-    # Without experts; as many groups as heads, whose size is no power of two.
+    # Without experts; a group for each head, whose size is no power of two.
     "granite": ("GraniteMoeHybrid", _MAMBA | _GRANITE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _F, _L], "num_local_experts": 0, "mamba_d_head": 48,
         "mamba_n_heads": 4, "mamba_n_groups": 4, "mamba_conv_bias": False, "hidden_size": 96,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.prefix_cache import Block, PrefixCache
+from nanovllm.engine.prefix_cache import SPENT, Block, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from tests.cache_checks import check_blocks
 from tests.mock_runner import (
@@ -123,8 +123,8 @@ def test_a_reused_block_does_not_match_the_old_continuation() -> None:
     # The head is evicted before the tail, as it can be where another sequence holds a copy of the head.
     manager.free(hold(manager, [1, 1, 5, 5]))
     head = next(block for block in manager.blocks if block.key is not None and block.key[0] == 0)
-    manager._free.move_to_end(head.block_id, last=False)
-    manager._free.move_to_end(2)
+    head.rank = SPENT
+    manager._free.move(head)
     assert hold(manager, [2, 2]).block_tables[0].held == [head.block_id]
     assert (cached(manager, [2, 2, 5, 5]), cached(manager, [1, 1, 5, 5])) == (1, 0)
 

@@ -58,7 +58,7 @@ def make_space(
 
 
 def random_inputs(space: StateSpace, num_tokens: int) -> Inputs:
-    """What a layer's projections give: slices of one product."""
+    """Draw the outputs of a layer's projections, slices of one product."""
     inner, channels = space.num_heads * space.head_size, len(space.conv_weight)
     made = torch.randn(num_tokens, inner + channels + space.num_heads, device=DEVICE).to(space.conv_weight.dtype)
     z, x, dt = made.split([inner, channels, space.num_heads], 1)

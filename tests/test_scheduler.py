@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.prefix_cache import SPENT
 from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import ScheduledBatch, StateCache, StepOutput
@@ -204,7 +205,7 @@ def test_a_prefix_is_found_by_the_window_before_its_end_alone() -> None:
     for index in (0, 5, 3):
         manager._cache.remove(blocks[index])
         # Last, so that what the prompts take is nothing of this one's.
-        manager._free.move_to_end(index)
+        manager._free.move(manager.blocks[index])
     # What follows sees two blocks. They are here, and those in front of them are remembered.
     assert num_cached([*prompt, 1]) == 32
     # Neither blocks 4 and 5, nor 3 and 4, nor 2 and 3 are both here.
@@ -421,6 +422,44 @@ def test_states_that_are_evicted_in_part_are_kept_again(depth: int) -> None:
 
 
 @DEPTHS
+def test_what_many_start_from_outlives_what_comes_once(depth: int) -> None:
+    engine, _ = hybrid_engine(depth, StateCache(2, 99), num_blocks=40)
+
+    def num_cached(prompt: list[int]) -> int:
+        request_id = engine.add_request(prompt, greedy(1))
+        return int(run(engine)[request_id]["num_cached_tokens"])
+
+    head = [1] * 8
+    # The second keeps a state of the head, where it branches off.
+    assert [num_cached([*head, *[i] * 5]) for i in range(2, 5)] == [0, 0, 8]
+    # Each leaves three blocks of keys and two of a state. The cache holds six of these, and the head.
+    for number in range(20):
+        num_cached([10 + number] * 13)
+    assert num_cached([*head, *[5] * 5]) == 8
+    # It does not stay for ever.
+    for number in range(40):
+        num_cached([number, 49] * 7)
+    assert num_cached([*head, *[6] * 5]) == 0
+
+
+@DEPTHS
+def test_the_state_of_a_chats_turn_makes_room_once_the_next_one_has_another(depth: int) -> None:
+    engine, _ = hybrid_engine(depth, StateCache(4, 99), num_blocks=36)
+
+    def num_cached(prompt: list[int], max_tokens: int = 1) -> int:
+        request_id = engine.add_request(prompt, greedy(max_tokens))
+        return int(run(engine)[request_id]["num_cached_tokens"])
+
+    # States of what is decoded are kept too, and left out in the next turn.
+    chats = [[1] * 9, [2] * 9]
+    assert [num_cached(chat, 9) for chat in chats] == [0, 0]
+    for turn in range(5):
+        chats[1] += [3 + turn] * 4
+        assert num_cached(chats[1], 9) == 8 + 4 * turn
+    assert num_cached([*chats[0], 3]) == 8
+
+
+@DEPTHS
 def test_who_waits_for_a_state_holds_up_no_other(depth: int) -> None:
     engine, runner = hybrid_engine(depth, StateCache(1, 99))
     head = list(range(8))
@@ -442,7 +481,7 @@ def test_decoding_keeps_the_newest_block_end_where_there_is_room(depth: int) -> 
     manager = engine.block_manager
     states = [block for block in manager.blocks if block.key is not None and block.key[2].startswith(b"state")]
     # Earlier ones are there until something needs their blocks.
-    assert sum(not block.is_spent for block in states) == 2
+    assert sum(block.rank != SPENT for block in states) == 2
     again = engine.add_request([*prompt, *tokens], greedy(1))
     # Of the last block, a value is not known in time if a step is planned ahead.
     assert run(engine)[again]["num_cached_tokens"] == 40 - 4 * depth
@@ -527,6 +566,31 @@ def test_stats_count_what_happened() -> None:
         "num_free_blocks": 16,
         "num_clipped_kv": 0,
     }
+
+
+def test_stats_count_states() -> None:
+    engine, _ = hybrid_engine(0, StateCache(2, 99))
+    assert (
+        not {"num_used_states", "num_kept_states", "num_matched_tokens"}
+        & make_engine(pipeline_depth=0)[0].stats().keys()
+    )
+
+    def counted(prompt: list[int]) -> list[int]:
+        engine.add_request(prompt, greedy(2))
+        engine.step()
+        used = engine.stats()["num_used_states"]
+        run(engine)
+        stats = engine.stats()
+        names = ("num_used_states", "num_kept_states", "num_matched_tokens", "num_cached_tokens")
+        return [used, *(stats[name] for name in names)]
+
+    head = list(range(10))
+    assert counted([*head, *[20] * 4]) == [1, 0, 1, 0, 0]
+    # Two of its blocks are cached, without a state after them: it keeps one, and its last.
+    assert counted([*head, *[21] * 4]) == [1, 0, 3, 8, 0]
+    assert counted([*head, *[22] * 4]) == [1, 0, 4, 16, 8]
+    engine.reset_prefix_cache()
+    assert engine.stats()["num_kept_states"] == 0
 
 
 def test_metrics_time_the_first_token_and_the_last_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ STATS = {
     "num_free_blocks": 10,
 }
 HOST_STATS = {"num_host_blocks": 5, "num_saved_blocks": 9, "num_loaded_blocks": 4, "num_lost_blocks": 1}
+STATE_STATS = {"num_used_states": 7, "num_kept_states": 6, "num_matched_tokens": 300}
 TIMES = (
     "request_queue_time_seconds",
     "time_to_first_token_seconds",
@@ -84,6 +85,15 @@ def test_a_host_cache_has_counters_where_there_is_one() -> None:
     stats |= HOST_STATS
     names = ("blocks", "saved_blocks_total", "loaded_blocks_total", "lost_blocks_total")
     assert [samples(metrics)[f"nanovllm_host_cache_{name}", ()] for name in names] == [5, 9, 4, 1]
+
+
+def test_states_have_counters_where_a_model_has_states() -> None:
+    stats = dict(STATS)
+    metrics = Metrics(lambda: stats, "m", {})
+    names = ("num_states_running", "num_states_kept", "prefix_cache_key_hits_total")
+    assert not {(f"nanovllm_{name}", ()) for name in names} & samples(metrics).keys()
+    stats |= STATE_STATS
+    assert [samples(metrics)[f"nanovllm_{name}", ()] for name in names] == [7, 6, 300]
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:

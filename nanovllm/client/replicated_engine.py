@@ -35,8 +35,10 @@ _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""
 _MOMENTARY = ("num_running", "num_waiting", "num_used_blocks", "num_free_blocks")
 """Counters of the present state, which a dead replica does not add to."""
-_MOMENTARY_ON_HOST = ("num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second")
-"""The same for `swap_space`."""
+_MOMENTARY_OF_SOME = (
+    "num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second", "num_used_states", "num_kept_states",
+)  # fmt: skip
+"""The same for engines with `swap_space`, or whose model has states."""
 
 
 class Replica:
@@ -452,7 +454,7 @@ class ReplicatedEngine(Engine):
         if replica.index not in self._placement.shares:
             return
         again = self._placement.lose(replica.index)
-        momentary = {*_MOMENTARY, *_MOMENTARY_ON_HOST}
+        momentary = {*_MOMENTARY, *_MOMENTARY_OF_SOME}
         self._past_stats.update({name: n for name, n in replica.stats.items() if name not in momentary})
         cause = replica.exit_text()
         if self._placement.shares:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import typing
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, filterfalse, islice, zip_longest
@@ -26,7 +26,18 @@ import numpy as np
 
 from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy, make_policy
 from nanovllm.engine.host_cache import HostCache
-from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey, BlockTable, PrefixCache
+from nanovllm.engine.prefix_cache import (
+    OFTEN_USED,
+    ROOT_IDENTITY,
+    SPARE,
+    SPENT,
+    USUAL,
+    Block,
+    BlockKey,
+    BlockTable,
+    FreeBlocks,
+    PrefixCache,
+)
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
 from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, KeptState, NewBlock
@@ -90,8 +101,7 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        # Free blocks, next to be reused first. An OrderedDict is a queue with O(1) removal from the middle.
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free = FreeBlocks(range(num_blocks))
         # Blocks freed or registered so far; each brings a waiting sequence at most one block closer to fitting.
         self._num_gained = 0
         self.host = host
@@ -109,7 +119,10 @@ class BlockManager:
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
         self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
         self.has_states = bool(self._states)
-        self._num_state_blocks = sum(policy.num_blocks for policy in self._states.values())
+        # What tells the keys of a state's blocks apart, in the order of the blocks in the tables.
+        parts = [(group, i) for group, policy in self._states.items() for i in range(policy.num_blocks)]
+        self._state_extras = [b"state %d %d" % part for part in parts]
+        self._num_state_blocks = len(self._state_extras)
         # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
         self._num_growing = len(kinds) - len(self._states)
         assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
@@ -125,6 +138,11 @@ class BlockManager:
     def num_used_blocks(self) -> int:
         """Blocks in the table of at least one sequence."""
         return self.num_blocks - len(self._free)
+
+    @property
+    def num_kept_states(self) -> int:
+        """States that sequences may start from."""
+        return self._cache.num_state_blocks // max(1, self._num_state_blocks)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Number of blocks for `num_tokens` tokens; the last may be partly filled."""
@@ -245,16 +263,21 @@ class BlockManager:
 
         They are in the order of the blocks in the tables.
         """
-        numbers = [(group, i) for group, policy in self._states.items() for i in range(policy.num_blocks)]
-        return [(parent, tokens, b"state %d %d" % number) for number in numbers]
+        return [(parent, tokens, extra) for extra in self._state_extras]
 
     def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
         """Give a sequence the blocks found for each group, and free ones for the rest that it needs."""
         for block in chain.from_iterable(fit.found):
-            self._free.pop(block.block_id, None)
+            self._free.remove(block.block_id)
             block.ref_count += 1
             block.num_hits += 1
-        sources = self._use_states(self._state_keys(fit.found[0][-1].identity)) if fit.found else []
+        sources: list[Block] = []
+        seq.source_state = None
+        if fit.found and self._states:
+            parent = fit.found[0][-1].identity
+            sources = self._use_states(self._state_keys(parent))
+            # Where cached keys go on, other prompts may start here as well.
+            seq.source_state = parent if fit.num_matched == seq.num_branch_blocks else None
         seq.block_tables.clear()
         for group, needed in enumerate(fit.needed):
             block_ids, identity = [0] * needed.start, self._cache.root(seq.num_resets, group)
@@ -268,11 +291,14 @@ class BlockManager:
     def _use_states(self, keys: list[BlockKey]) -> list[Block]:
         """Return the blocks of cached states that a sequence starts from, now the most recently used."""
         blocks = [self._cache.blocks[key] for key in keys]
-        for block in blocks:
+        for key, block in zip(keys, blocks, strict=True):
             block.num_hits += 1
-            block.is_spent = False
+            block.num_uses += 1
+            # A state within a block serves the outputs of one request.
+            is_often_used = block.num_uses > 1 and not key[1]
+            block.rank = OFTEN_USED if is_often_used else USUAL
             if block.ref_count == 0:
-                self._free.move_to_end(block.block_id)
+                self._free.move(block)
         return blocks
 
     def _copy_states(self, seq: Sequence, sources: list[Block]) -> None:
@@ -369,7 +395,7 @@ class BlockManager:
                 if self._free:
                     self._copies.append(self._copy_block(seq, group, index, new))
                 else:
-                    self._cache.remove(self.blocks[table[index]])
+                    self._evict(self.blocks[table[index]])
         return new
 
     def _append_block(self, seq: Sequence, group: int) -> NewBlock:
@@ -415,15 +441,30 @@ class BlockManager:
         A preempted sequence soon needs them all again: blocks that have a copy on the host are evicted first, and a
         step can save the others meanwhile.
         """
-        held = [table.held[::-1] for table in seq.block_tables]
+        held, is_often_used = [table.held[::-1] for table in seq.block_tables], False
         if is_preempted and (host := self.host) is not None:
             held[0].sort(key=lambda block_id: host.lacks(self.blocks[block_id]))
         for block_ids in zip_longest(*held) if len(held) > 1 else held:
+            if self._states and block_ids[0] is not None:
+                is_often_used = self._rank_with_states(self.blocks[block_ids[0]], is_often_used)
             for block_id in block_ids:
                 if block_id is not None:
                     self._release(seq, block_id)
         seq.block_tables.clear()
         seq.num_registered_blocks = seq.num_computed_tokens = 0
+
+    def _rank_with_states(self, block: Block, is_often_used: bool) -> bool:
+        """Let the states at a block's end be evicted right before it, since they are of no use without it.
+
+        Returns whether these states, or later ones (`is_often_used`), are often used. The block is kept as long.
+        """
+        states = [] if block.key is None else self._cached_states(block.identity)
+        for state in states:
+            is_often_used |= state.rank == OFTEN_USED
+            if state.ref_count == 0 and state.rank >= USUAL:
+                self._free.move(state)
+        block.rank = OFTEN_USED if is_often_used else USUAL
+        return is_often_used
 
     def _release(self, seq: Sequence, block_id: int) -> None:
         block = self.blocks[block_id]
@@ -431,9 +472,7 @@ class BlockManager:
         if block.ref_count == 0:
             if self._precedes_reset(seq):
                 self._cache.remove(block)
-            self._free[block_id] = None
-            # Blocks that can never be found again are reused first.
-            self._free.move_to_end(block_id, last=block.key is not None and not block.is_spent)
+            self._free.add(block)
             self._num_gained += 1
             if self.host is not None and block.key is not None:
                 self.host.touch(block.key)
@@ -443,13 +482,19 @@ class BlockManager:
         return seq.num_resets != self._cache.num_resets
 
     def _take_free_block(self) -> int:
-        block_id, _ = self._free.popitem(last=False)
-        block = self.blocks[block_id]
+        block = self.blocks[self._free.pop()]
         if self.host is not None and self.host.lacks(block):
             self.host.num_lost += 1
-        self._cache.remove(block)
+        self._evict(block)
         block.ref_count = 1
-        return block_id
+        return block.block_id
+
+    def _evict(self, block: Block) -> None:
+        """Forget a block's content. A state is of no use without all its parts, and the keys before it."""
+        if self._states and block.key is not None:
+            parent, tokens, _ = block.key if block.is_state else (block.identity, b"", b"")
+            self._spend(parent, tokens)
+        self._cache.remove(block)
 
     def take_loads(self) -> list[BlockTransfer]:
         """Return, each once, what the step being planned loads from host memory."""
@@ -486,7 +531,7 @@ class BlockManager:
         """Let later steps take the blocks of the states that the planned step keeps."""
         for block_id in self._kept_blocks:
             self.blocks[block_id].ref_count = 0
-            self._free[block_id] = None
+            self._free.add(self.blocks[block_id])
         self._kept_blocks.clear()
 
     def register(self, seq: Sequence) -> None:
@@ -517,6 +562,7 @@ class BlockManager:
                 keys = self._state_keys(seq.block_tables[0].registered_identity)
                 if block_ids := self._take_state_blocks(keys):
                     kept.append(KeptState(num_blocks * self.block_size, block_ids))
+                    self._on_kept(seq, num_blocks, block_ids)
         last = seq.num_prompt_tokens - 1
         if self._states and seq.siblings and start < last < num_tokens and self.enable_prefix_caching:
             # The other outputs of the request go on from the state before the last token.
@@ -544,53 +590,77 @@ class BlockManager:
 
     def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
         """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""
-        cached = [self._cache.blocks[key] for key in keys if key in self._cache.blocks]
-        if len(self._free) < len(keys) or len(cached) == len(keys):
+        if len(self._free) < len(keys) or self._are_whole(keys):
             return []
-        # What eviction has left of the same states is of no use.
-        for block in cached:
-            self._cache.remove(block)
         block_ids = [self._take_free_block() for _ in keys]
         for key, block_id in zip(keys, block_ids, strict=True):
-            self._register(self.blocks[block_id], key)
+            self._register(self.blocks[block_id], key, is_state=True)
         self._coming_states.update(keys)
         # Nothing else that this step plans may take them.
         self._kept_blocks += block_ids
         return block_ids
 
+    def _are_whole(self, keys: list[BlockKey]) -> bool:
+        """Whether all blocks of states are cached; forgets what eviction has left of them."""
+        cached = [self._cache.blocks[key] for key in keys if key in self._cache.blocks]
+        if len(cached) == len(keys):
+            return True
+        for block in cached:
+            self._cache.remove(block)
+        return False
+
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
         """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
 
         Of a prompt the policies say which. In decoding each block end replaces the one before, where there is room.
+        What is sent next often leaves it out: until it is used, it is room itself.
         """
         parent = seq.block_tables[0].registered_identity
-        if num_blocks * self.block_size >= seq.num_prompt_tokens:
+        is_prompt = num_blocks * self.block_size < seq.num_prompt_tokens
+        if not is_prompt:
             if seq.decode_state is not None:
                 self._spend(seq.decode_state)
             seq.decode_state = parent
-            if not self._has_room_for_states():
+            if self._free.num_spare < self._num_state_blocks:
                 return
         elif not self._keeps_states(seq, num_blocks):
             return
-        block_ids = chain.from_iterable(seq.block_tables[self._num_growing :])
-        for key, block_id in zip(self._state_keys(parent), block_ids, strict=True):
-            if key not in self._cache.blocks:
-                self._register(self.blocks[block_id], key)
-                self._coming_states.add(key)
+        keys = self._state_keys(parent)
+        if self._are_whole(keys):
+            return
+        block_ids = list(chain.from_iterable(seq.block_tables[self._num_growing :]))
+        for key, block_id in zip(keys, block_ids, strict=True):
+            self._register(self.blocks[block_id], key, is_state=True).rank = USUAL if is_prompt else SPARE
+        self._coming_states.update(keys)
+        if is_prompt:
+            self._on_kept(seq, num_blocks, block_ids)
 
-    def _spend(self, parent: int) -> None:
-        """Evict first the states at the end of the block with identity `parent`, if they are still cached."""
-        for key in self._state_keys(parent):
+    def _on_kept(self, seq: Sequence, num_blocks: int, block_ids: list[int]) -> None:
+        """Rank the state that a sequence keeps of its prompt, and the one that it started from."""
+        if num_blocks == seq.num_branch_blocks:
+            # Two prompts have come this way already.
+            for block_id in block_ids:
+                self.blocks[block_id].num_uses = 1
+        elif seq.source_state is not None:
+            # The next turn of a chat starts from the later state. What has been used only once served nothing else.
+            states = self._cached_states(seq.source_state)
+            if states and states[0].num_uses == 1:
+                self._spend(seq.source_state)
+            seq.source_state = None
+
+    def _cached_states(self, parent: int) -> list[Block]:
+        """Return the blocks of the states at the end of the block with identity `parent`, if all are cached."""
+        keys = self._state_keys(parent)
+        return [self._cache.blocks[key] for key in keys] if all(key in self._cache.blocks for key in keys) else []
+
+    def _spend(self, parent: int, tokens: bytes = b"") -> None:
+        """Evict first what is cached of the states after the block with identity `parent`, and tokens that follow."""
+        for key in self._state_keys(parent, tokens):
             block = self._cache.blocks.get(key)
             if block is not None:
-                block.is_spent = True
-                if block.ref_count == 0:
-                    self._free.move_to_end(block.block_id, last=False)
-
-    def _has_room_for_states(self) -> bool:
-        """Whether states can be copied without evicting anything that is worth more."""
-        first = [self.blocks[block_id] for block_id in islice(self._free, self._num_state_blocks)]
-        return len(first) == self._num_state_blocks and all(block.key is None or block.is_spent for block in first)
+                block.rank = SPENT
+                if block.ref_count == 0 and block.block_id in self._free:
+                    self._free.move(block)
 
     def waits_for_state(self, seq: Sequence) -> bool:
         """Whether the step being planned computes the state from which a waiting sequence could start."""
@@ -604,10 +674,10 @@ class BlockManager:
             return False
         return not self._coming_states.isdisjoint(self._state_keys(seq.branch_identity))
 
-    def _register(self, block: Block, key: BlockKey) -> Block:
+    def _register(self, block: Block, key: BlockKey, is_state: bool = False) -> Block:
         # A fork may share a block whose parent was evicted after it was registered.
         self._cache.remove(block)
-        self._cache.add(block, key, None if self.host is None else self.host.identity(key))
+        self._cache.add(block, key, None if self.host is None else self.host.identity(key), is_state)
         self._unconfirmed[-1].registered.append(block.block_id)
         self._num_gained += 1
         return block
@@ -635,7 +705,7 @@ class BlockManager:
         for step in self._unconfirmed:
             for block_id in step.registered:
                 self._cache.remove(self.blocks[block_id])
-                self._free.move_to_end(block_id, last=False)
+                self._free.move(self.blocks[block_id])
             if self.host is not None:
                 self.host.drop(step.saved)
         self._unconfirmed.clear()

@@ -12,32 +12,38 @@ numbers of its group and its block.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable
-from itertools import count
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import chain, count
 
 BlockKey = tuple[int, bytes, bytes]
 """Parent's identity, tokens, extra. A dict compares keys after their hashes."""
 ROOT_IDENTITY = 0
 """Parent identity of first blocks; see `PrefixCache.root`."""
+SPENT, SPARE, USUAL, OFTEN_USED = range(4)
+"""Ranks of blocks' contents, first evicted first: replaced by a later state; a state of decoding, not used yet; by its
+last use; the same, but later.
+"""
+_OFTEN_USED_TIMES = 4
+"""Content that is often used is evicted after this many times as long without a use."""
 
 
 class Block:
     """One page of the cache. While it is in the prefix cache, `key` and `identity` describe its content.
 
-    `num_hits` counts its prefix-cache hits, whatever its content was. `is_spent` tells that a later state has replaced
-    its content, which is then evicted first.
+    `num_hits` counts its prefix-cache hits, whatever its content was. `rank` (`SPENT ... OFTEN_USED`) tells how soon
+    the content is evicted, `is_state` that it is part of a state, `num_uses` how many sequences have started from it.
     """
 
-    __slots__ = ("block_id", "identity", "is_spent", "key", "num_hits", "ref_count")
+    __slots__ = ("block_id", "identity", "is_state", "key", "num_hits", "num_uses", "rank", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.key: BlockKey | None = None
         self.identity = ROOT_IDENTITY
-        self.num_hits = 0
-        self.is_spent = False
+        self.num_hits = self.num_uses = 0
+        self.rank, self.is_state = USUAL, False
 
 
 class BlockTable(list[int]):
@@ -59,6 +65,61 @@ class BlockTable(list[int]):
     def held(self) -> list[int]:
         """The blocks that the sequence has."""
         return self[self.num_released :]
+
+
+class FreeBlocks:
+    """Ids of the free blocks, first the one that is reused next; O(1) per operation.
+
+    Empty blocks come first, then what ranks lowest, then the least recently used.
+    """
+
+    def __init__(self, block_ids: Iterable[int]) -> None:
+        # By rank; an OrderedDict is a queue with O(1) removal from the middle. The values are times, in additions.
+        self._queues: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(4)]
+        self._queues[SPENT] = OrderedDict.fromkeys(block_ids, 0)
+        self._now = 0
+
+    def __len__(self) -> int:
+        spent, spare, usual, often = self._queues
+        return len(spent) + len(spare) + len(usual) + len(often)
+
+    def __contains__(self, block_id: int) -> bool:
+        return any(block_id in queue for queue in self._queues)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(self._queues)
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that hold nothing, or what is worth less than all else."""
+        return len(self._queues[SPENT]) + len(self._queues[SPARE])
+
+    def add(self, block: Block) -> None:
+        """Add a block, used until now."""
+        self._now += 1
+        rank = SPENT if block.key is None else block.rank
+        self._queues[rank][block.block_id] = self._now
+        if rank == SPENT:
+            self._queues[rank].move_to_end(block.block_id, last=False)
+
+    def remove(self, block_id: int) -> None:
+        """Remove a block, if present."""
+        for queue in self._queues:
+            queue.pop(block_id, None)
+
+    def move(self, block: Block) -> None:
+        """Move a free block to where its rank, and a use at this moment, put it."""
+        self.remove(block.block_id)
+        self.add(block)
+
+    def pop(self) -> int:
+        """Remove and return the next one."""
+        spent, spare, usual, often = self._queues
+        queue = spent or spare or usual or often
+        if often and queue is usual:
+            age, other = (self._now - next(iter(times.values())) for times in (usual, often))
+            queue = often if other > _OFTEN_USED_TIMES * age else usual
+        return queue.popitem(last=False)[0]
 
 
 class EvictedPrefixes:
@@ -110,13 +171,14 @@ class PrefixCache:
 
     Attributes:
         blocks: by key.
+        num_state_blocks: the ones that hold states.
         num_resets: number of resets so far.
     """
 
     def __init__(self, block_size: int, num_groups: int, has_gaps: bool) -> None:
         self._block_size, self._num_groups = block_size, num_groups
         self.blocks: dict[BlockKey, Block] = {}
-        self.num_resets = 0
+        self.num_state_blocks = self.num_resets = 0
         self._identities = count(ROOT_IDENTITY + 1)
         self._evicted = EvictedPrefixes() if has_gaps else None
 
@@ -144,9 +206,10 @@ class PrefixCache:
             matched.append(block)
         return matched
 
-    def add(self, block: Block, key: BlockKey, identity: int | None) -> None:
+    def add(self, block: Block, key: BlockKey, identity: int | None, is_state: bool = False) -> None:
         """Make a block findable by a key; `identity` is its existing one, if blocks elsewhere refer to it."""
-        block.key, block.is_spent = key, False
+        block.key, block.rank, block.num_uses, block.is_state = key, USUAL, 0, is_state
+        self.num_state_blocks += is_state
         if self._evicted is not None:
             identity = self._evicted.on_registered(key)
         block.identity = next(self._identities) if identity is None else identity
@@ -158,7 +221,7 @@ class PrefixCache:
             del self.blocks[block.key]
             if self._evicted is not None:
                 self._evicted.on_evicted(block.key, block.identity)
-            block.key = None
+            self._clear(block)
 
     def reset(self) -> None:
         """Forget all blocks; blocks in use keep their keys, but are no longer found."""
@@ -167,6 +230,10 @@ class PrefixCache:
         for key, block in list(self.blocks.items()):
             if block.ref_count == 0:
                 del self.blocks[key]
-                block.key = None
+                self._clear(block)
             elif self._evicted is not None:
                 self._evicted.on_registered(key)
+
+    def _clear(self, block: Block) -> None:
+        block.key = None
+        self.num_state_blocks -= block.is_state

@@ -55,7 +55,8 @@ class StepChanges:
 class SchedulerStats:
     """Counts since the scheduler began. Prompt and cached tokens count once per request, at first admission.
 
-    For clipped keys and values see `StepOutput`.
+    For clipped keys and values see `StepOutput`. Models with states also count `num_matched_tokens`: cached tokens, and
+    the ones that would be with a state kept at the end of their keys.
     """
 
     num_steps: int = 0
@@ -101,6 +102,7 @@ class Scheduler:
         num_drafts = 0 if block_manager.has_states else num_drafts
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts)
         self.stats = SchedulerStats()
+        self._num_matched_tokens = 0
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
         # Tokens that the step being planned has room for.
@@ -264,6 +266,8 @@ class Scheduler:
             seq.num_cached_tokens = seq.num_computed_tokens
             self.stats.num_prompt_tokens += seq.num_prompt_tokens
             self.stats.num_cached_tokens += seq.num_cached_tokens
+            num_matched = seq.num_branch_blocks * self.block_manager.block_size
+            self._num_matched_tokens += max(num_matched, seq.num_cached_tokens)
         batch.new_requests.append(seq.new_request())
         return seq
 
@@ -472,14 +476,21 @@ class Scheduler:
 
     def counters(self) -> dict[str, int]:
         """Return the stats, and the sequences and blocks in use now."""
-        return {
+        manager = self.block_manager
+        counters = {
             **asdict(self.stats),
             "num_running": len(self.running),
             "num_waiting": len(self.waiting),
-            "num_used_blocks": self.block_manager.num_used_blocks,
-            "num_free_blocks": self.block_manager.num_free_blocks,
-            **({} if self.block_manager.host is None else self.block_manager.host.counters()),
+            "num_used_blocks": manager.num_used_blocks,
+            "num_free_blocks": manager.num_free_blocks,
+            **({} if manager.host is None else manager.host.counters()),
         }
+        if manager.has_states:
+            # Every running sequence has one.
+            counters["num_used_states"] = len(self.running)
+            counters["num_kept_states"] = manager.num_kept_states
+            counters["num_matched_tokens"] = self._num_matched_tokens
+        return counters
 
     def _free(self, seq: Sequence, is_preempted: bool = False) -> None:
         del self.running[bisect_left(self.running, seq.sort_key, key=sort_key)]

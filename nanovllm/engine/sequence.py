@@ -100,7 +100,7 @@ class Sequence:
         "index", "is_watched", "logprobs", "max_tokens", "metrics", "num_admissions", "num_branch_blocks",
         "num_cached_tokens", "num_prompt_tokens", "num_registered_blocks", "num_resets", "num_shared_tokens",
         "params", "prompt_outputs", "record_bytes", "request", "request_id", "rows", "seed", "seq_id", "siblings",
-        "slot", "sort_key", "status", "stop_reason",
+        "slot", "sort_key", "source_state", "status", "stop_reason",
     )  # fmt: skip
 
     def __init__(
@@ -156,6 +156,8 @@ class Sequence:
         self.fork_states: list[BlockKey] = []
         # The identity of the last block at whose end its state was kept in decoding.
         self.decode_state: int | None = None
+        # The identity of the block at whose end it found its first state, if all keys that it found end there.
+        self.source_state: int | None = None
         # Number of prefix cache resets when the first blocks were given.
         self.num_resets = 0
         # Leading tokens stored in blocks of a sibling.

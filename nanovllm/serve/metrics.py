@@ -23,6 +23,8 @@ _GAUGES = {
     "vllm:num_requests_running": ("num_running", "Sequences that are being computed."),
     "vllm:num_requests_waiting": ("num_waiting", "Sequences that wait to be scheduled."),
     "nanovllm_host_cache_blocks": ("num_host_blocks", "Blocks in the host cache."),
+    "nanovllm_num_states_running": ("num_used_states", "States of running sequences."),
+    "nanovllm_num_states_kept": ("num_kept_states", "States in the prefix cache, for sequences to start from."),
 }
 _COUNTERS = {
     "vllm:prompt_tokens": ("num_prompt_tokens", "Prompt tokens of admitted requests, with those in the cache."),
@@ -35,10 +37,18 @@ _COUNTERS = {
     "nanovllm_host_cache_saved_blocks": ("num_saved_blocks", "Blocks that were copied to the host cache."),
     "nanovllm_host_cache_loaded_blocks": ("num_loaded_blocks", "Blocks that were copied back."),
     "nanovllm_host_cache_lost_blocks": ("num_lost_blocks", "Blocks that were evicted before they were saved."),
+    # Of a model with states, `vllm:prefix_cache_hits` counts the tokens before a kept state.
+    "nanovllm_prefix_cache_key_hits": (
+        "num_matched_tokens",
+        "Prompt tokens with cached keys, before a kept state or not.",
+    ),
 }
 """Maps names in Prometheus, where counters end in `_total`, to keys in `LLM.stats` and descriptions."""
-_HOST_CACHE_STATS = frozenset({"num_host_blocks", "num_saved_blocks", "num_loaded_blocks", "num_lost_blocks"})
-"""Keys that `LLM.stats` has only with `swap_space`."""
+_OPTIONAL_STATS = frozenset(
+    {"num_host_blocks", "num_saved_blocks", "num_loaded_blocks", "num_lost_blocks"}
+    | {"num_used_states", "num_kept_states", "num_matched_tokens"}
+)
+"""Keys that `LLM.stats` has only with `swap_space`, or for a model with states."""
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 """Bucket bounds in seconds: from a short prompt on an idle GPU to a long answer in a full queue."""
@@ -162,7 +172,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics, from a single snapshot."""
         stats = self._get_stats()
-        absent = _HOST_CACHE_STATS - stats.keys()
+        absent = _OPTIONAL_STATS - stats.keys()
         for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (key, text) in metrics.items():
                 if key not in absent:

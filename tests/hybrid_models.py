@@ -51,7 +51,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3_5Text", _BASE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _MROPE,
     }),
-    # As many value heads as key heads; tied; attention first; whole heads rotated; a filter of 2.
+    # One value head for each key head; tied; attention first; whole heads rotated; a filter of 2.
     "dense-odd": ("Qwen3_5Text", _BASE | {
         "num_hidden_layers": 6, "layer_types": [_F, _L, _F, _L, _L, _F], "tie_word_embeddings": True,
         "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 64,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -81,7 +82,7 @@ class Layer:
 
 @dataclass
 class Inputs:
-    """What a layer's projections give, of consecutive tokens."""
+    """Outputs of a layer's projections for consecutive tokens."""
 
     x: torch.Tensor
     a: torch.Tensor
@@ -210,9 +211,10 @@ def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 128])
-def test_decode_rows(dtype: torch.dtype, size: int, by_triton: None) -> None:
+@pytest.mark.parametrize(("size", "in_turn"), [(16, False), (128, False), (128, True)])
+def test_decode_rows(dtype: torch.dtype, size: int, in_turn: bool, by_triton: None, monkeypatch: Any) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(delta, "_FEWEST_HEADS", 1 if in_turn else 10**9)
     layer = Layer(dtype, 2, 3, size)
     for index in range(8):
         layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))

@@ -107,7 +107,7 @@ RANKS = [
 
 @pytest.mark.parametrize(("name", "settings"), RANKS)
 def test_ranks_say_the_same(references: dict[str, tuple[Path, Any]], name: str, settings: dict[str, Any]) -> None:
-    """By key heads, and one KV head for both ranks; as many as they are, or not."""
+    """Ranks divide key heads and share one KV head; value heads equal key heads, or not."""
     folder, model = references[name]
     asked = prompts((40, 3, 17))
     with LLM(str(folder), tensor_parallel_size=2, max_num_batched_tokens=32, **SETTINGS, **settings) as llm:
@@ -195,7 +195,7 @@ def test_wrappers_are_read(references: dict[str, tuple[Path, Any]], name: str, t
 
 
 def test_norms_and_decays_stay_float32(references: dict[str, tuple[Path, Any]]) -> None:
-    """As they are loaded, updated and drawn; what is stored is w of 1 + w."""
+    """Loaded, updated and drawn weights are float32; checkpoints store w of 1 + w."""
     folder, _ = references["next"]
     stored = load_file(folder / "model.safetensors")
     model = load(folder, torch.bfloat16)
@@ -363,7 +363,7 @@ def test_names_that_are_near(references: dict[str, tuple[Path, Any]]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 8), (48, 16), (64, 64), (256, 64)])
 def test_gated_queries_and_partial_rotation(head_dim: int, rotary: int, dtype: torch.dtype) -> None:
-    """By the kernel and in plain torch, which does part of a head as if it were a head."""
+    """The kernel agrees with plain torch, which rotates part of a head as if it were a head."""
     tokens, num_heads, kv_heads, block_size = 9, 5, 2, 4
     pages = [randn(2, 5, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
     pages.append(pages[0].float())

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.bench import ModelWeights, shape_folder
+from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm
@@ -32,7 +32,7 @@ from tests.reference import complete, make_llm, prompts
 from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
 from tests.test_tokens import FAMILIES
 
-# Experts of each token and of all; in features, and those of an expert: no multiples of what a kernel takes at a time.
+# (Experts of a token, all experts); in features, and an expert's features: no multiples of a kernel's tile.
 MIXTURES = [(2, 8), (1, 5), *([(8, 128)] if GPU else [])]
 SIZES = (2048, 768) if GPU else (80, 48)
 ROWS = (1, 2, 16, 17, *((100, 200, 500, 1500, 4096) if GPU else (60,)))
@@ -132,7 +132,7 @@ def test_rows_of_nan_disturb_no_other() -> None:
     x[3] = float("nan")
     chosen = by_triton(route_op.route)(x, weight, 2, True)[0].experts
     assert chosen.min() >= 0 and chosen.max() < 5
-    # All of such a row's choices are one expert, which nobody else has here.
+    # All of such a row's choices are one expert, which no other row has here.
     chosen = torch.tensor([[0, 1]] * 19, dtype=torch.int32, device=DEVICE)
     chosen[3] = 4
     for rows in (8, 19):
@@ -235,7 +235,7 @@ def test_the_published_shape() -> None:
     config = ModelConfig.from_folder(shape_folder("30B-A3B"))
     assert config.experts == ExpertsConfig(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
     assert all(layer.has_experts for layer in config.layers) and count_parameters(config) == 30_532_122_624
-    weights = ModelWeights.of(config)
+    weights = WeightCounts.of(config)
     # Of its 3.3 billion active ones the embedding is looked up alone.
     assert weights.of_row + weights.head == weights.read_by(1) == 3_041_656_832
     assert weights.read_by(2) == pytest.approx(weights.read_by(1) + 7.5 * weights.expert)

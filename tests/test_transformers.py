@@ -143,7 +143,7 @@ def test_a_module_that_clamps_is_not_ours(
     [
         # As OPT-350m: states that are narrower before and after the layers.
         ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "init_std": 0.2}),
-        # Attention of two linear layers whose sizes are those of a SwiGLU MLP.
+        # Attention's two linear layers have the sizes of a SwiGLU MLP.
         ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "pad_token_id": 0}),
     ],
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CachedAttention(nn.Module):
-    """What the runner knows of a layer that attends over its share of the cache.
+    """A layer that attends over its share of the cache, as the runner sees it.
 
     Args:
         num_kv_heads: of this rank.

@@ -17,7 +17,6 @@ from nanovllm.attention.kv_cache_spec import State
 from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
 from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.short_conv import ConvFilters
@@ -133,7 +132,7 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         rows: torch.Tensor | None,
     ) -> Stream:
         """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
-        if norm is not None and (len(positions) > MAX_SKINNY_ROWS or norm.communicator.size > 1):
+        if norm is not None and (not self.policy.fuses_norm(len(positions)) or norm.communicator.size > 1):
             x, residual = norm(x, residual)
             norm = None
         qkvz, total = self.in_proj_qkvz(x, norm, residual)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class StateLayer(nn.Module, ABC):
-    """What the runner knows of a layer that keeps a state of each sequence.
+    """A layer that keeps a state of each sequence, as the runner sees it.
 
     Attributes:
         pool: the memory of all states; bound by the runner.

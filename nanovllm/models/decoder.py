@@ -23,7 +23,7 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
+from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
@@ -74,8 +74,6 @@ class SelfAttention(nn.Module):
         self.head_norms = self.q_norm, self.k_norm
         self.normalize: Callable[[torch.Tensor], None] | None = None
         if qk_norm == "projections":
-            from nanovllm.layers.qk_norm import ParallelRMSNorm, normalize_projections  # noqa: PLC0415
-
             self.q_norm = q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
             self.k_norm = k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
             self.normalize = partial(normalize_projections, q_norm=q_norm, k_norm=k_norm, communicator=communicator)

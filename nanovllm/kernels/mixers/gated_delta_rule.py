@@ -36,7 +36,9 @@ from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
 _COLUMNS = 32
-"""Values of a program. Few, so that many programs of a multiprocessor hide the latency of each other's loads."""
+"""Values of a slice of a state. Few, so that many programs of a multiprocessor hide each other's latency."""
+_FEWEST_HEADS = 128
+"""Heads of all rows from which on a program takes all slices of its head, of twice the values, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -174,41 +176,49 @@ def _delta_rule_step_kernel(
     conv_ptr, a_ptr, b_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, reads_ptr, writes_ptr, first,
     a_stride, b_stride, table_stride, part_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
-    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Slices of a state run side by side, since they share pages of memory.
-    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_head = head // GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
-    keys, values = tl.arange(0, KEY), part * COLUMNS + tl.arange(0, COLUMNS)
+    keys, values = tl.arange(0, KEY), part * (SLICES * COLUMNS) + tl.arange(0, COLUMNS)
     read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
     places = (row * (KEY_HEADS * GROUP) + head) * VALUE + values
     if tl.load(write_ptr) < 0:
         wait_for_previous(PDL)
-        tl.store(out_ptr + places, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
+        for index in tl.static_range(SLICES):
+            tl.store(out_ptr + places + index * COLUMNS, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
     else:
         # Rows of a state, which begin anywhere in a block. No kernel since the last step writes to it.
         state_rows = first + (head * KEY + keys) * VALUE
         blocks = tl.load(read_ptr + state_rows // (PARTS * PART_SIZE))
         sources = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        state = tl.load(pool_ptr + sources[:, None] + values[None, :])
+        source_ptrs = pool_ptr + sources[:, None] + values[None, :]
+        following = tl.load(source_ptrs)
         blocks = tl.load(write_ptr + state_rows // (PARTS * PART_SIZE))
         targets = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
+        target_ptrs = pool_ptr + targets[:, None] + values[None, :]
         wait_for_previous(PDL)
         conv_ptr += row * CHANNELS
+        value_ptrs = conv_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values
         q = tl.load(conv_ptr + key_head * KEY + keys).to(tl.float32)
         k = tl.load(conv_ptr + (KEY_HEADS + key_head) * KEY + keys).to(tl.float32)
-        v = tl.load(conv_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values).to(tl.float32)
         q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
         k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
         a = tl.load(a_ptr + row * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
         decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a))
         beta = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
-        state *= decay
-        update = beta * (v - tl.sum(state * k[:, None], axis=0))
-        state += k[:, None] * update[None, :]
-        tl.store(pool_ptr + targets[:, None] + values[None, :], state)
-        tl.store(out_ptr + places, tl.sum(state * q[:, None], axis=0).to(out_ptr.dtype.element_ty))
+        for index in tl.static_range(SLICES):
+            state = following * decay
+            if index + 1 < SLICES:
+                # A slice is on its way while the one before is computed.
+                following = tl.load(source_ptrs + (index + 1) * COLUMNS)
+            v = tl.load(value_ptrs + index * COLUMNS).to(tl.float32)
+            update = beta * (v - tl.sum(state * k[:, None], axis=0))
+            state += k[:, None] * update[None, :]
+            tl.store(target_ptrs + index * COLUMNS, state)
+            out = tl.sum(state * q[:, None], axis=0)
+            tl.store(out_ptr + places + index * COLUMNS, out.to(out_ptr.dtype.element_ty))
 
 
 def delta_rule_step(
@@ -216,7 +226,8 @@ def delta_rule_step(
 ) -> torch.Tensor:
     """Compute one token of each of several sequences, and their states.
 
-    Three kernels: the convolution; one program for each row, head and slice of values; and the norm of the outputs.
+    Three kernels: the convolution; the rule, by a program for each row and head, or slice of its values; and the norm
+    of the outputs.
 
     Args:
         rule: the layer's.
@@ -232,12 +243,16 @@ def delta_rule_step(
         return delta_rule_step_ref(rule, x, a, b, z, rows)
     conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    group, columns = rule.num_value_heads // rule.num_key_heads, min(rule.value_size, _COLUMNS)
+    takes_all = len(x) * rule.num_value_heads >= _FEWEST_HEADS
+    columns = min(rule.value_size, 2 * _COLUMNS if takes_all else _COLUMNS)
+    num_slices = rule.value_size // columns
+    in_turn = num_slices if takes_all else 1
     assert all(tensor.stride(-1) == 1 for tensor in (a, b, z)) and z.stride(1) == rule.value_size
-    _delta_rule_step_kernel[(rule.value_size // columns, rule.num_value_heads, len(x))](
+    _delta_rule_step_kernel[(len(x), rule.num_value_heads, num_slices // in_turn)](
         conv, a, b, out, rule.a_log, rule.dt_bias, rule.pool.elements, rows.reads, rows.writes, rule.first,
-        a.stride(0), b.stride(0), rows.reads.stride(0), KEY_HEADS=rule.num_key_heads, GROUP=group, KEY=rule.key_size,
-        VALUE=rule.value_size, COLUMNS=columns, num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
+        a.stride(0), b.stride(0), rows.reads.stride(0), KEY_HEADS=rule.num_key_heads,
+        GROUP=rule.num_value_heads // rule.num_key_heads, KEY=rule.key_size, VALUE=rule.value_size, COLUMNS=columns,
+        SLICES=in_turn, num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
     return _gated_norm(rule, out, z)
 

@@ -156,6 +156,14 @@ def _step_size(dt, bias, least, most):
     return tl.minimum(tl.maximum(tl.where(dt > 20, dt, tl.log(1 + tl.exp(dt))), least), most)
 
 
+@jit
+def _state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS: tl.constexpr, PART_SIZE: tl.constexpr):
+    """Return pointers to slices of rows of a state, [lines, columns]; lines: where they begin in it."""
+    blocks = tl.load(table_ptr + lines // (PARTS * PART_SIZE))
+    starts = tl.multiple_of(place(lines, blocks, part_stride, PARTS, PART_SIZE), 16)
+    return pool_ptr + starts[:, None] + columns[None, :]
+
+
 @jit(unaligned=["dt_ptr", "reads_ptr", "writes_ptr"])
 def _mamba2_step_kernel(
     conv_ptr, dt_ptr, out_ptr, a_log_ptr, dt_bias_ptr, d_ptr, pool_ptr, reads_ptr, writes_ptr, first, least, most,
@@ -175,11 +183,8 @@ def _mamba2_step_kernel(
     else:
         # Slices of rows of a state. No kernel of this layer's projections writes to it.
         lines = first + (head * STATE + keys) * SIZE + part * COLUMNS
-        blocks = tl.load(read_ptr + lines // (PARTS * PART_SIZE))
-        sources = tl.multiple_of(place(lines, blocks, part_stride, PARTS, PART_SIZE), 16)
-        state = tl.load(pool_ptr + sources[:, None] + columns[None, :])
-        blocks = tl.load(write_ptr + lines // (PARTS * PART_SIZE))
-        targets = tl.multiple_of(place(lines, blocks, part_stride, PARTS, PART_SIZE), 16)
+        state = tl.load(_state_ptrs(pool_ptr, read_ptr, lines, columns, part_stride, PARTS, PART_SIZE))
+        target_ptrs = _state_ptrs(pool_ptr, write_ptr, lines, columns, part_stride, PARTS, PART_SIZE)
         wait_for_previous(PDL)
         conv_ptr += row * (HEADS * SIZE + 2 * GROUPS * STATE)
         key_ptr = conv_ptr + HEADS * SIZE + head // (HEADS // GROUPS) * STATE
@@ -189,7 +194,7 @@ def _mamba2_step_kernel(
         dt = tl.load(dt_ptr + row * dt_stride + head).to(tl.float32)
         dt = _step_size(dt, tl.load(dt_bias_ptr + head), least, most)
         state = state * tl.exp(-tl.exp(tl.load(a_log_ptr + head)) * dt) + b[:, None] * (x * dt)[None, :]
-        tl.store(pool_ptr + targets[:, None] + columns[None, :], state)
+        tl.store(target_ptrs, state)
         out = tl.sum(state * c[:, None], axis=0) + tl.load(d_ptr + head) * x
         tl.store(out_ptr + inputs, out.to(out_ptr.dtype.element_ty))
 
@@ -211,9 +216,8 @@ def _mamba2_scan_kernel(
     a, bias, d = -tl.exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
     wait_for_previous(PDL)
     if (read >= 0) & (num_tiles > 0):
-        blocks = tl.load(tables_ptr + read * table_stride + lines // (PARTS * PART_SIZE))
-        sources = tl.multiple_of(place(lines, blocks, part_stride, PARTS, PART_SIZE), 16)
-        state = tl.load(pool_ptr + sources[:, None] + columns[None, :])
+        table_ptr = tables_ptr + read * table_stride
+        state = tl.load(_state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE))
     for tile in range(first_tile, first_tile + num_tiles):
         first_token, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
         write, mask, tokens = tl.load(tiles_ptr + tile * 4 + 3), index < count, (first_token + index).to(tl.int64)
@@ -236,9 +240,8 @@ def _mamba2_scan_kernel(
         grown = tl.dot(tl.trans(b * tl.exp(last - total)[:, None]), u, input_precision=PRECISION)
         state = state * tl.exp(last) + grown
         if write >= 0:
-            blocks = tl.load(tables_ptr + write * table_stride + lines // (PARTS * PART_SIZE))
-            targets = tl.multiple_of(place(lines, blocks, part_stride, PARTS, PART_SIZE), 16)
-            tl.store(pool_ptr + targets[:, None] + columns[None, :], state)
+            table_ptr = tables_ptr + write * table_stride
+            tl.store(_state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE), state)
 
 
 @jit

@@ -186,14 +186,15 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 39_900,
-    "files": 201,
-    "loaded by `import nanovllm.llm`": 9_950,
-    "the core with all that it imports": 8_000,
+    "lines": 41_200,
+    "files": 204,
+    "loaded by `import nanovllm.llm`": 10_300,
+    "the core with all that it imports": 8_250,
 }
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
-Models with states took 1,700 lines and nine files: three families, their kernels, and states in blocks of the cache.
+Models with states took 3,000 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
+and states in blocks of the cache.
 """
 
 

@@ -245,7 +245,7 @@ def check_rings(layer: Layer, exact: Layer, written: set[int]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("silu", [False, True])
 def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> None:
-    """Of prompts, and of decode rows, without a scan that stores their inputs."""
+    """Prompts and decode rows, without a scan that stores their inputs."""
     torch.manual_seed(0)
     layer = Layer(dtype, 1, 3, 16)
     for index in range(8):

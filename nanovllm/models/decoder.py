@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
     from nanovllm.layers.mamba import Mamba
     from nanovllm.layers.short_conv import ShortConv
-    from nanovllm.models.mamba import SingleDecoderLayer
 
     Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | Mamba | ShortConv"
 
@@ -142,6 +141,23 @@ def _dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tenso
     return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
 
 
+class Relu2MLP(nn.Module):
+    """An MLP of squares of positive values (So et al. 2021, arXiv:2109.08668); size: its columns of this rank."""
+
+    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
+        super().__init__()
+        hidden_size, quant_config = config.hidden_size, config.quantization
+        self.up_proj = MergedColumnParallelLinear(
+            hidden_size, {None: size}, quant_config=quant_config, prefix=f"{prefix}.up_proj"
+        )
+        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
+
+    def forward(self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None) -> Stream:
+        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
+        up, residual = self.up_proj(x, norm, residual)
+        return self.down_proj(up.relu().square(), residual)
+
+
 class DecoderLayer(nn.Module):
     """Attention, or a layer with a state in its place, and MLP, each after a norm and added to the residual stream."""
 
@@ -192,6 +208,24 @@ class PostNormDecoderLayer(nn.Module):
         branch, _ = self.mlp(total)
         branch, _ = self.post_feedforward_layernorm(branch)
         return branch, total
+
+
+class SingleDecoderLayer(nn.Module):
+    """Attention, a layer with a state, or an MLP without a gate, after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, communicator: Communicator, mixer: Mixer | Relu2MLP) -> None:
+        super().__init__()
+        self.norm, self.mixer = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator), mixer
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> Stream:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
+        if not isinstance(self.mixer, Relu2MLP):
+            return self.mixer(x, self.norm, residual, positions, rows)
+        if rows is not None:
+            x, residual = x[..., rows, :], None if residual is None else residual[rows]
+        return self.mixer(x, self.norm, residual)
 
 
 class Decoder(nn.Module):
@@ -255,8 +289,6 @@ def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDel
 def _make_single_layer(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, mixer: Mixer | None, prefix: str
 ) -> SingleDecoderLayer:
-    from nanovllm.models.mamba import Relu2MLP, SingleDecoderLayer  # noqa: PLC0415
-
     mlp = Relu2MLP(config, shard.intermediate, f"{prefix}.mixer") if mixer is None else mixer
     return SingleDecoderLayer(config, communicator, mlp)
 

@@ -3,58 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import nn
 from typing_extensions import override
 
-from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.weight import Stream
 from nanovllm.weights.slices import WeightTarget
-
-if TYPE_CHECKING:
-    from nanovllm.configs.model import ModelConfig
-    from nanovllm.models.decoder import Mixer
-
-
-class Relu2MLP(nn.Module):
-    """An MLP of squares of positive values (So et al. 2021, arXiv:2109.08668); size: its columns of this rank."""
-
-    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
-        super().__init__()
-        hidden_size, quant_config = config.hidden_size, config.quantization
-        self.up_proj = MergedColumnParallelLinear(
-            hidden_size, {None: size}, quant_config=quant_config, prefix=f"{prefix}.up_proj"
-        )
-        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
-
-    def forward(self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None) -> Stream:
-        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        up, residual = self.up_proj(x, norm, residual)
-        return self.down_proj(up.relu().square(), residual)
-
-
-class SingleDecoderLayer(nn.Module):
-    """Attention, a layer with a state, or an MLP without a gate, after a norm and added to the residual stream."""
-
-    def __init__(self, config: ModelConfig, communicator: Communicator, mixer: Mixer | Relu2MLP) -> None:
-        super().__init__()
-        self.norm, self.mixer = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator), mixer
-
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> Stream:
-        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
-        if not isinstance(self.mixer, Relu2MLP):
-            return self.mixer(x, self.norm, residual, positions, rows)
-        if rows is not None:
-            x, residual = x[..., rows, :], None if residual is None else residual[rows]
-        return self.mixer(x, self.norm, residual)
 
 
 class MambaForCausalLM(DecoderForCausalLM):

@@ -37,7 +37,7 @@ class StructuredOutputsParams:
     Attributes:
         json: a JSON schema as a dict or as text, or a pydantic model class.
         regex: a regular expression for the whole output.
-        choice: a list of texts, one of which is the output.
+        choice: a list of texts; the output is one of them.
         grammar: a context-free grammar in Lark's syntax, not in GBNF.
         json_object: any JSON object.
         disable_any_whitespace: None: JSON has one space after each comma and colon, like `json.dumps`, unless the

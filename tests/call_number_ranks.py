@@ -1,4 +1,4 @@
-"""What every rank does in `test_all_reduce_rms_norm.py`, in a process that imports no more than it needs."""
+"""One rank of `test_all_reduce_rms_norm.py`, in a process that imports no more than it needs."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class HostMemory:
 
 
 def broadcast_tensor() -> torch.Tensor:
-    """What rank 0 sends after a run: more than fits into the rows at once, and not a multiple of that."""
+    """The tensor that rank 0 sends after a run: more than the rows hold at once, and not a multiple of that."""
     return torch.arange(5 * ROW_BYTES // 4 + 3, dtype=torch.int32)
 
 
 def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
-    """What a rank adds to a sum; whole numbers, so that sums are exact."""
+    """A rank's part of a sum; whole numbers, so that sums are exact."""
     generator = torch.Generator().manual_seed(CALLS * step + call)
     return torch.randint(-99, 99, (NUM_RANKS, num_rows, SIZE), generator=generator).float()[rank]
 

@@ -24,7 +24,7 @@ import transformers
 
 from nanovllm import LLM
 
-# Its assertions hold under `python -O` too, as those of tests do.
+# Its assertions hold under `python -O` too, as assertions in tests do.
 pytest.register_assert_rewrite("tests.mock_runner", "tests.streams")
 
 # A shell that starts the tests in the background, and nohup, have it ignored, by all processes that tests start, too.
@@ -67,7 +67,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     front_ends = config.getoption("--front-ends")
     if front_ends is not None:
-        # Those of other processes of pytest as well; see `ServerProcess`.
+        # Pytest's other processes inherit it; see `ServerProcess`.
         os.environ["NANOVLLM_TEST_FRONT_ENDS"] = str(front_ends)
 
 

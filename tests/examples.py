@@ -1,4 +1,4 @@
-"""How many examples hypothesis tries."""
+"""The number of examples that hypothesis tries."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 
 def num_examples(usual: int, thorough: int) -> int:
-    """As many as a test of each change takes, or as `.ci/compat` asks for."""
+    """Return `usual`, or `thorough` where `.ci/compat` asks for it."""
     return thorough if "NANOVLLM_TEST_THOROUGH" in os.environ else usual

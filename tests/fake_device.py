@@ -3,13 +3,13 @@
 Tensors are fake, so that the runner, the model and the dispatchers go their own way, and so is the driver that tells
 Triton what to compile for. A size that ends in "-fp8" has weights and KV cache in e4m3, and one that ends
 in "-fp8-block" has weights with scales by blocks. A fourth argument is the number
-of ranks that share the model, of which this is the first; further ones are the names of the kernels to compile, if not
+of ranks that share the model, and compiles for the first; further ones are the names of the kernels to compile, if not
 all.
 
 Prints as JSON Triton's version and a list of kernels: their names, how many bytes of shared memory they take, how many
 bytes they spill (by ptxas), whether they loop, whether products and sums are fused,
-whether it starts before the kernel ahead has ended, which accesses to memory are volatile or of system scope, and bank
-conflicts of its operands (see `bank_conflicts.py`).
+whether they start before the previous kernel ends, which accesses to memory are volatile or of system scope, and bank
+conflicts of their operands (see `bank_conflicts.py`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _ALIGNED = 256
 
 
 class Properties(NamedTuple):
-    """What is asked of a device."""
+    """The properties that Triton and the library ask of a device."""
 
     shared_memory_per_block_optin: int
     multi_processor_count: int = 128
@@ -131,7 +131,7 @@ def load_model(
 
 
 class FirstRank(SymmetricCommunicator):
-    """Rank 0 of several, which has nobody to speak to."""
+    """Rank 0 of several; the others do not exist."""
 
     def __init__(self, size: int, device: torch.device, limits: StepLimits) -> None:
         self.size, self._forward_calls = size, limits.forward_calls(size)
@@ -145,7 +145,7 @@ class FirstRank(SymmetricCommunicator):
 
 
 def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[str]) -> list[Callable[[], Any]]:
-    """Make a runner on the fake device; returns what compiles each kernel of its start, or those of `names`."""
+    """Make a runner on the fake device; returns what compiles each kernel of its start, or only `names`."""
     kernels: dict[Any, Callable[[], Any]] = {}
 
     def record(device: torch.device, runs: Iterable[Callable[[], None]], rank: int, size: int) -> None:

@@ -43,7 +43,7 @@ class ForkedCommand:
         self.pid = self._process.pid
 
     def written(self) -> tuple[str, str]:
-        """What it has written to stdout and to stderr."""
+        """Its stdout and stderr so far."""
         out, errors = (os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode() for file in self._files)
         return out, errors
 

@@ -1,4 +1,4 @@
-"""Small random models of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE, and what transformers computes with them.
+"""Small random models of each family with states, and what transformers computes with them.
 
 Shapes differ in whatever can go wrong. Decays are near 1, so that a state remembers: transformers' initial ones forget
 within a token.
@@ -18,12 +18,26 @@ _BASE: dict[str, Any] = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-_MOE: dict[str, Any] = {
-    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
-}  # fmt: skip
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MOE = _EXPERTS | {"shared_expert_intermediate_size": 48}
 _L, _F = "linear_attention", "full_attention"
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 _MROPE = _ROPE | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+_LFM2: dict[str, Any] = {key: value for key, value in _BASE.items() if not key.startswith("linear")} | {
+    "norm_eps": 0.01, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "conv_L_cache": 3,
+}  # fmt: skip
+_MAMBA: dict[str, Any] = {key: value for key, value in _BASE.items() if key != "head_dim"} | {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 32, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_chunk_size": 32, "rms_norm_eps": 0.01,
+}  # fmt: skip
+_GRANITE: dict[str, Any] = {
+    "embedding_multiplier": 6.0, "residual_multiplier": 0.25, "attention_multiplier": 0.125, "logits_scaling": 3.0,
+    "shared_intermediate_size": 80, "intermediate_size": 32,
+}  # fmt: skip
+_NEMOTRON: dict[str, Any] = {key: value for key, value in _BASE.items() if not key.startswith("linear")} | {
+    "mamba_num_heads": 4, "mamba_head_dim": 80, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
+    "layer_norm_epsilon": 0.01, "time_step_min": 1e-8,
+}  # fmt: skip
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", _BASE | _MOE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _ROPE,
@@ -37,7 +51,7 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3_5Text", _BASE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _MROPE,
     }),
-    # As many value heads as key heads; tied; attention first; whole heads rotated; a filter of 2.
+    # One value head for each key head; tied; attention first; whole heads rotated; a filter of 2.
     "dense-odd": ("Qwen3_5Text", _BASE | {
         "num_hidden_layers": 6, "layer_types": [_F, _L, _F, _L, _L, _F], "tie_word_embeddings": True,
         "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_value_head_dim": 64,
@@ -48,9 +62,33 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 3, "layer_types": [_L, _F, _L], "linear_num_value_heads": 8, "num_experts_per_tok": 1,
         "shared_expert_intermediate_size": 16, "head_dim": 64, "rope_parameters": _MROPE,
     }),
+    "lfm2": ("Lfm2", _LFM2 | {
+        "num_hidden_layers": 4, "layer_types": ["conv", "conv", _F, "conv"], "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.4, "tie_word_embeddings": True,
+    }),
+    "lfm2-moe": ("Lfm2Moe", _LFM2 | _EXPERTS | {
+        "num_hidden_layers": 4, "layer_types": ["conv", _F, "conv", _F], "num_dense_layers": 1, "conv_L_cache": 4,
+        "routed_scaling_factor": 1.5, "num_experts_per_tok": 3,
+    }),
+    "bamba": ("Bamba", _MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1], "num_attention_heads": 2}),
+    # Without experts; as many groups as heads, whose size is no power of two.
+    "granite": ("GraniteMoeHybrid", _MAMBA | _GRANITE | {
+        "num_hidden_layers": 4, "layer_types": [_L, _L, _F, _L], "num_local_experts": 0, "mamba_d_head": 48,
+        "mamba_n_heads": 4, "mamba_n_groups": 4, "mamba_conv_bias": False, "hidden_size": 96,
+        "num_attention_heads": 3, "num_key_value_heads": 1, "position_embedding_type": "rope",
+        "tie_word_embeddings": True,
+    }),
+    "granite-moe": ("GraniteMoeHybrid", _MAMBA | _GRANITE | {
+        "num_hidden_layers": 3, "layer_types": [_L, _F, _L], "num_local_experts": 6, "num_experts_per_tok": 3,
+        "mamba_n_groups": 1,
+    }),
+    "nemotron": ("NemotronH", _NEMOTRON | {"layers_block_type": [_L, "mlp", _F, "mlp"]}),
+    # Two mixers after one another; an MLP first, and attention last.
+    "nemotron-odd": ("NemotronH", _NEMOTRON | {
+        "layers_block_type": ["mlp", _L, _L, "mlp", _F], "use_conv_bias": False, "head_dim": 48, "n_groups": 1,
+    }),
 }  # fmt: skip
 NAMES = list(_SHAPES)
-_MODELS = {"Qwen3Next": "Qwen3Next", "Qwen3_5Text": "Qwen3_5", "Qwen3_5MoeText": "Qwen3_5Moe"}
 
 
 def make_model(name: str, **changes: Any) -> Any:
@@ -60,7 +98,7 @@ def make_model(name: str, **changes: Any) -> Any:
         values = {key: value for key, value in values.items() if key != "intermediate_size"}
     config = getattr(transformers, f"{family}Config")(**values | changes)
     torch.manual_seed(sum(map(ord, name)))
-    model = getattr(transformers, f"{_MODELS[family]}ForCausalLM")._from_config(
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")._from_config(
         config, attn_implementation="eager", dtype=torch.float32
     ).eval()  # fmt: skip
     randomize(model)
@@ -69,14 +107,18 @@ def make_model(name: str, **changes: Any) -> Any:
 
 def randomize(model: torch.nn.Module) -> None:
     """Draw weights whose outputs vary and whose states remember."""
+    for key, buffer in model.named_buffers():
+        if key.endswith("expert_bias"):
+            torch.nn.init.normal_(buffer, std=0.3)
     for key, param in model.named_parameters():
         if key.endswith("A_log"):
             torch.nn.init.uniform_(param, -4.0, -1.0)
-        elif key.endswith("dt_bias"):
+        elif key.endswith(("dt_bias", ".D", "conv1d.bias")):
             torch.nn.init.normal_(param)
         elif "norm" in key:
-            torch.nn.init.normal_(param, mean=float("linear_attn.norm" in key), std=0.2)
-        elif "conv1d" in key:
+            own = any(mixer in key for mixer in ("linear_attn.norm", "mamba.norm", "mixer.norm"))
+            torch.nn.init.normal_(param, mean=float(own), std=0.2)
+        elif "conv1d" in key or "conv.conv" in key:
             torch.nn.init.normal_(param, std=0.7)
         else:
             torch.nn.init.normal_(param, std=0.3 if "embed" in key else 1.2 / param.shape[-1] ** 0.5)

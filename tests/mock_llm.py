@@ -45,7 +45,6 @@ class MockWeights:
 
     def __init__(self, runner: MockRunner) -> None:
         self.values: dict[str, int | None] = dict.fromkeys(HALVES, 0)
-        self.loader = self
         self._runner = runner
         self._kept: dict[str, int | None] = {}
 
@@ -67,8 +66,8 @@ class MockWeights:
         self._apply()
         return LoadedWeights(count, self.missing)
 
-    def unload_adapter(self) -> LoadedWeights:
-        return LoadedWeights(0, self.missing)
+    def unload_adapter(self) -> int:
+        return 0
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
         if not keep_weights:
@@ -86,13 +85,9 @@ class MockWeights:
 
 
 def make_mock_engine(step_seconds: float = 0.0, **sizes: Any) -> tuple[LLMEngine, MockRunner]:
-    """An engine whose weights change, and whose next step fails if its method `order_fault` says so.
-
-    A step's "plan", "launch" or "result" fails, its launch with the device ("loss"), or with a SystemExit ("exit"); or
-    Ctrl-C comes with its launch ("interrupt").
-    """
+    """An engine whose weights change, and whose next step fails if `order_fault` says so."""
     engine, runner = make_engine(**sizes)
-    engine._weights_runner = MockWeights(runner)
+    engine._weights_control = MockWeights(runner)
     faults: list[str] = []
     forward, schedule = runner.forward, engine.scheduler.schedule
 
@@ -122,6 +117,15 @@ def make_mock_engine(step_seconds: float = 0.0, **sizes: Any) -> tuple[LLMEngine
     runner.forward = forward_or_fail  # type: ignore[method-assign]
     engine.scheduler.schedule = schedule_or_fail  # type: ignore[method-assign]
     return engine, runner
+
+
+def order_fault(engine: Any, fault: str) -> None:
+    """Let the next step of an engine from `make_mock_engine` fail.
+
+    A step's "plan", "launch" or "result" fails, its launch with the device ("loss"), or with a SystemExit ("exit"); or
+    Ctrl-C comes with its launch ("interrupt").
+    """
+    engine.order_fault(fault)
 
 
 def mock_llm(engine: Engine, tokenizer: Any = None) -> LLM:
@@ -175,7 +179,7 @@ class MockReplicas:
         return text
 
     def kill(self, index: int) -> None:
-        """Kill a process, and wait until it has ended."""
+        """Kill a process, and wait for its end."""
         self.processes[index].kill()
         self.processes[index].join(10)
 

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,12 @@ def complete(
     *windows: int | None,
     states: Sequence[int] = (),
 ) -> list[int]:
-    """What the mock model says, without any engine; of groups of layers, their windows, and the blocks of a state."""
+    """Return what the mock model generates, without an engine.
+
+    Args:
+        windows: of each group of layers.
+        states: blocks of each kind of state.
+    """
     tokens = list(prompt)
     while len(tokens) - len(prompt) < max_tokens and (len(tokens) < max_model_len or len(tokens) == len(prompt)):
         seen = [token for window in windows or (None,) for token in tokens[-(window or 0) :]]
@@ -105,7 +111,7 @@ def slot_rows(*slots: int) -> Rows:
 
 
 def mock_logprobs(token_ids: Sequence[int], num_logprobs: int) -> TokenLogprobs:
-    """What the mock model thinks of tokens: a number that follows from each, and the ids that come next."""
+    """Return the mock model's log-probabilities: a number that follows from each token, and the ids after it."""
     ids = np.array(token_ids).reshape(-1, 1) + np.arange(num_logprobs + 1)
     return TokenLogprobs(-(ids + 1) / 64, ids, np.array(token_ids) + 1)
 
@@ -135,7 +141,7 @@ class LateCopies:
         return [move for _, move in ended]
 
     def at_begin(self, batch: ScheduledBatch) -> list[BlockTransfer]:
-        """Those that end before a step, some of which it waits for."""
+        """Take the copies that end before a step, including all that it waits for."""
         given, count = batch.given_blocks, self.rng.randint(0, len(self.queue))
         for index, (number, move) in enumerate(self.queue, 1):
             assert number < batch.number
@@ -144,7 +150,7 @@ class LateCopies:
         return self.ending(count)
 
     def loads(self) -> list[BlockTransfer]:
-        """Those that end until all loads have."""
+        """Take all copies up to the last load."""
         return self.ending(max((i for i, (_, move) in enumerate(self.queue, 1) if move.kind == "load"), default=0))
 
 
@@ -321,7 +327,13 @@ class MockRunner:
         running -= {request.slot for request in batch.new_requests}
         assert {new.slot for new in batch.new_blocks} <= running, "a block for a request that does not run"
         kept = {block for chunk in batch.chunks for state in chunk.kept_states for block in state.block_ids}
-        assert kept.isdisjoint(batch.given_blocks), "a kept state's block is given away"
+        assert kept.isdisjoint(new.block_id for new in batch.new_blocks), "a kept state's block is given away"
+        starts = {chunk.slot: chunk.start for chunk in batch.chunks}
+        for request in batch.new_requests:
+            for window, table in zip_longest(self.windows, request.block_tables):
+                # What lies before a window is read no more, and may be free again.
+                first = max(0, starts.get(request.slot, 0) - window + 1) // self.block_size if window else 0
+                assert kept.isdisjoint(table[first:]), "a kept state's block is given away"
 
     def _prompt_outputs(self, batch: ScheduledBatch) -> list[TokenLogprobs | np.ndarray]:
         outputs: list[TokenLogprobs | np.ndarray] = []
@@ -373,7 +385,7 @@ class MockRunner:
             block = table[position // self.block_size]
             if self.copies.queue:
                 assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
-            # Layers of one group cannot read what those of another have stored.
+            # Layers of one group cannot read what another group's have stored.
             if isinstance(page := self.cache[block], tuple):
                 page = self.cache[block] = [EMPTY] * self.block_size
             page[position % self.block_size] = EMPTY if token == EMPTY else token + group * VOCAB_SIZE
@@ -389,7 +401,7 @@ class MockRunner:
         return stored % VOCAB_SIZE
 
     def _context(self, slot: int, end: int) -> list[int]:
-        """What each group's layers see before `end`; in no group may it be another's tokens."""
+        """Return the tokens that each group's layers see before `end`; all groups must see the same ones."""
         first = [max(0, end - (window or end)) for window in self.windows]
         seen = [[self._load(slot, p, group) for p in range(first[group], end)] for group in range(len(first))]
         longest = max(seen, key=len)
@@ -480,7 +492,7 @@ def make_sequence(seq_id: int, token_ids: Sequence[int], params: SamplingParams 
 
 
 def greedy(max_tokens: int) -> SamplingParams:
-    """Always so many tokens."""
+    """Greedy parameters that always give `max_tokens` tokens."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
@@ -522,7 +534,7 @@ def run(engine: LLMEngine | LLM) -> dict[int, Any]:
     while not engine.is_finished():
         result = engine.step()
         for request_id, token_ids in result.new_token_ids.items():
-            assert request_id not in outputs, "the token after an EOS is nobody's"
+            assert request_id not in outputs, "a token after an EOS is reported"
             reported.setdefault(request_id, []).extend(token_ids)
         for request_id, output in result.finished:
             # Steps of a `generate` before these may have begun it.

@@ -25,7 +25,7 @@ from nanovllm.sampling.sampler import Sampled
 
 @dataclass
 class Plan:
-    """What every engine is to generate, twice; for logits, in one first step.
+    """The prompts that every engine generates from, twice; for logits, in one first step.
 
     An engine is its settings, and whether it takes NCCL although the GPUs may reach each other. All engines are alive
     at the same time.
@@ -39,7 +39,7 @@ class Plan:
 
 
 class Result(TypedDict):
-    """What one engine said: its rounds' tokens, and rank 0's share of the logits after each prompt, if asked for."""
+    """One engine's tokens of each round, and rank 0's share of the logits after each prompt, if asked for."""
 
     communicator: str
     rounds: list[list[list[int]]]

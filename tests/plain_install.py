@@ -49,7 +49,7 @@ sys.addaudithook(refuse_others)
 
 
 def plain_environment(folder: Path, extras: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables of an environment with the plain dependencies and those of some extras.
+    """Return the variables of an environment with the plain dependencies, and with those that extras add.
 
     Args:
         folder: an empty one, for what the environment needs.
@@ -100,7 +100,7 @@ def _needed(extras: frozenset[str]) -> frozenset[str]:
 
 
 def _closure(texts: Iterable[str], own: dict[str, list[str]]) -> set[str]:
-    """Return the names of what requirements need; `own` has those of this package's extras."""
+    """Return the names of what requirements need; `own` has what this package's extras need."""
     seen, queue = set[tuple[str, frozenset[str]]](), list(_holding(texts))
     while queue:
         requirement = queue.pop()

@@ -1,4 +1,4 @@
-"""Which ranks and engines a process has started and are alive, as the system knows them."""
+"""Living ranks, engines and front ends that a process has started, as the system lists them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ def rank_pids(starter: int | None = None) -> dict[int, int]:
 
 
 def engine_pids(starter: int | None = None) -> dict[int, int]:
-    """Those of engines, by replica."""
+    """Process ids of the living engines that a process has started, by replica."""
     return _pids("engine", starter)
 
 
 def front_end_pids(starter: int) -> dict[int, int]:
-    """Those of a server's front ends."""
+    """Process ids of a server's living front ends, by index."""
     return _pids("front end", starter)
 
 
@@ -25,7 +25,7 @@ def _pids(kind: str, starter: int | None) -> dict[int, int]:
     pids = {}
     for folder in Path("/proc").iterdir():
         try:
-            # Of a process that has ended nothing is left here.
+            # A process that exits meanwhile leaves no folder.
             arguments = (folder / "cmdline").read_text().rstrip("\0").split("\0")
             parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
         except (OSError, UnicodeDecodeError):

@@ -9,7 +9,7 @@ from pathlib import Path
 from uuid import uuid4
 
 MARK = os.environ.get("NANOVLLM_TEST", uuid4().hex)
-"""In the environment of this test's processes, Ray's included, so that they are told from those of others."""
+"""Marks the environment of this test's processes, Ray's included, to tell them from other tests' processes."""
 
 
 def inherited_environment() -> dict[str, str]:
@@ -33,14 +33,14 @@ def actor_times() -> dict[int, int]:
 
 
 def wait_for_actors(number: int) -> dict[int, int]:
-    """Return the CPU times of so many actors once their engines have started."""
+    """Wait until the engines of `number` actors have started, and return the actors' CPU times."""
     while len(times := actor_times()) < number:
         time.sleep(0.02)
     return times
 
 
 def kill_computing_actor(number: int) -> int:
-    """Kill the first of so many actors that computes something, and return its process."""
+    """Kill the first of `number` actors that computes something, and return its process id."""
     started = wait_for_actors(number)
     while True:
         for process, ticks in actor_times().items():

@@ -45,14 +45,14 @@ def reference_logits(folder: Path | str, token_ids: list[int]) -> torch.Tensor:
 
 @functools.cache
 def likeliest(folder: Path, token_ids: tuple[int, ...]) -> list[int]:
-    """What the model says after each token of a text."""
+    """Return the likeliest token after each token of a text."""
     tokens: list[int] = reference_logits(folder, list(token_ids)).argmax(1).tolist()
     return tokens
 
 
 @functools.cache
 def complete(folder: Path, prompt: tuple[int, ...]) -> list[int]:
-    """What `generate` adds to a prompt."""
+    """Return the tokens that transformers' `generate` adds to a prompt."""
     ids, model = torch.tensor([prompt]), reference_model(folder)
     ends = {"max_new_tokens": MAX_TOKENS, "eos_token_id": None, "pad_token_id": 0}
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **ends)
@@ -124,7 +124,7 @@ def processors_of(params: SamplingParams, num_prompt_tokens: int, eos_token_ids:
 def processed(
     folder: Path | str, params: SamplingParams, num_prompt_tokens: int, token_ids: list[int], eos: list[int]
 ) -> torch.Tensor:
-    """What is sampled from at each position of an output, as logits, [num_output_tokens, vocab_size]."""
+    """Return the processed logits at each position of an output, [num_output_tokens, vocab_size]."""
     logits = reference_logits(folder, token_ids)
     processors = processors_of(params, num_prompt_tokens, eos, logits.shape[1])
     rows = []

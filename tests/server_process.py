@@ -82,7 +82,7 @@ class ServerProcess:
         return engine_pids(self.process.pid).get(0, self.process.pid)
 
     def log(self) -> str:
-        """What the server has written to stderr."""
+        """The server's stderr so far."""
         return self.process.written()[1]
 
     def get(self, path: str) -> Any:
@@ -124,15 +124,15 @@ class ServerProcess:
         return self.metric(rf'\S*errors_total{{[^}}]*kind="{kind}"[^}}]*}}')
 
     def wait_for_errors(self, kind: str, least: float) -> None:
-        """Wait until so many errors of a kind are counted."""
+        """Wait until at least `least` errors of a kind are counted."""
         wait_until(lambda: self.num_errors(kind) >= least)
 
     def wait_for_tokens(self, least: int) -> None:
-        """Wait until so many tokens are sampled."""
+        """Wait until at least `least` tokens are sampled."""
         wait_until(lambda: self.get("/stats")["num_output_tokens"] >= least)
 
     def check_idle(self) -> None:
-        """Nothing runs, waits or holds a block once what was under way has ended, and requests are answered."""
+        """Check that soon nothing runs, waits or holds a block, and that requests are answered."""
         names = ("num_running", "num_waiting", "cache_use")
         wait_until(lambda: not any(map(self.get("/stats").get, names)))
         assert self.get("/health") == {"status": "ok"}

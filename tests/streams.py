@@ -49,6 +49,6 @@ def check_same(outputs: Iterable[RequestOutput], whole: Iterable[RequestOutput])
 
 
 def rounded(logprobs: Any) -> list[Any]:
-    """Log-probabilities that equal those of another batch."""
+    """Log-probabilities that compare equal if only the batch differs."""
     found = [position or {} for position in logprobs or []]
     return [{i: (pytest.approx(p.logprob, abs=1e-3), p.rank, p.decoded_token) for i, p in at.items()} for at in found]

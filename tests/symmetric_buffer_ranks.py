@@ -1,4 +1,4 @@
-"""What every rank does in the tests of messages through symmetric buffers, in a process or on a stream of its own."""
+"""One rank in the tests of messages through symmetric buffers, in a process or on a stream of its own."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ from tests.conftest import MakeCheckpoint
 from tests.server_process import PATIENCE_SECONDS
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 
-# Several processes each, on as many cores as there are.
+# Each test starts several processes, on however few cores.
 
 
 def check_rounded(out: torch.Tensor, normed: torch.Tensor, rounding: Rounding) -> None:
-    """Check rows against torch's, of which few values may be rounded otherwise: those beside a tie."""
+    """Check rows against torch's; a few values, near a tie, may be rounded the other way."""
     want = symmetric_buffer_ranks.meant(quantize_rows_ref(normed, rounding)[0])[: len(normed)]
     different = (out - want).abs() > 0.01 * want.abs()
     assert different.sum() <= 1 + 0.03 * out.numel()
@@ -225,8 +225,8 @@ def test_what_goes_to_another_gpu_needs_no_atomics() -> None:
 
 
 MANY, FEW = Move((8,) * CALLS), Move((1,) * CALLS)
-# If numbers were of 32 bits and 65,535 to a step, call 1 of step 65,537 would have 0, and call 3 of step 65,540 that of
-# call 2 of step 3, which was the last to send the rows that it receives.
+# If numbers had 32 bits, 65,535 for each step, call 1 of step 65,537 would have number 0, and call 3 of step 65,540 the
+# same as call 2 of step 3, which was the last to send the rows that it receives.
 AFTER_MANY = [
     *[MANY, MANY, Move((8, 8, 8, 1, 1)), Move(FEW.rows, number=65_530), *[FEW] * 6],
     *[Move((1, 16, 1, 1, 1)), FEW, FEW, Move((1, 1, 1, 8, 1))],

@@ -63,7 +63,7 @@ def check_empty(llm: AsyncLLM) -> None:
 
 @pytest.fixture(scope="module")
 def want() -> list[RequestOutput]:
-    """What an `LLM` says."""
+    """The outputs of an `LLM`."""
     with LLM(BUNDLED_MODEL, num_kvcache_blocks=200, **SETTINGS) as llm:
         return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
@@ -264,7 +264,7 @@ def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
         stream = RequestStream(state, "x", Mailbox(asyncio.get_running_loop()), lambda stream: None)
         for token_id in (5, 6):
             stream.state.outputs[0].append(token_id, False, b"")
-            # The news arrive, and nobody waits for them.
+            # The news arrive before the reader waits for them.
             stream.wake()
             output = await asyncio.wait_for(anext(stream), 240)
             assert output.outputs[0].token_ids == [token_id]
@@ -280,7 +280,7 @@ def lose_device(llm: AsyncLLM, patch: pytest.MonkeyPatch) -> None:
 
 
 def fail_once(llm: AsyncLLM, patch: pytest.MonkeyPatch, num_sampled: int) -> threading.Event:
-    """Make one step fail, the first that samples so many tokens. No step begins before the event returned is set."""
+    """Make the first step that samples `num_sampled` tokens fail. No step begins before the returned event is set."""
     runner: Any = llm.llm.llm_engine._runner
     forward, may_go_on = runner.forward, threading.Event()
 
@@ -374,12 +374,12 @@ def test_vllms_method_names() -> None:
 
 def test_a_request_that_cannot_be_begun_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
-        raise RuntimeError("the engine is closed by somebody")
+        raise RuntimeError("the engine is closed elsewhere")
 
     async def run() -> None:
         async with AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=100, **SETTINGS) as llm:
             monkeypatch.setattr(llm.llm.llm_engine, "enqueue", fail)
-            with pytest.raises(RuntimeError, match="by somebody"):
+            with pytest.raises(RuntimeError, match="closed elsewhere"):
                 await asyncio.wait_for(llm.generate("a"), 240)
             assert llm.errored and not llm.is_running
 

@@ -1,4 +1,4 @@
-"""What a batch sends to the device, and what of it the device then has."""
+"""The copy of a batch to the device, and the tensors that the device then has."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.Monke
     first, second = metadata.block_tables
     assert first[:3, :3].tolist() == [[11, 21, 51], [10, 20, 0], [12, 22, 0]]
     assert second[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
-    # Common prefixes are those of the first group.
+    # Common prefixes are the first group's.
     assert planned[0][:2, :2].tolist() == [[10, 20], [11, 21]]
     first, second = sender.step(ScheduledBatch(rows=slot_rows(0))).metadata.slot_mappings
     assert (first.tolist(), second.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])

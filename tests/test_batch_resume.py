@@ -177,7 +177,7 @@ def test_a_changed_input_is_answered_where_it_changed(tmp_path: Path, capsys: py
     assert run(source, output) == 0 and output.read_bytes() == before
 
 
-def test_an_interrupted_run_and_a_stream_that_ends_early_take_no_answers_away(tmp_path: Path) -> None:
+def test_an_interrupted_run_or_a_short_stream_keeps_earlier_answers(tmp_path: Path) -> None:
     source, output, fifo = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "fifo"
     write_prompts(source, "1 2", "a b", "5 + 5")
     assert run(source, output) == 0

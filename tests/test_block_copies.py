@@ -42,7 +42,7 @@ class Event:
 
 
 class Work(NamedTuple):
-    """What a stream does once it may."""
+    """An action of a stream, which runs once it may."""
 
     run: Callable[[], object]
     may_run: Callable[[], bool] = lambda: True

@@ -82,7 +82,7 @@ def test_usage_sums_up_neighbouring_blocks() -> None:
 
 
 class WeakHash(bytes):
-    """Tokens of a block, all of which have the same hash."""
+    """Tokens of a block, with the same hash for all blocks."""
 
     def __hash__(self) -> int:
         return 42
@@ -118,7 +118,7 @@ def test_a_block_is_its_tokens_behind_its_parent() -> None:
     assert cached(manager, [9, 9, 8, 8]) == 2
 
 
-def test_what_follows_an_evicted_block_is_not_found_behind_another_in_its_place() -> None:
+def test_a_reused_block_does_not_match_the_old_continuation() -> None:
     manager = BlockManager(3, 2)
     # The head is evicted before the tail, as it can be where another sequence holds a copy of the head.
     manager.free(hold(manager, [1, 1, 5, 5]))
@@ -129,7 +129,7 @@ def test_what_follows_an_evicted_block_is_not_found_behind_another_in_its_place(
     assert (cached(manager, [2, 2, 5, 5]), cached(manager, [1, 1, 5, 5])) == (1, 0)
 
 
-def test_a_sequence_that_does_not_fit_is_not_matched_again_until_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_that_does_not_fit_is_matched_once_until_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = BlockManager(6, 2)
     held = [hold(manager, [i, i]) for i in range(5)]
     matches, match = [], BlockManager._match_prefix
@@ -164,7 +164,7 @@ def test_a_block_that_another_registers_lets_a_sequence_fit() -> None:
     assert manager.allocate(waiting)
 
 
-def test_rollback_puts_what_cannot_be_found_first_in_the_queue_of_free_blocks() -> None:
+def test_rollback_queues_uncached_blocks_first() -> None:
     manager = BlockManager(4, 2)
     good = hold(manager, [1, 1])
     bad = make_sequence(1, [2, 2, 3, 3])

@@ -1,4 +1,4 @@
-"""How much memory an engine takes for its cache, and how large cache and block tables may be."""
+"""The memory that an engine takes for its cache, and the largest cache and block tables."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class FakeGraph:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens to graphs, on a machine without a device."""
+    """A log of what happens to graphs, on a machine without a device."""
     monkeypatch.setattr(FakeGraph, "log", [])
     monkeypatch.setattr(cuda_graph, "_idle_streams", {})
     for name, value in {

@@ -1,4 +1,4 @@
-"""Which rows share a prefix, and the work that comes of it."""
+"""Rows that share a prefix, and the work items made for them."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def test_few_lines_are_held_and_the_batch_stays_full(llm: LLM) -> None:
     assert len(written) == num_read == len(lengths)
     # Four run, four wait in the engine, two are prepared, one waits for room, and one is in the reader's hand.
     assert 8 <= most_held <= 4 + 4 + 4 + 2
-    # Blocks that drain would take at least half as many again.
+    # If blocks drained, it would take at least half more steps.
     assert llm.stats()["num_steps"] - steps <= sum(lengths) // 4 + 32
 
 

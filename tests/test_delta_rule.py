@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -36,8 +37,8 @@ def by_triton() -> Iterator[None]:
 class Layer:
     """A layer's parameters, and states in a pool of small parts that begins as NaN."""
 
-    def __init__(self, dtype: torch.dtype, key_heads: int, group: int, size: int, seed: int = 0) -> None:
-        generator = torch.Generator().manual_seed(seed)
+    def __init__(self, dtype: torch.dtype, key_heads: int, group: int, size: int) -> None:
+        generator = torch.Generator().manual_seed(0)
 
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator).to(DEVICE)
@@ -54,10 +55,11 @@ class Layer:
         self.pool = StatePool(torch.full((parts, num_blocks, part_bytes), 255, dtype=torch.uint8, device=DEVICE))
         order = torch.randperm(num_blocks, generator=generator).to(torch.int32)
         self.tables = order.view(NUM_STATES, self.blocks).to(DEVICE)
+        # A large eps, so that the norm does not blow up the errors of small outputs.
         self.rule = DeltaRule(
             key_heads, size, heads, size, (randn(self.channels, WIDTH) * 0.5).to(dtype),
             # Decays near 1, which remember, and some that forget.
-            torch.linspace(-4, 1, heads, device=DEVICE), randn(heads), 1 + 0.1 * randn(size), 1e-6,
+            torch.linspace(-4, 1, heads, device=DEVICE), randn(heads), 1 + 0.1 * randn(size), 0.1,
             ConvState(self.pool.view(dtype), ring_first), self.pool.view(torch.float32), first,
         )  # fmt: skip
 
@@ -80,7 +82,7 @@ class Layer:
 
 @dataclass
 class Inputs:
-    """What a layer's projections give, of consecutive tokens."""
+    """Outputs of a layer's projections for consecutive tokens."""
 
     x: torch.Tensor
     a: torch.Tensor
@@ -131,6 +133,8 @@ def transformers_outputs(layer: Layer, inputs: Inputs, recurrent: bool) -> torch
     key_dim = rule.num_key_heads * rule.key_size
     q, k, v = mixed.split([key_dim, key_dim, layer.heads * layer.size], -1)
     q, k = (part.reshape(1, len(x), rule.num_key_heads, rule.key_size) for part in (q, k))
+    # Older versions want a head of queries and keys for each head of values.
+    q, k = (part.repeat_interleave(layer.heads // rule.num_key_heads, 2) for part in (q, k))
     decay = -rule.a_log.float().exp() * functional.softplus(a.float() + rule.dt_bias)
     form = qwen3_5.torch_recurrent_gated_delta_rule if recurrent else qwen3_5.torch_chunk_gated_delta_rule
     out, _ = form(q, k, v.reshape(1, len(x), layer.heads, layer.size), g=decay[None], beta=b.sigmoid()[None],
@@ -179,7 +183,7 @@ def check_states(layer: Layer, same_dtype: Layer, exact: Layer, written: set[int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 128])
+@pytest.mark.parametrize("size", [16, 128, *([32, 64] if GPU else [])])
 def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
     torch.manual_seed(0)
     layer = Layer(dtype, 2, 2, size)
@@ -207,9 +211,10 @@ def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [16, 128])
-def test_decode_rows(dtype: torch.dtype, size: int, by_triton: None) -> None:
+@pytest.mark.parametrize(("size", "in_turn"), [(16, False), (128, False), (128, True)])
+def test_decode_rows(dtype: torch.dtype, size: int, in_turn: bool, by_triton: None, monkeypatch: Any) -> None:
     torch.manual_seed(0)
+    monkeypatch.setattr(delta, "_FEWEST_HEADS", 1 if in_turn else 10**9)
     layer = Layer(dtype, 2, 3, size)
     for index in range(8):
         layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
@@ -228,3 +233,41 @@ def test_decode_rows(dtype: torch.dtype, size: int, by_triton: None) -> None:
     assert not outs[0][4].any()
     check_error(*outs)
     check_states(layer, same_dtype, exact, {0, 11, 2, 13, 5})
+
+
+def check_rings(layer: Layer, exact: Layer, written: set[int]) -> None:
+    for index in range(NUM_STATES):
+        ring, exact_ring = layer.read(index)[0].float(), exact.read(index)[0]
+        assert torch.equal(ring.nan_to_num(7), exact_ring.nan_to_num(7)), index
+        assert ring.isfinite().any() == (index in written), index
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("silu", [False, True])
+def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> None:
+    """Of prompts, and of decode rows, without a scan that stores their inputs."""
+    torch.manual_seed(0)
+    layer = Layer(dtype, 1, 3, 16)
+    for index in range(8):
+        layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
+    same_dtype, exact, bias = layer.copy(dtype), layer.copy(torch.float32), torch.randn(layer.channels, device=DEVICE)
+    exact.rule.conv_weight.copy_(layer.rule.conv_weight)
+    # A chunk of three tokens that keeps a state after the first; states overwritten and not; no state.
+    chunks = [Chunk(9, 3, 1, {1: 11, 3: 1}), Chunk(0, 130, -1, {64: 12, 130: 8}), Chunk(2, 70, 2, {70: 9})]
+    reads, writes, positions = [3, 4, 5, 0, 6], [3, 13, 5, 0, 14], [5, 64, 1, 0, 1023]
+    x = torch.randn(203, layer.channels, device=DEVICE).to(dtype)
+    prompts, decodes = [], []
+    for each, uses_triton in ((layer, True), (same_dtype, False), (exact, False)):
+        given, rule, tiles = x.to(each.dtype), each.rule, make_tiles(chunks, each.tables, padding=2)
+        targets = each.tables[writes]
+        targets[3] = -1
+        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), each.tables[reads], targets)
+        args = rule.conv_weight, bias.to(dtype).to(each.dtype), rule.conv
+        with patch.object(causal_conv, "uses_triton", lambda device, value=uses_triton: value):
+            prompts.append(causal_conv.causal_conv(given, *args, tiles, silu))
+            causal_conv.store_rings(given, WIDTH, rule.conv, tiles)
+            decodes.append(causal_conv.causal_conv_step(given[:5], *args, rows, silu))
+    check_error(*prompts)
+    check_error(*decodes)
+    assert not decodes[0][3].any()
+    check_rings(layer, exact, {*range(15)} - {10})

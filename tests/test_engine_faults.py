@@ -21,18 +21,18 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.runner.messages import StepOutput
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.interrupt import deferred_signals
-from tests.mock_llm import make_mock_engine
+from tests.mock_llm import make_mock_engine, order_fault
 from tests.mock_runner import MockHandle, check_engine, complete, greedy, make_engine, make_request, make_sequence, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-def test_what_a_step_before_the_failed_one_has_ended_is_returned_though_the_device_is_lost() -> None:
+def test_a_lost_device_keeps_requests_finished_in_earlier_steps() -> None:
     engine, _ = make_mock_engine(pipeline_depth=1)
     first, second = engine.add_request([1, 2], greedy(2)), engine.add_request([3, 4], greedy(9))
     engine.step()
     engine.step()
-    engine.call("order_fault", "loss")
+    engine.call(order_fault, "loss")
     with pytest.raises(StepError, match="the engine is closed: device lost") as caught:
         engine.step()
     assert caught.value.request_ids == [second]
@@ -60,7 +60,7 @@ def test_signals_that_were_held_back_all_act() -> None:
 
 
 class Panic(BaseException):
-    """As the tokenizers library raises it."""
+    """An exception like the one that the tokenizers library raises."""
 
 
 class Tokenizer:
@@ -157,7 +157,7 @@ GRAMMAR = Grammar("any", is_choice=False)
 
 
 class Constraint:
-    """Allows everything, and knows what it has seen; takes so many tokens."""
+    """Allows everything, and knows what it has seen; takes at most `most` tokens."""
 
     def __init__(self, most: int = 99) -> None:
         self.seen: list[int] = []
@@ -236,7 +236,7 @@ def test_a_constraint_that_raises_fails_its_request_alone(depth: int) -> None:
 def test_an_aborted_requests_outputs_that_had_ended_keep_their_reasons() -> None:
     eos = complete([1], 3, frozenset(), 128)[2]
     engine, _ = make_engine(pipeline_depth=0, eos=frozenset([eos]), max_num_seqs=1)
-    # One at a time: the first has ended when the second runs.
+    # One at a time: the first ends before the second runs.
     request_id = engine.add_request([1], SamplingParams(0.5, 9, n=2, prompt_logprobs=0))
     for _ in range(4):
         engine.step()

@@ -23,7 +23,7 @@ from nanovllm.engine.engine import Engine
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.weights.report import LoadFailedError
 from tests.examples import num_examples
-from tests.mock_llm import HALVES, MockReplicas, NumberTokenizer, make_mock_engine, mock_llm
+from tests.mock_llm import HALVES, MockReplicas, NumberTokenizer, make_mock_engine, mock_llm, order_fault
 from tests.mock_runner import check_engine, complete, next_token
 
 TAGS = {"weights", "kv_cache"}
@@ -165,7 +165,7 @@ class Life(RuleBasedStateMachine):
             pool.shutdown()
 
     def call_within(self, action: str) -> None:
-        """What a callback does meanwhile."""
+        """Act as a callback within a call."""
         if action == "nested":
             # Not once the call only drops what is left.
             calls = (lambda: self.llm.generate([[1]], use_tqdm=False), self.llm.step) if self.engine.is_driven else ()
@@ -181,7 +181,7 @@ class Life(RuleBasedStateMachine):
             self.drop(list(self.wanted if action == "abort others" else self.engine.request_ids - self.wanted.keys()))
 
     def call_beside(self, action: str) -> None:
-        """What another thread does meanwhile."""
+        """Act as another thread beside a call."""
         with suppress(RuntimeError):
             if action == "thread adds":
                 self.add_now([5, 6], SamplingParams(0.5, 9, ignore_eos=True), 0)
@@ -321,7 +321,7 @@ class Life(RuleBasedStateMachine):
     def order_fault(self, fault: str) -> None:
         if not (self.is_closed or (self.is_remote and fault in ("exit", "interrupt"))):
             self.may_fail = True
-            self.control(lambda: self.engine.call("order_fault", fault))
+            self.control(lambda: self.engine.call(order_fault, fault))
 
     @rule(mode=st.sampled_from(["keep", "keep", "wait", "abort"]))
     def pause(self, mode: Any) -> None:
@@ -387,7 +387,7 @@ class Life(RuleBasedStateMachine):
             return
         if how == "loss":
             self.is_lost = not self.is_remote
-            self.control(lambda: self.engine.call("order_fault", "loss"))
+            self.control(lambda: self.engine.call(order_fault, "loss"))
         self.may_fail = self.is_closed = True
         with self.happening(("thread exits", "run_step", 2) if how == "thread" else None):
             if how != "exit":
@@ -426,7 +426,7 @@ class Life(RuleBasedStateMachine):
     def check_end(self) -> None:
         """All requests end, nothing is left of them, and a closed engine refuses whatever comes."""
         if not self.is_closed:
-            self.control(lambda: self.engine.call("order_fault", ""))
+            self.control(lambda: self.engine.call(order_fault, ""))
             self.pause("keep")
             self.wake_up(None)
             self.control(lambda: self.llm.load_weights(dict.fromkeys(HALVES, torch.tensor(0))))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from nanovllm import LLM, AsyncLLM, RequestOutput, SamplingParams, StepError
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.sampling_params import StructuredOutputsParams
 from tests.rank_processes import engine_pids
 from tests.streams import check_same, joined
@@ -52,7 +53,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def whole(llm: LLM) -> list[RequestOutput]:
-    """What an engine in this process says."""
+    """The outputs of an engine in this process."""
     return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
@@ -85,7 +86,7 @@ def test_generate(remote: LLM, whole: list[RequestOutput]) -> None:
     check_same(outputs, whole)
     stopped = [item for output in outputs[1:3] for item in output.outputs]
     assert all(isinstance(item.stop_reason, str) for item in stopped)
-    # The engines may have gone on past stop strings, and nobody sees it.
+    # The engines may have gone on past stop strings; outputs do not show it.
     num_returned = sum(len(item.token_ids) for output in outputs for item in output.outputs)
     assert remote.stats()["num_output_tokens"] >= before + num_returned
 
@@ -101,11 +102,11 @@ def test_other_calls(remote: LLM, llm: LLM) -> None:
     usage = remote.block_usage(6)
     assert usage.num_blocks == 300 and len(usage.used) == 6 and sum(usage.cached) > 0
     assert remote.stats_history()[-1].num_output_tokens == remote.stats()["num_output_tokens"] > 0
-    assert remote.engine_client.engine.call("is_finished") == [True] * 3
+    assert remote.engine_client.engine.call(LLMEngine.is_finished) == [True] * 3
     with pytest.raises(ValueError, match="300 tokens, over max_model_len=256"):
         remote.generate([[1], [1] * 300], use_tqdm=False)
-    with pytest.raises(AttributeError, match="no_method"):
-        remote.engine_client.engine.call("no_method")
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        remote.engine_client.engine.call(LLMEngine.add_request, [], None, 0)
 
 
 def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:

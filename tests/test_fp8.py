@@ -73,7 +73,7 @@ def weights_of(**args: Any) -> dict[str, Any]:
 
 
 def compressed(inputs: object, **weights: Any) -> dict[str, Any]:
-    """What compressed-tensors writes."""
+    """A quantization_config as compressed-tensors writes it."""
     group = {"targets": ["Linear"], "weights": weights_of(**weights), "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
@@ -83,7 +83,7 @@ def compressed(inputs: object, **weights: Any) -> dict[str, Any]:
 
 
 def with_group_format(name: str) -> dict[str, Any]:
-    """As those are written that may have groups of several formats."""
+    """A config in the form that allows groups of several formats."""
     config = compressed(None, strategy="channel")
     config["config_groups"]["group_0"]["format"] = name
     return config
@@ -91,7 +91,7 @@ def with_group_format(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Format:
-    """How a checkpoint is quantised.
+    """A format of quantised checkpoints.
 
     Attributes:
         config: its quantization_config.
@@ -272,7 +272,7 @@ def test_what_is_quantised_can_be_dropped_and_loaded_again(written: tuple[Path, 
         assert llm.generate([[1, 2, 3]], params, use_tqdm=False)[0]["token_ids"] == want
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_scales_that_are_no_numbers(base: Path, tmp_path: Path, size: int) -> None:
     stored, _ = write(base, FORMATS["compressed-channel"], tmp_path)
     tensors = load_file(stored / "model.safetensors")
@@ -300,7 +300,7 @@ Regions = dict[str, tuple[torch.Tensor, tuple[slice, slice]]]
 
 
 def dequantised(model: CausalLM) -> Regions:
-    """What a rank's linear layers and experts mean, and which part of each of the checkpoint's tensors that is."""
+    """Return the values of a rank's linear layers and experts, and their parts of the checkpoint's tensors."""
     found: Regions = {}
     for name, module in model.named_modules():
         layer, wholes = name.removesuffix(".weight"), dict[str, torch.Tensor]()
@@ -349,7 +349,7 @@ def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], si
 
 
 def write_with_head(make_checkpoint: MakeCheckpoint, name: str, folder: Path) -> tuple[Path, Path]:
-    """Write a checkpoint of which the LM head is in e4m3, too."""
+    """Write a checkpoint whose LM head is in e4m3, too."""
     kind = FORMATS[name]
     lists = {key: list[str]() for key in ("ignore", "modules_to_not_convert") if key in kind.config}
     kind = replace(kind, config=kind.config | lists, layers=r"(_proj|lm_head)\.weight$", ignored="nothing")
@@ -376,7 +376,7 @@ def test_a_head_that_is_stored_in_e4m3_stays_so(make_checkpoint: MakeCheckpoint,
 def log_probs(folder: Path, num_rows: int, **settings: Any) -> torch.Tensor:
     """Log-probabilities of eight rows after a prompt and two given tokens, [rows, steps, vocabulary].
 
-    So many rows are computed at a time.
+    `num_rows` sequences run at a time.
     """
     rng = random.Random(num_rows)
     prompts = [[rng.randrange(1000) for _ in range(24)] for _ in range(max(8, num_rows))]
@@ -764,7 +764,7 @@ def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int,
 @pytest.mark.parametrize("kind", ["SCALED_GEMM", "SCALED_MM"])
 @pytest.mark.parametrize("block", [(1, 0), (128, 128)])
 def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str, block: tuple[int, int]) -> None:
-    """What sums of 12,288 positive products lose, in either kernel."""
+    """Sums of 12,288 positive products lose little, in either kernel."""
     torch.manual_seed(0)
     made = make_product(rows, (12288, 512), block, torch.bfloat16, False, positive)
     x = quantize_rows(made.x, Rounding(block[1] or 12288))[0]
@@ -781,7 +781,7 @@ def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str, block
 
 
 def quantizes(policy_: KernelPolicy, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """As on a GPU that multiplies in e4m3, whatever the dtype."""
+    """Round rows as on a GPU that multiplies in e4m3, whatever the dtype."""
     return num_rows > policy.MAX_SKINNY_ROWS
 
 
@@ -909,7 +909,7 @@ def test_rows_that_torchs_product_is_padded_with_are_dropped(rows: int, monkeypa
 def test_rows_are_rounded_after_the_sum_of_the_ranks(
     rows: int, granularity: Granularity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An MLP on one rank, and on one of two of which the other adds nothing."""
+    """An MLP on one rank, and on one of two ranks whose other adds nothing."""
     torch.manual_seed(0)
     monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
     config, inner = QuantizationConfig(granularity), Shard.whole(384)

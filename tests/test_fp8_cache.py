@@ -263,7 +263,7 @@ def with_scales(folder: Path, to: Path, k_scale: list[float], strategy: str) -> 
 
 
 def test_an_engine_clips_only_what_scales_do_not_fit(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
-    """Without scales large values are clipped; with those of the checkpoint the answer is nearer to that of floats."""
+    """Without scales large values are clipped; with the checkpoint's the answer is nearer to the float model's."""
     folder = make_checkpoint("qwen2", **SHAPE)
     big = Path(shutil.copytree(folder, tmp_path / "big"))
     tensors = load_file(folder / "model.safetensors")

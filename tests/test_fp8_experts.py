@@ -144,7 +144,7 @@ def test_products_of_rows_in_e4m3(
 
 
 def test_many_rows_are_rounded_before_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a rank that has experts 1 to 3 of 5."""
+    """A rank has experts 1 to 3 of 5."""
     monkeypatch.setattr(KernelPolicy, "rounds_rows", lambda *args: True)
     gate_up, down = make_stack(3, 512, 140, (128, 128)), make_stack(3, 140, 256, (128, 128))
     routing, x = make_routing(17, 5, 2), randn(17, 140, dtype=DTYPES[-1])
@@ -173,5 +173,5 @@ def test_an_engine_on_the_kernels(
             kinds = [type(module) for module in runner.model.modules() if isinstance(module, ExpertsWeight)]
         for op in (route_op, experts_op):
             monkeypatch.setattr(op, "uses_triton", lambda device: True)
-    # Those of the last layer are ignored.
+    # The last layer's experts are ignored, and stay as they are.
     assert texts[0] == texts[1] and kinds == [Fp8ExpertsWeight] * 2 + [DenseExpertsWeight] * 2

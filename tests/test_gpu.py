@@ -487,7 +487,7 @@ with LLM(sys.argv[1], device="cuda", dtype="bfloat16", max_model_len=2048, num_k
 
 @pytest.fixture(scope="module", params=["qwen3", "Qwen3Moe"])
 def wide_folder(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> Path:
-    """Of Qwen3-0.6B's sizes, for which most kernels of few and of many rows are chosen."""
+    """A model of Qwen3-0.6B's sizes, for which most kernels of few and of many rows are chosen."""
     experts = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768, "norm_topk_prob": True}
     return make_checkpoint(
         request.param, vocab_size=5000, hidden_size=1024, intermediate_size=3072, num_hidden_layers=4,

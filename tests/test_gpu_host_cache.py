@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 NUM_BLOCKS, NUM_SLOTS, PAGE = 24, 40, 2**18
 SPIN = 2_000_000
-"""Cycles that a step computes at least: longer than its copies take, and shorter than those of a few steps."""
+"""Cycles that a step computes at least: longer than its copies take, and shorter than a few steps' copies."""
 
 
 class Steps:

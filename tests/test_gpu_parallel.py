@@ -64,7 +64,7 @@ def test_messages_among_streams_of_one_gpu(dtype: torch.dtype) -> None:
     ranks = [symmetric_buffer_ranks.make_buffer(rank, memory, abort) for rank in range(num_ranks)]
     streams = [torch.cuda.Stream() for _ in ranks]
     steps = symmetric_buffer_ranks.make_steps(dtype, "cuda")
-    # Loading a kernel's code and a stream's first memory wait for all that runs: now, while nobody waits for anybody.
+    # Loading a kernel's code and a stream's first memory wait for all that runs: now, while no rank waits for another.
     for buffer, stream in zip(ranks, streams, strict=True):
         with torch.cuda.stream(stream):
             for step in steps:
@@ -231,8 +231,8 @@ KILLER = """
 """
 
 
-# In generate, or so many seconds into construction; with our kernels for collectives, or with NCCL; or while blocks are
-# copied.
+# In generate, or after that number of seconds of construction; with our kernels for collectives, or with NCCL; or while
+# blocks are copied.
 MOMENTS = ["generate 0", "construction 1", "construction 10", "generate 0 nccl", "generate 0 copies"]
 
 

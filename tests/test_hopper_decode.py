@@ -54,7 +54,7 @@ def attend(
     shares: int, x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, tables: torch.Tensor,
     seq_lens: torch.Tensor, slots: torch.Tensor, rope: NormRope | None = None, shared: CascadeGroups | None = None,
 ) -> None:  # fmt: skip
-    """By as many shares; with 1 contexts are whole. Fills `out` with NaN, after the plan, which must be older."""
+    """Attend in `shares` parts, with 1 to whole contexts. Fills `out` with NaN, after the plan, which must be older."""
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
@@ -101,7 +101,7 @@ def test_contexts_behind_shared_prefixes(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, max_items: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """The result is that of the whole contexts."""
+    """The result equals attention over the whole contexts."""
     case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
     lens, cache, tables, seq_lens, shared = case
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Evicted blocks in the host's memory: no block is lost or read early, and tokens are those of an engine without."""
+"""Evicted blocks in the host's memory: no block is lost or read early, and tokens stay the same."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
 
 
 def delayed(runner: MockRunner) -> list[bool]:
-    """Of each batch, whether something of it waits for the next one."""
+    """Return for each batch whether a part of it waits for the next one."""
     return [
         not batch.waits_for_loads and any(move.kind == "load" for move in batch.transfers) for batch in runner.batches
     ]
@@ -147,7 +147,7 @@ def test_a_prefix_that_many_share_stays_on_the_device() -> None:
     assert engine.stats()["num_cached_tokens"] == 48 and not engine.stats()["num_loaded_blocks"]
 
 
-def test_the_least_recently_used_makes_room_if_the_host_has_no_more_memory() -> None:
+def test_a_full_host_cache_evicts_the_least_recently_used() -> None:
     engine, runner = make_engine(pipeline_depth=0, block_size=4, num_blocks=12, num_host_slots=60, max_model_len=64)
     runner.num_ready_slots = runner.most_ready_slots = 10
     prompts = [[i] * 33 for i in range(6)]
@@ -180,7 +180,7 @@ def test_nothing_is_saved_that_nobody_finds_after_a_reset(depth: int) -> None:
         engine.step()
     assert not engine.block_manager.reset()
     saved = engine.stats()["num_saved_blocks"]
-    # Few blocks are free, while it runs and when it has ended; one that came later has all the saves.
+    # Few blocks are free, while it runs and after; later sequences get all the saves.
     run(engine)
     assert engine.block_manager.reset(), "its blocks are forgotten"
     for i in range(1, 5):
@@ -374,7 +374,7 @@ SWAP = 2**-7
 
 
 def documents() -> list[list[int]]:
-    """Prompts of which the device's cache holds two, some with common beginnings."""
+    """Prompts, some with common beginnings; the device's cache holds two."""
     rng = random.Random(0)
     whole = [[rng.randrange(3, 300) for _ in range(100)] for _ in range(4)]
     return [document[: rng.choice([70, 100])] + [rng.randrange(3, 300)] * 3 for document in whole * 2]
@@ -440,13 +440,13 @@ def test_inputs_do_not_wait_on_the_link_for_what_a_step_loads(
 
 @pytest.fixture(scope="module")
 def model(make_checkpoint: MakeCheckpoint) -> Path:
-    """A model that one rank holds, or two, of which one has more heads."""
+    """A model for one rank, or for two with different numbers of heads."""
     return make_checkpoint(num_attention_heads=6, num_key_value_heads=3)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[list[int]]:
-    """What follows the documents where nothing is kept."""
+    """The answers without a host cache."""
     with LLM(model, **SETTINGS) as llm:
         return answers(llm)
 
@@ -469,7 +469,7 @@ def pinning_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.compat)])
-def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothing(
+def test_swap_space_changes_no_tokens_and_ends_within_a_step(
     model: Path, expected: list[list[int]], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Several chunks.
@@ -491,7 +491,7 @@ def test_tokens_are_those_of_an_engine_without_and_an_end_in_a_step_leaves_nothi
 
 
 def pins_at_most(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pinning fail after so many bytes in all."""
+    """Let pinning fail after `num_bytes` in all."""
     allocate, left = host_blocks._allocate, num_bytes
 
     def limited(size: int, device: torch.device) -> torch.Tensor:

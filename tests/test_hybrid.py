@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and Qwen3.5-MoE: configs, weights by their names, layers, and tokens, against transformers."""
+"""Families with states: configs, weights by their names, layers, and tokens, against transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ from nanovllm.layers.state import StateLayer
 from nanovllm.models import load_model, make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import shard_of
 from nanovllm.utils.checks import UnsupportedError
+from nanovllm.weights.slices import WeightTarget
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
 from tests.hybrid_models import make_model as make_reference
 from tests.test_kernels import DEVICE, DTYPES, check_error, randn
@@ -71,7 +73,10 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
     for chunk in (256, 19):
         with LLM(str(folder), max_num_batched_tokens=chunk, **SETTINGS) as llm:
             outputs = llm.generate(asked, params, use_tqdm=False)
-        for output, (tokens, logprobs) in zip(outputs, wanted, strict=True):
+            # The same again, from kept states.
+            outputs += llm.generate(asked, params, use_tqdm=False)
+        assert sum(output.num_cached_tokens for output in outputs) >= 16 + 64 + 32
+        for output, (tokens, logprobs) in zip(outputs, wanted * 2, strict=True):
             (completion,) = output.outputs
             assert list(completion.token_ids) == tokens
             assert completion.logprobs is not None
@@ -79,12 +84,30 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
                 assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
 
 
-RANKS = [("next", {}), ("next", {"enable_expert_parallel": True}), ("dense-odd", {})]
+@pytest.mark.parametrize("name", ["dense", "lfm2-moe", "bamba"])
+def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]], name: str) -> None:
+    folder, model = references[name]
+    asked = prompts((40, 70, 33, 50))
+    with LLM(str(folder), max_num_batched_tokens=64, **SETTINGS | {"num_kvcache_blocks": 20}) as llm:
+        outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+        assert llm.stats()["num_preemptions"] > 0
+    for prompt, output in zip(asked, outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == complete(model, prompt, 40)[0]
+
+
+RANKS = [
+    ("next", {}),
+    ("next", {"enable_expert_parallel": True}),
+    ("dense-odd", {}),
+    ("lfm2-moe", {}),
+    ("bamba", {}),
+    ("nemotron", {}),
+]
 
 
 @pytest.mark.parametrize(("name", "settings"), RANKS)
 def test_ranks_say_the_same(references: dict[str, tuple[Path, Any]], name: str, settings: dict[str, Any]) -> None:
-    """By key heads, and one KV head for both ranks; as many as they are, or not."""
+    """Ranks divide key heads and share one KV head; value heads equal key heads, or not."""
     folder, model = references[name]
     asked = prompts((40, 3, 17))
     with LLM(str(folder), tensor_parallel_size=2, max_num_batched_tokens=32, **SETTINGS, **settings) as llm:
@@ -128,12 +151,13 @@ class States:
         return mixed
 
 
-@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd"])
+@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd", "lfm2", "lfm2-moe", "granite", "bamba"])
 def test_layer_equals_transformers(references: dict[str, tuple[Path, Any]], name: str) -> None:
     """A prompt in two chunks, then decode steps, one of them beside another prompt's first chunk."""
     folder, model = references[name]
-    reference = next(layer.linear_attn for layer in model.model.layers if hasattr(layer, "linear_attn"))
-    x, other = torch.randn(2, 100, 64)
+    mixers = (getattr(layer, key, None) for layer in model.model.layers for key in ("linear_attn", "conv", "mamba"))
+    reference = next(mixer for mixer in mixers if mixer is not None)
+    x, other = torch.randn(2, 100, model.config.hidden_size)
     with torch.inference_mode():
         expected, expected_other = (reference(tokens[None])[0] for tokens in (x, other))
     states = States(load(folder).state_layers[0], torch.float32, 4)
@@ -171,7 +195,7 @@ def test_wrappers_are_read(references: dict[str, tuple[Path, Any]], name: str, t
 
 
 def test_norms_and_decays_stay_float32(references: dict[str, tuple[Path, Any]]) -> None:
-    """As they are loaded, updated and drawn; what is stored is w of 1 + w."""
+    """Loaded, updated and drawn weights are float32; checkpoints store w of 1 + w."""
     folder, _ = references["next"]
     stored = load_file(folder / "model.safetensors")
     model = load(folder, torch.bfloat16)
@@ -181,6 +205,13 @@ def test_norms_and_decays_stay_float32(references: dict[str, tuple[Path, Any]]) 
     for key in ("A_log", "dt_bias"):
         assert torch.equal(own[f"model.layers.0.self_attn.{key}"], stored[f"model.layers.0.linear_attn.{key}"])
     assert own["model.layers.0.self_attn.norm.weight"].dtype == torch.bfloat16
+    for name, key, there in (
+        ("lfm2-moe", "mlp.gate.expert_bias", "feed_forward.expert_bias"), ("bamba", "self_attn.D", "mamba.D"),
+    ):  # fmt: skip
+        values = references[name][1].state_dict()[f"model.layers.2.{there}"]
+        other = load(references[name][0], torch.bfloat16)
+        assert torch.equal(other.state_dict()[f"model.layers.2.{key}"], values)
+        assert not other.weight_slices()[WeightTarget(f"model.layers.2.{key}")].has_model_dtype
     drawn = load(folder, torch.bfloat16, load_format="dummy").state_dict()
     assert all((value == 1).all() for key, value in drawn.items() if "norm" in key)
     assert {value.dtype for key, value in drawn.items() if "norm" in key} == {torch.float32, torch.bfloat16}
@@ -232,6 +263,23 @@ def test_configs() -> None:
     ):
         with pytest.raises((UnsupportedError, ValueError), match=message):
             ModelConfig.from_hf(hf_config(**changes))
+    for family, given, message in (
+        ("Lfm2", {"conv_bias": True}, "conv_bias"),
+        ("Bamba", {"mamba_d_state": 48}, "mamba_d_state=48"),
+        ("NemotronH", {"layers_block_type": ["linear_attention", "moe"]}, "moe"),
+        ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            ModelConfig.from_hf(getattr(transformers, f"{family}Config")(**given))
+    # Some of Granite 4 attend in all layers, and none has a state.
+    granite = transformers.GraniteMoeHybridConfig(
+        layer_types=["full_attention"] * 2, num_hidden_layers=2, hidden_size=2560, num_attention_heads=40,
+        num_local_experts=0,
+    )  # fmt: skip
+    attending = ModelConfig.from_hf(granite)
+    assert attending.mamba is None and attending.experts is None and attending.layers[0].rope is None
+    with pytest.raises(ValueError, match="1 groups of Mamba's heads"):
+        shard_of(ModelConfig.from_hf(transformers.BambaConfig(num_hidden_layers=1)), 0, 2)
     with pytest.raises(UnsupportedError, match="partial_rotary_factor"):
         ModelConfig.from_hf(transformers.Qwen3Config(architectures=["Qwen3ForCausalLM"], partial_rotary_factor=0.5))
 
@@ -315,7 +363,7 @@ def test_names_that_are_near(references: dict[str, tuple[Path, Any]]) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 8), (48, 16), (64, 64), (256, 64)])
 def test_gated_queries_and_partial_rotation(head_dim: int, rotary: int, dtype: torch.dtype) -> None:
-    """By the kernel and in plain torch, which does part of a head as if it were a head."""
+    """The kernel agrees with plain torch, which rotates part of a head as if it were a head."""
     tokens, num_heads, kv_heads, block_size = 9, 5, 2, 4
     pages = [randn(2, 5, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
     pages.append(pages[0].float())

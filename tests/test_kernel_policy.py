@@ -11,7 +11,9 @@ from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels import ops
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel
+from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel, SplitKTile
+from nanovllm.layers.gated_delta_net import GatedDeltaNet
+from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
@@ -52,6 +54,33 @@ def test_weights_ask_their_policy(weight: Weight) -> None:
     for ask in (lambda: weight.multiply(x), lambda: weight.multiply_into(x, x), lambda: weight.kernel_rows):
         with pytest.raises(AskedError):
             ask()
+
+
+def test_the_tile_of_a_splitk_gemm_is_the_policys() -> None:
+    class Tiles(KernelPolicy):
+        def linear(self, *args: Any, **_: Any) -> LinearKernel:
+            return LinearKernel.SPLITK_GEMM
+
+        branch_end = linear
+
+        def splitk_tile(self, *args: Any) -> SplitKTile | None:
+            raise AskedError
+
+    weight, x = DenseWeight(SHARD), torch.randn(3, 8)
+    weight.policy = Tiles()
+    for multiply in (lambda: weight.multiply(x), lambda: weight.multiply_into(x, x)):
+        with pytest.raises(AskedError):
+            multiply()
+
+
+def test_a_delta_net_asks_which_rows_its_products_normalise() -> None:
+    layer = GatedDeltaNet.__new__(GatedDeltaNet)
+    LoadableModule.__init__(layer)
+    layer.policy = Refusing()
+    norm, x = AllReduceRMSNorm(8, 1e-6, Communicator()), torch.randn(3, 8)
+    with pytest.raises(AskedError, match="fuses_norm"):
+        layer(x, norm, None, torch.arange(3), None)
+    assert FASTEST.fuses_norm(16) and not FASTEST.fuses_norm(17)
 
 
 def test_experts_ask_the_policy() -> None:

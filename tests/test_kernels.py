@@ -1,6 +1,6 @@
 """Every Triton kernel against its torch reference: on the GPU where there is one, else in Triton's interpreter.
 
-A kernel passes if its error against float32 is at most twice that of the same op done by torch in the kernel's dtype
+A kernel passes if its error against float32 is at most twice the error of the same op by torch in the kernel's dtype
 (plus float32's own rounding). Outputs are filled with NaN first wherever the kernel is handed them.
 """
 
@@ -53,7 +53,7 @@ CACHED = (*((dtype, dtype) for dtype in DTYPES), *((dtype, E4M3) for dtype in (D
 def over_dtypes(*axes: Sequence[Any], dtypes: Sequence[Any] = DTYPES) -> list[tuple[Any, ...]]:
     """Each combination with each dtype; in the interpreter, where a dtype changes little else, with one in turn.
 
-    There each value of one of several axes still meets every dtype, if the others have as many values.
+    There each value of one of several axes still meets every dtype, if another axis has enough values.
     """
     cases = []
     for places in product(*map(range, map(len, axes))):
@@ -283,7 +283,7 @@ def test_resident_gemm(rows: int, dtype: torch.dtype, parts: dict[str, bool], si
         (True, False, 1024, 4096, True), (True, True, 1024, 3072, True), (True, False, 1032, 1024, False),
         (False, True, 1032, 1024, False), (False, False, 1020, 1024, False), (False, False, 1024, 132 * 32, True),
         (False, False, 1024, 132 * 32 + 1, False), (False, False, 3072, 132 * 16, True),
-        # Of so many inputs and outputs, a program's tiles take 288 KiB.
+        # With these inputs and outputs, a program's tiles take 288 KiB.
         (False, False, 3072, 132 * 16 + 1, False), (False, False, 2048, 132 * 32, True),
         (False, False, 3080, 1024, False),
     ],
@@ -382,7 +382,7 @@ def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.Monke
     parts = {"norm": True, "residual": True, "bias": False, "gated": True}
     check_norm_linear(norm_linear.norm_linear, 4096, (1024, 3072), torch.bfloat16, parts)
     check_norm_linear(norm_linear.norm_linear, 1500, (1024, 3072), torch.bfloat16, parts)
-    # Of 1500 rows there are as many tiles as fill two rounds of programs, and a fifth of the third.
+    # The tiles of 1500 rows fill two rounds of programs, and a fifth of the third.
     assert len(calls) == 1
 
 
@@ -613,7 +613,7 @@ def chunk_rows(tables: torch.Tensor, seq_lens: torch.Tensor, query_lens: list[in
 
 
 def new_slots(tables: torch.Tensor, lens: list[int], block_size: int) -> torch.Tensor:
-    """Where the last token of each context lies."""
+    """Return the slot of each context's last token."""
     last = torch.tensor(lens, device=DEVICE) - 1
     return (tables[torch.arange(len(lens), device=DEVICE), last // block_size] * block_size + last % block_size).int()
 
@@ -720,7 +720,7 @@ def with_shared_prefixes(
 def test_decode_attention_over_shared_prefixes(
     shape: tuple[int, int, int], split: tuple[int, int, int], dtypes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The result is that of the whole contexts."""
+    """The result equals attention over the whole contexts."""
     (head_dim, group, block_size), (shares, tile, max_items), (dtype, cached) = shape, split, dtypes
     case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
     lens, cache, tables, seq_lens, shared = case
@@ -749,7 +749,10 @@ def hopper_prefill_attention(
     hopper_prefill.hopper_prefill_attention(query, pages, out, chunks, scale, num_programs)
 
 
-@pytest.mark.parametrize(("shape", "dtypes"), over_dtypes([*SHAPES, *([(64, 3, 128)] if GPU else [])], dtypes=CACHED))
+@pytest.mark.parametrize(
+    ("shape", "dtypes"),
+    over_dtypes([*SHAPES, *([(64, 3, 128), (256, 4, 256), (256, 3, 64)] if GPU else [])], dtypes=CACHED),
+)
 @pytest.mark.parametrize(
     "function", [prefill_attention, *(partial(hopper_prefill_attention, n) for n in ((3, 132) if GPU else ()))]
 )

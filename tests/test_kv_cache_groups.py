@@ -1,4 +1,4 @@
-"""Models of which some layers have a sliding window: how layers are grouped, and what that saves."""
+"""Models with sliding windows in some layers: how layers are grouped, and what that saves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.mock_runner import greedy, make_engine, run, window_kinds
 from tests.reference import GREEDY, check, check_tokens, complete, make_llm, prompts, set_depth
 
 WINDOW, FULL = "sliding_attention", "full_attention"
-# Two groups of three layers with a window, of which one is padded, beside one of three without.
+# Two groups of three layers with a window, one of them padded, beside one of three without.
 SHAPE = {
     "num_hidden_layers": 8,
     "head_dim": 16,
@@ -170,7 +170,7 @@ def test_groups_with_windows_hold_a_bounded_number_of_blocks(depth: int) -> None
 
 @pytest.mark.parametrize(("num_blocks", "lens"), [(16, [12, 4, 4, 4, 4, 4, 4, 1]), (22, [24, 13])])
 def test_a_chunk_takes_what_a_small_cache_has_for_it(num_blocks: int, lens: list[int]) -> None:
-    # Ten blocks of the layers without a window leave three for each group with one: nine tokens may lie in as many.
+    # Ten blocks of the layers without a window leave three for each group with one, in which nine tokens may lie.
     engine, runner = make_engine(
         pipeline_depth=0, windows=[None, 9, 9], block_size=4, num_blocks=num_blocks, max_num_batched_tokens=64,
         max_model_len=60,

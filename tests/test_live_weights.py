@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.client.replicated_engine import ReplicatedEngine
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.weights.model_weights import ModelWeights
 from nanovllm.weights.report import LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice
@@ -66,7 +68,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
         ("norms of all heads", {"quantization": "fp8"}),
         # Each starts processes; `tests/test_tensor_parallel.py` has some anyway.
         *(
-            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.all_devices)
+            pytest.param(model, {"tensor_parallel_size": 2} | settings, marks=pytest.mark.compat)
             for model, settings in (
                 ("tied", {"tensor_parallel_size": 3}),
                 ("untied", {"quantization": "fp8"}),
@@ -228,7 +230,7 @@ def test_requests_go_on_with_new_weights_where_they_were_paused(live: LLM, pair:
     before = [list(seq.token_ids)[17:] for seq in live.llm_engine.scheduler.sequences]
     assert all(4 < len(tokens) < 20 for tokens in before) and not live.step().new_token_ids
     live.load_weights(pair[1])
-    # They keep what the old weights have made of their prompts, and nobody else finds it.
+    # They keep the keys and values by the old weights, which no other request finds.
     assert not live.reset_prefix_cache()
     live.resume()
     late = live.add_request(prompts[0], params)
@@ -295,7 +297,7 @@ def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **confi
     return merged
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_an_adapter_is_merged_and_taken_out_again(
     pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -342,8 +344,8 @@ def fail_stores(patch: pytest.MonkeyPatch, numbers: set[int]) -> None:
     patch.setattr(WeightSlice, "store", store_or_fail)
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
-def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
+def test_a_half_merged_adapter_is_removed_or_blocks_requests(
     pair: tuple[Path, Path], tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_adapter(tmp_path, stored(pair[0]), 1)
@@ -388,7 +390,7 @@ def test_an_adapter_that_fails_in_its_middle_is_taken_out_or_nothing_runs(
         check_restored()
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.all_devices)])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.compat)])
 def test_a_tensor_that_is_written_in_part_is_missing(
     pair: tuple[Path, Path], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,20 +405,18 @@ def test_a_tensor_that_is_written_in_part_is_missing(
         with pytest.raises(RuntimeError, match=r"^1 weights such as .* left undone"):
             llm.add_request([1], GREEDY)
         # Or one rank would capture graphs without another.
-        runner: Any = llm.llm_engine._runner
-        assert [missing.count for missing in runner.loader._call(ModelWeights.count_missing)] == [1] * size
+        weights: Any = llm.llm_engine._weights
+        assert [missing.count for missing in weights.call(ModelWeights.count_missing)] == [1] * size
         llm.load_weights(pairs[1:])
         assert answers(llm)
 
 
-def test_a_replica_merges_no_adapter_that_has_failed_in_another(tmp_path: Path) -> None:
-    control = LLM.__new__(LLM)
-    control._engine = engine = Mock()
-    engine.is_in_process = False
-    engine.call.side_effect = [LoadFailedError("no memory", MissingWeights()), [True, False]]
+def test_a_replica_merges_no_adapter_that_has_failed_in_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Mock(side_effect=[LoadFailedError("no memory", MissingWeights()), [True, False]])
+    monkeypatch.setattr(ReplicatedEngine, "call", call)
     with pytest.raises(LoadFailedError, match="no memory"):
-        control.load_weights(tmp_path)
-    assert [call.args[0] for call in engine.call.call_args_list] == ["load_weights", "unload_adapter"]
+        ReplicatedEngine.__new__(ReplicatedEngine).load_weights("folder", strict=False)
+    assert [made.args[0] for made in call.call_args_list] == [LLMEngine.load_weights, LLMEngine.unload_adapter]
 
 
 def test_a_warning_names_what_an_adapter_makes_no_number(live: LLM, pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a user sees: arguments, outputs, errors, and an engine that survives them."""
+"""`LLM` as a user sees it: arguments, outputs, errors, and an engine that survives them."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_a_tokenizer_of_another_folder(make_checkpoint: MakeCheckpoint, tmp_path
             LLM(folder, tokenizer=wrong, device="cpu")  # type: ignore[arg-type]
 
 
-def test_a_prompt_is_counted_and_cut_alike_as_a_text_and_in_a_dict(bundled: LLM) -> None:
+def test_a_prompt_as_text_or_dict_is_truncated_alike(bundled: LLM) -> None:
     text, processor = "1, 2, 3, " * 30_000, bundled.input_processor
     whole: list[Any] = [text, {"prompt": text}, [7] * 70_000, {"prompt_token_ids": [7] * 70_000}]
     assert [work_of([prompt], None) for prompt in whole] == ["long"] * 4
@@ -399,7 +399,7 @@ def test_requests_by_hand(llm: LLM) -> None:
     assert counts == [33, 8 + len(outputs[second]["token_ids"])]
 
 
-def test_ctrl_c_while_a_text_is_decoded_is_no_failure_of_the_tokenizer(llm: LLM) -> None:
+def test_ctrl_c_while_decoding_is_a_keyboard_interrupt(llm: LLM) -> None:
     class Interrupted:
         def decode(self, token_ids: list[int], **_: Any) -> str:
             signal.raise_signal(signal.SIGINT)

@@ -35,7 +35,7 @@ from nanovllm.utils.display import loading_bar
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights import model_weights
 from nanovllm.weights.files import stored_tensors, weight_files
-from nanovllm.weights.readers import rows_of
+from nanovllm.weights.model_weights import rows_of
 
 PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -382,7 +382,7 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
     def asked(*_: object) -> str:
-        raise AssertionError("somebody asks")
+        raise AssertionError("the user is asked")
 
     monkeypatch.setattr("builtins.input", asked)
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))

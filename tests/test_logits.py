@@ -1,4 +1,4 @@
-"""What requests ask of their logits, against transformers' processors and plain definitions."""
+"""Changes that requests make to their logits, against transformers' processors and plain definitions."""
 
 from __future__ import annotations
 

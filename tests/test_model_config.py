@@ -1,4 +1,4 @@
-"""What a config means: published ones, YaRN, and the tokens that end a text."""
+"""Reading configs: published ones, YaRN, and the tokens that end a text."""
 
 from __future__ import annotations
 

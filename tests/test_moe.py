@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli.bench import ModelWeights, shape_folder
+from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm
 from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
-from nanovllm.kernels.moe.route import Routing, route_ref
+from nanovllm.kernels.moe.route import Routing, SigmoidScores, route_ref
 from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.fused_experts import FusedExperts
@@ -32,7 +32,7 @@ from tests.reference import complete, make_llm, prompts
 from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
 from tests.test_tokens import FAMILIES
 
-# Experts of each token and of all; in features, and those of an expert: no multiples of what a kernel takes at a time.
+# (Experts of a token, all experts); in features, and an expert's features: no multiples of a kernel's tile.
 MIXTURES = [(2, 8), (1, 5), *([(8, 128)] if GPU else [])]
 SIZES = (2048, 768) if GPU else (80, 48)
 ROWS = (1, 2, 16, 17, *((100, 200, 500, 1500, 4096) if GPU else (60,)))
@@ -89,13 +89,25 @@ def test_a_router_normalises_what_it_takes() -> None:
 @pytest.mark.parametrize("rows", [1, 19, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [True, False])
-def test_route(rows: int, dtype: torch.dtype, renormalize: bool) -> None:
+@pytest.mark.parametrize("sigmoid", [None, 0.25, 0.0])
+def test_route(rows: int, dtype: torch.dtype, renormalize: bool, sigmoid: float | None) -> None:
     # Small whole numbers, whose logits are exact, and often equal.
     weight, x = (torch.randint(-1, 2, (n, 80), device=DEVICE).to(dtype) / 8 for n in (24, rows))
-    got, want = (route(x, weight, 4, renormalize)[0] for route in (by_triton(route_op.route), route_ref))
+    bias = None if not sigmoid else torch.linspace(0, 1, 24, device=DEVICE).flip(0)
+    scores = None if sigmoid is None else SigmoidScores(bias, sigmoid, 1.5)
+    forms = by_triton(route_op.route), route_ref
+    got, want = (route(x, weight, 4, renormalize, sigmoid=scores)[0] for route in forms)
     assert torch.equal(got.experts, want.experts)
     torch.testing.assert_close(got.weights, want.weights, rtol=1e-5, atol=1e-6)
     logits = (x.double() @ weight.double().T).cpu()
+    if scores is not None:
+        shares = logits.sigmoid()
+        best = (shares if bias is None else shares + bias.cpu()).sort(dim=1, descending=True, stable=True)[1][:, :4]
+        assert torch.equal(got.experts.cpu(), best.int())
+        chosen = shares.gather(1, best)
+        expected = 1.5 * (chosen / (chosen.sum(1, keepdim=True) + scores.eps) if renormalize else chosen)
+        torch.testing.assert_close(got.weights.cpu(), expected.float(), rtol=1e-3, atol=0)
+        return
     for row, chosen, weights in zip(logits, got.experts.tolist(), got.weights.tolist(), strict=True):
         assert chosen == [expert for _, expert in sorted(zip((-row).tolist(), range(24), strict=True))[:4]]
         total = row[chosen].exp().sum() if renormalize else row.exp().sum()
@@ -120,7 +132,7 @@ def test_rows_of_nan_disturb_no_other() -> None:
     x[3] = float("nan")
     chosen = by_triton(route_op.route)(x, weight, 2, True)[0].experts
     assert chosen.min() >= 0 and chosen.max() < 5
-    # All of such a row's choices are one expert, which nobody else has here.
+    # All of such a row's choices are one expert, which no other row has here.
     chosen = torch.tensor([[0, 1]] * 19, dtype=torch.int32, device=DEVICE)
     chosen[3] = 4
     for rows in (8, 19):
@@ -223,7 +235,7 @@ def test_the_published_shape() -> None:
     config = ModelConfig.from_folder(shape_folder("30B-A3B"))
     assert config.experts == ExpertsConfig(num_experts=128, top_k=8, intermediate_size=768, renormalize=True)
     assert all(layer.has_experts for layer in config.layers) and count_parameters(config) == 30_532_122_624
-    weights = ModelWeights.of(config)
+    weights = WeightCounts.of(config)
     # Of its 3.3 billion active ones the embedding is looked up alone.
     assert weights.of_row + weights.head == weights.read_by(1) == 3_041_656_832
     assert weights.read_by(2) == pytest.approx(weights.read_by(1) + 7.5 * weights.expert)

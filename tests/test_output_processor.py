@@ -17,7 +17,7 @@ from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.tasks.beam_search import Beam, BeamSearch, beam_search_output
 from nanovllm.text.output_processor import (
     Detokenizer,
-    NewTokens,
+    OutputDelta,
     OutputProcessor,
     OutputState,
     TextOffsets,
@@ -40,7 +40,7 @@ def tokenizer() -> Any:
 
 
 class CountingTokenizer:
-    """Texts of tokens, of which odd ones have none; counts what it decodes. A space that begins a text is left out."""
+    """Decodes tokens, odd ones to no text; counts what it decodes. A space that begins a text is left out."""
 
     def __init__(self) -> None:
         self.num_decoded = 0
@@ -84,7 +84,7 @@ def test_a_character_waits_for_its_last_byte(tokenizer: Any) -> None:
 
 
 class WatchedLock:
-    """A lock that says when somebody has to wait for it."""
+    """A lock that says when a thread has to wait for it."""
 
     def __init__(self, on_wait: Callable[[], None]) -> None:
         self._lock = Lock()
@@ -103,7 +103,7 @@ class WatchedLock:
 def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str | None) -> None:
     state = OutputState(tokenizer, SamplingParams(stop=stop, logprobs=0), [])
     (token_id,) = tokenizer.encode("a")
-    taken: list[NewTokens] = []
+    taken: list[OutputDelta] = []
     reached = Event()
 
     def take() -> None:
@@ -111,7 +111,7 @@ def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str
         reached.set()
 
     class Held(list[int]):
-        """New token ids, of which somebody takes the first as soon as it is there."""
+        """New token ids; a reader takes the first as soon as it is there."""
 
         def append(self, item: int) -> None:
             super().append(item)

@@ -2,7 +2,7 @@
 
 Each must fit into the device's shared memory, and no loop may spill its registers. `.ci/compat` tests two starts, of
 20 s each; `pytest tests/test_portability.py -m all_devices` tests the others, a quarter of an hour. The kernels are
-compiled by the installed Triton, or by those of `--triton FOLDER`, each unpacked by `pip install --no-deps --target
+compiled by the installed Triton, or by each `--triton FOLDER`, unpacked by `pip install --no-deps --target
 FOLDER triton==VERSION`.
 """
 
@@ -26,7 +26,7 @@ MAX_SPILLED_BYTES = 64
 SOME = [("90", "0.6B", "bfloat16"), ("86", "8B", "float16")]
 DEVICES = [capability for capability in SHARED_KIB if capability != "75"]
 EARLY = {"_rms_norm_kernel", "_gemv_kernel", "_hopper_decode_kernel", "_persistent_gated_kernel"}
-"""Some of the kernels that start before the one ahead has ended, unless they are told to wait."""
+"""Some of the kernels that start before the previous one ends, unless they are told to wait."""
 ALL = [
     *product(DEVICES, ["0.6B", "8B"], ["bfloat16", "float16"]), *product(DEVICES, ["0.6B"], ["float32"]),
     *product(DEVICES, ["30B-A3B"], ["bfloat16", "float32"]), *product(["80", "90"], ["OLMo-7B"], ["bfloat16"]),
@@ -81,6 +81,8 @@ def test_kernels_fit_the_device(
     is_usual = not size.startswith("heads-")
     is_hopper = is_usual and capability == "90" and dtype != "float32"
     needed = {"_hopper_prefill_kernel", "_hopper_decode_kernel"} if is_hopper else {"_prefill_kernel", "_decode_kernel"}
+    if (capability, size, dtype) == ("90", "heads-256", "bfloat16"):
+        needed = {"_hopper_prefill_kernel", "_decode_kernel"}
     needed |= {"_cascade_kernel", "_draw_kernel"} if is_usual else {"_draw_kernel"}
     assert needed <= {kernel["name"] for kernel in kernels} and len(kernels) >= (20 if is_usual else 16)
     mixture = {"_route_kernel", "_down_gemv_kernel", "_place_slots_kernel", "_grouped_gemm_kernel"}

@@ -75,7 +75,7 @@ def test_every_field_by_hand(padded: bool) -> None:
         "cu_seqlens_q": [0, 4, 5, total, *pad(total)],
         "sample_indices": [4, total - 1, 0, *pad(0)],
         "sample_slots": [1, 4, 5, *pad(5)],
-        # As many tiles as such sizes can ever take; those whose first query has the longest context come first.
+        # Padded to the most tiles that such sizes can take; tiles whose first query has the longest context come first.
         "tiles": [2, 1, 0, 2, *pad(-1), 1, 0, 0, 0, *pad(0)],
         "sample_tiles": [1, 2, -1, *pad(-1), 0, 1, 0, *pad(0)],
         "state_tiles": [],

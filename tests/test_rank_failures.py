@@ -37,7 +37,7 @@ from nanovllm.runner.worker_processes import WorkerError, WorkerProcess, WorkerP
 from nanovllm.utils.processes import PythonProcess
 from tests.rank_processes import rank_pids
 
-# Several processes each, on as many cores as there are.
+# Each test starts several processes, on however few cores.
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]
@@ -58,7 +58,7 @@ def open_pipes() -> set[str]:
     """The pipes that this process has open."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
-        # That of the folder itself is closed again.
+        # The folder's own descriptor is closed again.
         with suppress(FileNotFoundError):
             found.add(os.readlink(descriptor))
     return {name for name in found if name.startswith("pipe:")}
@@ -169,9 +169,9 @@ def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seco
         assert len(steps) == GREEDY.max_tokens
 
 
-def test_a_collective_that_waits_for_a_dead_rank_for_ever_can_be_interrupted() -> None:
+def test_a_collective_with_a_dead_rank_can_be_interrupted() -> None:
     """gloo misses some deaths, as if the rank were alive and did nothing."""
-    # Those of other tests may still wait.
+    # Threads of other tests may still wait.
     store, device, before = HashStore(), torch.device("cpu"), threading.enumerate()
     with ThreadPoolExecutor(2) as pool:
         ours, silent = pool.map(lambda rank: DistributedCommunicator(rank, 2, device, store), range(2))
@@ -194,7 +194,7 @@ def test_a_rank_has_ended_though_another_thread_asks_too() -> None:
     asking, answer = threading.Event(), threading.Event()
 
     class SlowPopen(subprocess.Popen[bytes]):
-        """Takes its time to note that the process has ended; meanwhile `poll` says to other threads that it runs."""
+        """Takes its time to note the process's end; meanwhile `poll` says to other threads that it runs."""
 
         def _handle_exitstatus(self, *args: Any, **kwargs: Any) -> None:
             asking.set()
@@ -212,7 +212,7 @@ def test_a_rank_has_ended_though_another_thread_asks_too() -> None:
     watching.join()
 
 
-def test_of_two_ranks_that_failed_the_one_that_failed_first_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_that_failed_first_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(rank: int, seconds: float) -> WorkerProcess:
         receiver, sender = Pipe(duplex=False)
         with sender:
@@ -227,7 +227,7 @@ def test_of_two_ranks_that_failed_the_one_that_failed_first_is_the_cause(monkeyp
         process.wait()
 
     ranks = WorkerProcesses(1)
-    # The one that failed first takes longer to end: it runs until somebody waits for it.
+    # The one that failed first takes longer to end: it runs until it is waited for.
     consequence, cause = failing(1, 2.0), failing(2, 1.0)
     ranks._ranks = [consequence, cause]
     end(consequence)
@@ -305,7 +305,7 @@ def test_bad_weights_are_a_value_error_as_ever(folder: Path, tmp_path: Path) -> 
 
 
 def start(tmp_path: Path, script: str) -> subprocess.Popen[str]:
-    """Run a script in a process group of its own; its output ends when the last of its processes has ended."""
+    """Run a script in a process group of its own; its output ends with the last of its processes."""
     file = tmp_path / "script.py"
     file.write_text(textwrap.dedent(script))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -315,7 +315,7 @@ def start(tmp_path: Path, script: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_ctrl_c_reaches_the_whole_group_and_the_ranks_end_with_a_rank_0_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_survive_ctrl_c_and_end_with_a_killed_rank_0(tmp_path: Path) -> None:
     script = start(
         tmp_path,
         f"""
@@ -345,7 +345,7 @@ def test_ctrl_c_reaches_the_whole_group_and_the_ranks_end_with_a_rank_0_that_is_
     assert "Traceback" not in errors
 
 
-def test_a_script_may_fork_and_needs_neither_a_guard_nor_exit_nor_an_end_of_its_threads(tmp_path: Path) -> None:
+def test_a_script_needs_no_main_guard_exit_or_joined_threads(tmp_path: Path) -> None:
     script = start(
         tmp_path,
         f"""
@@ -377,9 +377,7 @@ def test_a_script_may_fork_and_needs_neither_a_guard_nor_exit_nor_an_end_of_its_
     assert (*script.communicate(timeout=240), script.returncode) == ("3\n3\n", "", 3)
 
 
-def test_a_rank_that_does_not_get_ready_is_not_waited_for_for_ever(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_never_starts_times_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.runner.worker_processes._START_SECONDS", 0.5)
 
     def stop_soon() -> None:

@@ -1,4 +1,4 @@
-"""Which replica gets what, and what is left when a caller ends: nothing."""
+"""Placement of requests on replicas, and their end when a caller ends: nothing is left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def sent(placement: Placement) -> dict[int, list[int]]:
     return found
 
 
-def test_a_job_is_cut_into_stretches_and_who_is_done_takes_the_far_half() -> None:
+def test_an_idle_replica_steals_the_far_half_of_a_stretch() -> None:
     placement = Placement([4, 4], BLOCK)
     placement.spread({i: request([i]) for i in range(40)})
     # What they can run, and four more.
@@ -95,7 +95,7 @@ def test_what_a_lost_replica_was_to_do_is_done_by_the_others() -> None:
     assert placement.lose(0) == placement.lose(2) == []
 
 
-def test_a_request_goes_where_its_first_block_is_unless_that_has_too_much_to_do() -> None:
+def test_a_request_goes_to_its_first_block_unless_overloaded() -> None:
     placement, ids = Placement([8, 8], BLOCK), count()
 
     def route(document: int) -> int:
@@ -153,7 +153,7 @@ for turn in range(2):
 """
 
 
-def test_an_output_that_has_met_its_stop_string_stops_again_on_another_replica() -> None:
+def test_a_stop_string_holds_after_moving_to_another_replica() -> None:
     replicas = MockReplicas(2, pipeline_depth=0, step_seconds=0.002)
     engine, stop = replicas.engine, replicas.engine.stop
 

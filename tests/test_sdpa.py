@@ -33,7 +33,7 @@ from tests.test_kernels import (
 def step_of(
     tables: list[torch.Tensor], seq_lens: torch.Tensor, lens: list[int], query_lens: list[int], variant: Any = None
 ) -> StepMetadata:
-    """Decode rows, then chunks of so many queries; tables: of each group of layers."""
+    """Decode rows, then chunks of `query_lens` queries; tables: of each group of layers."""
     chunks, num_decodes = chunk_rows(tables[0], seq_lens, query_lens), len(lens) - len(query_lens)
     return StepMetadata(
         num_decodes=num_decodes, slot_mappings=[new_slots(table, lens, 16)[:0] for table in tables],
@@ -48,7 +48,7 @@ def with_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
-# 20 queries of 30 take three pieces, the last of which is not full; 8 take one, and 9 one more of a single query.
+# 20 queries of 30 take three pieces, the last one not full; 8 take one, and 9 one more of a single query.
 @pytest.mark.parametrize(("max_queries", "most_pieces"), [(8, 1 + 1 + 2 + 3), (1024, 1 + 1 + 1 + 1)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decode_rows_and_chunks(
@@ -92,7 +92,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
         variant, array = backend.plan_host(slots, seq_lens.cpu().numpy()[:-1] - 1, tables.cpu().numpy()[:-1])
         backend.plan_buffer.copy_(torch.from_numpy(array))
         assert isinstance(variant, DecodeVariant) and variant.uses_cascade
-    # Each kind of layers has blocks of its own: the same tokens, and those of the windows in another order.
+    # Each kind of layers has blocks of its own: the same tokens, in another order where there is a window.
     order = torch.randperm(cache.shape[1], generator=torch.Generator().manual_seed(0)).to(DEVICE)
     other_cache, other_tables = torch.empty_like(cache), order[tables.long()].int()
     other_cache[:, order] = cache
@@ -115,7 +115,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["sdpa", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode rows of which the longest is split, then a chunk: in layers of one model, with and without a window."""
+    """Decode rows, the longest one split, then a chunk: in layers of one model, with and without a window."""
     lens, num_queries, num_heads = [3, 40, 700 if DEVICE == "cuda" else 130, 50], 9, 4
     query_lens = [1, 1, 1, num_queries]
     # With 192 and 128 elements (DeepSeek) a padded key and value are no power of two together.

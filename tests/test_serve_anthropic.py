@@ -29,7 +29,7 @@ SCHEMA = {
 }
 TOOLS = [{"name": "weather", "description": "of a city", "input_schema": SCHEMA}]
 
-# That of the model shows no tools.
+# The model's template shows no tools.
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }} {{ tool.function.parameters }}\n{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"

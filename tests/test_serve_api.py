@@ -126,7 +126,7 @@ def test_logprobs_of_a_chat(client: Any) -> None:
 
 
 class Person(BaseModel):
-    """What a structured answer holds."""
+    """The content of a structured answer."""
 
     name: Literal["Ann", "Bob"]
     is_tall: bool
@@ -194,7 +194,7 @@ def test_echo_and_best_of(client: Any) -> None:
     assert [choice.text for choice in best] == [each[mean.index(max(mean))].text] and best[0].logprobs is None
 
 
-# Characters of two to four bytes, each of which is a token.
+# Characters of two to four bytes; each byte is a token.
 WRITTEN = "ab é字🙂 STOP xyz"
 
 
@@ -247,7 +247,7 @@ def test_token_ids_and_prompts_in_answers(client: Any) -> None:
     assert text.choices[0].logprobs.tokens == [f"token_id:{i}" for i in text.choices[0].token_ids]
     assert len(text.choices[0].prompt_logprobs) == len(ids("The sea"))
     assert text.system_fingerprint == whole.system_fingerprint == chunks[1].system_fingerprint != None  # noqa: E711
-    # Trainers ask for so many.
+    # Trainers ask for a hundred.
     many = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=100, **fields)
     assert {len(at.top_logprobs) for at in many.choices[0].logprobs.content} == {100}
 

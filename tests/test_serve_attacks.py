@@ -127,7 +127,7 @@ def test_heads_and_trailers_are_cut(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("rest", [HEALTH * 100_000, HEALTH[:20], b"\0\0"])
-def test_what_comes_before_an_answer_is_not_read_and_does_not_cut_it(server: ServerProcess, rest: bytes) -> None:
+def test_early_bytes_do_not_cut_an_answer(server: ServerProcess, rest: bytes) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 40, "ignore_eos": True, "stream": True}).encode()
     with others_wait_little(server):
         answer = server.ask(head("/v1/completions", len(body), KEY) + body + rest)
@@ -160,14 +160,14 @@ def test_a_connection_is_closed_that_never_sends_a_whole_head(server: ServerProc
 def test_connections_are_bounded_by_the_descriptors(open_server: ServerProcess) -> None:
     with ExitStack() as stack:
         connections = [stack.enter_context(open_server.connect()) for _ in range(60)]
-        # Those that came too late are told so; the others have their places until somebody needs them.
+        # Those that came too late are told so; the others keep their places until they are needed.
         refused = [connection for connection in connections if is_readable(connection)]
         assert 20 < len(refused) < 60 and {status(read_to_end(connection)) for connection in refused} == {503}
         completion = post("/v1/completions", {"prompt": "a", "max_tokens": 2}, key=None)
         wait_until(lambda: open_server.ask(completion).startswith(b"HTTP/1.1 200"))
         with others_wait_little(open_server):
             assert status(open_server.ask(completion)) == 200
-        # So many at once that not all of them can be told.
+        # Too many at once for all of them to be told.
         connections += [stack.enter_context(open_server.connect()) for _ in range(300)]
         wait_until(lambda: open_server.ask(completion).startswith(b"HTTP/1.1 200"))
         with others_wait_little(open_server):

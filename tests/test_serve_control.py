@@ -81,7 +81,7 @@ async def stream(client: Any, number: int, begun: asyncio.Event) -> list[int]:
 
 
 async def update(client: Any, folder: Path) -> None:
-    """What prime-rl does after a step of its trainer."""
+    """Update weights as prime-rl does after a step of its trainer."""
     for path, arguments in (
         ("/pause", {"params": {"mode": "keep", "clear_cache": "false"}}),
         ("/update_weights", {"json": {"weight_dir": folder.as_posix()}}),
@@ -90,9 +90,7 @@ async def update(client: Any, folder: Path) -> None:
         (await client.post(path, **arguments)).raise_for_status()
 
 
-def test_weights_change_under_streams_of_which_none_ends_early_or_gets_anothers_tokens(
-    server: ServerProcess, root: Path
-) -> None:
+def test_weights_change_under_running_streams(server: ServerProcess, root: Path) -> None:
     params = SamplingParams(0, NUM_TOKENS, ignore_eos=True)
     prompts = [[300 + number, 301] for number in range(NUM_CLIENTS)]
     with LLM(BUNDLED_MODEL, device="cpu", num_kvcache_blocks=200, kvcache_block_size=16) as llm:
@@ -160,9 +158,7 @@ def test_what_is_refused(server: ServerProcess, root: Path, tmp_path: Path) -> N
     ServeSettings(control=True).check_access()
 
 
-def test_an_update_that_fails_in_its_middle_leaves_a_server_that_says_so(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_update_leaves_an_unhealthy_server(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[str] = []
     write = ModelWeights.write
 
@@ -191,7 +187,7 @@ def test_an_update_that_fails_in_its_middle_leaves_a_server_that_says_so(
             save_file({"model.norm.weight": norm}, root / "nan" / "model.safetensors")
             answer = (await client.post("/update_weights", json={"weight_dir": "nan"})).json()
             assert answer == {"status": "ok", "num_tensors": 1, "nan_tensors": ["model.norm.weight"]}
-            # An adapter, too, of which a part stays.
+            # An adapter, too, that is written in part.
             save_adapter(root / "adapter", load_file(Path(BUNDLED_MODEL) / "model.safetensors"), 1)
             with monkeypatch.context() as patch:
                 patch.setattr(WeightSlice, "store", Mock(side_effect=OSError("the device is gone")))

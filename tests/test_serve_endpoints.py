@@ -1,4 +1,4 @@
-"""What the server has beside chats and completions: embeddings, token ids, its state, and how it listens."""
+"""The server's endpoints beside chats and completions: embeddings, token ids, state; and its sockets."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_state(client: Any) -> None:
     metrics = client.get("/metrics").text
     assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"}' in metrics
     assert 'vllm:cache_config_info{block_size="16"' in metrics
-    # Those of a process are left out where there are several.
+    # Metrics of a process are left out where there are several.
     is_alone = "NANOVLLM_TEST_FRONT_ENDS" not in os.environ
     assert ("process_resident_memory_bytes" in metrics) == is_alone
 

@@ -1,4 +1,4 @@
-"""What a client is told of a request that is refused, in plain words, and what the log is not told."""
+"""Answers to refused requests, in plain words, and what the log leaves out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_body_that_cannot_be_read_says_why(client: Any, name: str) -> None:
     assert message.startswith("what was sent cannot be read as JSON: ")
 
 
-def test_a_body_as_deep_and_numbers_as_long_as_may_be_are_read(client: Any) -> None:
+def test_the_deepest_bodies_and_longest_numbers_are_read(client: Any) -> None:
     deep = json.loads("[" * 126 + "]" * 126)
     body = {"prompt": "9" * 5000, "truncate_prompt_tokens": 1, "max_tokens": 1, "seed": 10**307}
     assert client.post(COMPLETION, json={**body, "x": [deep, []]}).status_code == 200

@@ -284,7 +284,7 @@ def test_grammars_that_explode_hold_nobody_up(server: ServerProcess) -> None:
 
 
 def test_sigterm_lets_what_runs_finish(roomy_server: ServerProcess) -> None:
-    """What does not end within the grace period: `test_serve_attacks.py`."""
+    """`test_serve_attacks.py` has requests that outlast the grace period."""
     with ThreadPoolExecutor(2) as pool:
         running = [pool.submit(roomy_server.post, {**ENDLESS, "max_tokens": 100, "n": 8}) for _ in range(2)]
         wait_until(lambda: roomy_server.get("/stats")["num_running"] >= 16)

@@ -55,7 +55,7 @@ def send(server: ServerProcess, body: dict[str, Any]) -> socket.socket:
 
 
 def connections_of(pid: int, port: int) -> int:
-    """How many connections of clients to a port a process has."""
+    """Return the number of a process's connections with clients of a port."""
     inodes = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[3] == "01" and row[1].endswith(f":{port:04X}") and f"socket:[{row[9]}]" in inodes for row in rows)
@@ -67,7 +67,7 @@ def test_all_of_them_answer_and_a_scrape_shows_what_all_have_counted(server: Ser
         texts = {json.loads(body)["choices"][0]["message"]["content"] for _, body in answers}
     assert {status for status, _ in answers} == {200} and len(texts) == 1
     server.check_idle()
-    # Whichever answers, the counts are those of all, and of the one engine.
+    # Whichever answers, the counts include all front ends, and the one engine.
     for _ in range(6):
         labels = 'engine="0",finished_reason="length",model_name="qwen3-tiny"'
         assert server.metric(f"vllm:request_success_total{{{labels}}}") == 24
@@ -116,7 +116,7 @@ def test_what_one_front_end_is_told_holds_for_all(server: ServerProcess) -> None
 
 
 @pytest.mark.deaths
-def test_a_front_end_that_dies_is_started_again_and_only_its_clients_notice(server: ServerProcess) -> None:
+def test_a_dead_front_end_restarts_and_only_its_clients_notice(server: ServerProcess) -> None:
     server.check_idle()
     num_counted = server.metric("vllm:request_params_n_count")
     before = front_end_pids(server.process.pid)

@@ -36,7 +36,7 @@ NUM_WORDS, WORD_SECONDS = 100, 0.02
 PAGE = resources.files("nanovllm.serve") / "page"
 MEDIA_TYPES = {"html": "text/html; charset=utf-8", "css": "text/css", "js": "text/javascript"}
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
-# Beside what playwright sets: the browser speaks to nobody of its own accord.
+# Beside what playwright sets: the browser sends nothing of its own accord.
 ARGUMENTS = ["--disable-gpu", "--disable-quic", "--disable-sync", "--disable-background-networking"]
 
 
@@ -198,9 +198,7 @@ def canned(page: Page, body: str) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
 
 
-def test_an_answer_streams_in_beside_the_servers_state_and_is_part_of_the_next_request(
-    visit: Visit, stub: StubServer
-) -> None:
+def test_an_answer_streams_in_and_joins_the_next_request(visit: Visit, stub: StubServer) -> None:
     page = visit()
     stub.held_at = 20
     value = "[data-value=%s]"
@@ -260,7 +258,7 @@ def test_a_refused_request_shows_why_and_gives_the_question_back(visit: Visit) -
     assert page.get_by_role("alert").is_hidden()
 
 
-def test_a_wrong_key_is_told_and_the_right_one_is_kept_for_the_tab(visit: Visit) -> None:
+def test_a_wrong_key_is_refused_and_a_right_one_kept(visit: Visit) -> None:
     page = visit(key="wrong")
     expect(page.get_by_role("status")).to_have_text("needs an API key")
     send(page, "count")

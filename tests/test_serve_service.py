@@ -1,4 +1,4 @@
-"""From a body to what an engine is asked for, and back, with an engine that the test plays."""
+"""The way from a body to the engine's requests, and back, with an engine that the test plays."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class PlayedTokenizer:
 
 
 class PlayedLLM:
-    """What a `Service` needs of an `AsyncLLM`. It knows what it was asked for.
+    """The part of an `AsyncLLM` that a `Service` needs. It knows what it was asked for.
 
     Args:
         outputs: answer each prompt, the last one as a whole.
@@ -123,7 +123,7 @@ def output(*texts: str, finished: bool = True, logprob: float = -1.0) -> Request
     return RequestOutput(0, "a", [1], items, finished)
 
 
-def test_the_capacity_that_metrics_report_is_the_pool_that_they_report_the_use_of() -> None:
+def test_metrics_report_capacity_and_use_of_the_same_pool() -> None:
     text = make_service(PlayedLLM([output("a")])).metrics.render()[0].decode()
     assert 'num_gpu_blocks="7"' in text
     assert re.search(r"^vllm:kv_cache_usage_perc\S* 0.4285", text, re.MULTILINE)
@@ -326,7 +326,7 @@ def test_an_error_keeps_no_request() -> None:
 
 def test_log_probabilities_are_counted_without_being_made() -> None:
     def refuse(_: int) -> str:
-        raise AssertionError("nobody has asked for a token's text")
+        raise AssertionError("a token's text is made")
 
     def built_by(num_positions: int) -> str:
         records = pack_records(np.zeros((num_positions, 3)), np.ones((num_positions, 3)), np.ones(num_positions))

@@ -26,8 +26,7 @@ from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard, shard_of
 from nanovllm.weights import model_weights
-from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.readers import rows_of
+from nanovllm.weights.model_weights import ModelWeights, rows_of
 from nanovllm.weights.slices import WeightTarget
 from tests.conftest import MakeCheckpoint
 from tests.test_kernels import by_triton
@@ -268,7 +267,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class TwoRanks(Communicator):
-    """A rank of two, the other of which adds nothing."""
+    """A rank of two; the other one adds nothing."""
 
     size = 2
 

@@ -17,8 +17,8 @@ from nanovllm.cli.batch_files import (
     WHOLE,
     AnsweredRequests,
     InputFile,
+    LineShard,
     ResultFile,
-    Shard,
     UnansweredLines,
     request_digest,
     whole_file,
@@ -72,7 +72,7 @@ def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["memory://out.jsonl", "memory://out.jsonl.gz", "{}/out.xz", "{}/out.bz2"])
-def test_an_output_in_a_store_or_compressed_is_written_at_the_end_and_goes_on(path: str, tmp_path: Path) -> None:
+def test_stored_or_compressed_outputs_are_written_at_the_end(path: str, tmp_path: Path) -> None:
     memory.MemoryFileSystem.store.clear()
     path = path.format(tmp_path)
     lines = [answered_line(number, "a") for number in range(1, 4)]
@@ -92,7 +92,7 @@ def test_an_output_in_a_store_or_compressed_is_written_at_the_end_and_goes_on(pa
 @pytest.mark.parametrize("num_lines", [None, 10, 3, 1])
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_each_line_is_in_one_shard(count: int, num_lines: int | None) -> None:
-    shards = [Shard(index, count, num_lines) for index in range(count)]
+    shards = [LineShard(index, count, num_lines) for index in range(count)]
     for number in range(1, (num_lines or 20) + 1):
         assert sum(shard.takes(number) for shard in shards) == 1
     sizes = [sum(shard.takes(number) for number in range(1, (num_lines or 21) + 1)) for shard in shards]
@@ -150,7 +150,7 @@ def test_an_input_that_has_changed_is_refused(tmp_path: Path) -> None:
     answered.add(2, request_digest(b"b"))
     for text, shard, message in [
         ("a\nb\nc\n", WHOLE, ""), ("a\nx\nc\n", WHOLE, "line 2 is another one"), ("a\n", WHOLE, "1 lines are gone"),
-        ("a\nb\n", Shard(0, 2), "of another shard"),
+        ("a\nb\n", LineShard(0, 2), "of another shard"),
     ]:  # fmt: skip
         (tmp_path / "in").write_text(text)
         source = InputFile(str(tmp_path / "in"))

@@ -57,7 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.inference_mode()
 def choices(model: Any, prompt: list[int], output: list[int]) -> list[int]:
-    """What the model would say next at each place of an output."""
+    """Return the model's likeliest token at each place of an output."""
     logits = model(torch.tensor([prompt + output])).logits[0]
     tokens: list[int] = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     return tokens
@@ -88,7 +88,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Variant:
-    """What is rounded.
+    """A choice of what is rounded.
 
     Attributes:
         weights: one of `KINDS`, or None.
@@ -236,7 +236,7 @@ def shifted_groups() -> Iterator[None]:
 
 
 class Fault(NamedTuple):
-    """What must not pass for a variant: a folder with wrong weights, or what the engine does wrong with right ones."""
+    """A fault that must not pass for a variant: a folder with wrong weights, or a broken engine."""
 
     name: str
     variant: str

@@ -124,7 +124,7 @@ def test_a_ladders_samples_take_every_tile(ranks: int, max_num_seqs: int, monkey
             in_features, out_features, gated, parts = size
             weight = torch.empty(out_features * (1 + gated), in_features, dtype=torch.bfloat16, device="meta")
             if policy.FASTEST.uses_splitk(num_rows, weight, gated, parts):
-                found.add((size, policy.find_splitk_tile(num_rows, weight, gated, parts)))
+                found.add((size, policy.FASTEST.splitk_tile(num_rows, weight, gated, parts)))
         return found
 
     assert taken(capture_sizes.representatives()) == taken(capture_sizes.shapes) != set()

@@ -121,7 +121,7 @@ def test_stop_strings(
 
 @st.composite
 def texts_with_stops(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
-    """Tokens, many of them bytes of characters, and stop strings, of which some are in their text."""
+    """Tokens, many of them bytes of characters, and stop strings, some of them in their text."""
     pieces = st.sampled_from([*TOKENIZER.encode("aé😀 ab abba é", add_special_tokens=False), 100, 300, EOS])
     token_ids = draw(st.lists(pieces | st.integers(0, 511), min_size=1, max_size=14))
     text = TOKENIZER.decode(token_ids, skip_special_tokens=True) or "x"

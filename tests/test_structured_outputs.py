@@ -95,7 +95,7 @@ def constrained(seed: int | None = None, temperature: float = 1.5, **given: Any)
 
 
 def check(item: CompletionOutput, fits: Callable[[str], Any], eos: frozenset[int]) -> None:
-    """Check that an output fits its grammar and has ended by itself; or that it has come to its full length."""
+    """Check that an output fits its grammar, or has its full length."""
     if item.finish_reason == "stop":
         assert fits(item.text), item.text
         assert item.token_ids[-1] in eos and item.stop_reason is None
@@ -284,7 +284,7 @@ def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPa
     for regex in ("[ab]", "[a-d]{6}", "[bc]", "[a-d]{6}", "[ab]"):
         llm.generate(PROMPT, constrained(1, regex=regex), use_tqdm=False)
     assert len(compiled) == 4 and len(grammars._grammars) == 2
-    # Those of a call are all compiled before its first step, and none again as it is queued.
+    # A call's grammars are all compiled before its first step, and not again when it is queued.
     llm.generate([PROMPT] * 4, [constrained(1, regex=regex) for regex in "efgh"], use_tqdm=False)
     assert len(compiled) == 8
 
@@ -328,7 +328,7 @@ def test_a_grammar_of_minutes_is_tried_twice_and_never_again(
 
     monkeypatch.setattr(grammar_trials._TrialProcess, "try_grammar", noted)
     for _ in range(2):
-        # Another request may ask for the same before the long trial has ended.
+        # Another request may ask for the same before the long trial ends.
         with pytest.raises(SlowGrammarError):
             bounded.compile(number)
     for _ in range(2):
@@ -376,7 +376,7 @@ def chain(count: int) -> dict[str, Any]:
 
 
 def rules(count: int) -> str:
-    """Return Lark rules, each of which begins with the next one."""
+    """Return Lark rules; each begins with the next one."""
     return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(count)) + f'r{count}: "ok"'
 
 
@@ -449,7 +449,7 @@ def test_a_grammar_binds_after_the_thoughts(has_token: bool) -> None:
         return allowed(constraint, count)
 
     (answer,) = ids("q")
-    # The model may begin to think, if it has a token for that; thoughts that it has ended do not begin again.
+    # The model may begin to think, if it has a token for that; once ended, thoughts do not begin again.
     begun = {*ids("<think>")} if has_token else set()
     assert allowed(begin("user"), count) == {answer} | begun
     assert allowed(begin("<think>\n\n</think>\n\n"), count) == {answer}

@@ -1,4 +1,4 @@
-"""Where the Triton kernels cannot run: what is refused, and what does without them."""
+"""Systems without Triton kernels: what is refused, and what runs without them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from tests.conftest import MakeCheckpoint
 from tests.rank_processes import rank_pids
 from tests.test_live_weights import save_adapter
 
-# Several processes each, on as many cores as there are.
+# Each test starts several processes, on however few cores.
 
 # The last rank's share of the vocabulary is part padding; of the MLP's columns the last rank has what is left over.
 MODELS: dict[str, dict[str, Any]] = {
@@ -112,7 +112,7 @@ def check_calls(llm: LLM, size: int) -> None:
 
 @pytest.fixture
 def taken_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """torch's usual port, taken by somebody else, and named in the environment."""
+    """torch's usual port, taken by another socket, and named in the environment."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -141,7 +141,7 @@ def test_the_bundled_model_on_ranks_and_other_engines_beside_it(
         params = SamplingParams(0.8, max_tokens=5, ignore_eos=True, seed=7)
         want = alone.generate(prompts, params, use_tqdm=False)
         assert llm.generate(prompts, params, use_tqdm=False) == want
-        # As many blocks as the ranks with the least room have.
+        # The ranks with the least room decide.
         assert llm.stats()["num_free_blocks"] == alone.stats()["num_free_blocks"] > 0
         with LLM(BUNDLED_MODEL, tensor_parallel_size=2, **settings) as beside:
             assert beside.generate(prompts, params, use_tqdm=False) == want

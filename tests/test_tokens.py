@@ -97,7 +97,7 @@ def check_logprobs_and_states(llm: LLM, folder: Path, batch: list[list[int]]) ->
 
 def test_every_family_is_here() -> None:
     """But those with a state, which are in `test_hybrid.py`."""
-    assert set(FAMILIES) == {name for name, row in MODELS.items() if row.delta_net is None}
+    assert set(FAMILIES) == {name for name, row in MODELS.items() if row.mixer is None}
 
 
 @pytest.mark.parametrize(("depth", "name"), [(i % 2, name) for i, name in enumerate([*FAMILIES, *VARIANTS])])

@@ -20,7 +20,7 @@ Event = dict[str, Any]
 
 
 def rows_of(file: Path) -> dict[str, list[Event]]:
-    """A timeline's events by the names of their rows; those of a request are given durations, too."""
+    """A timeline's events by the names of their rows; requests' events are given durations, too."""
     events = json.loads(file.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M"}
     assert {names[1, 0], names[2, 0]} == {"engine", "requests"}
@@ -111,7 +111,7 @@ def test_requests_that_began_before_or_end_early(tmp_path: Path) -> None:
     assert [event["args"].get("failed", 0) for event in rows["device"]][-1] == 1
 
 
-def test_a_trace_ends_with_its_block_and_one_is_made_at_a_time(tmp_path: Path) -> None:
+def test_one_trace_at_a_time_until_its_block_ends(tmp_path: Path) -> None:
     engine, runner = make_engine(pipeline_depth=1)
     with trace_engine(engine, tmp_path / "a.json"):
         with pytest.raises(ValueError, match="traced already"), trace_engine(engine, tmp_path / "b.json"):

@@ -42,7 +42,7 @@ from tests.tools.sweep_models import (
 
 REFUSED = {
     "falcon_h1": "a state that is no KV cache",
-    "lfm2": "2 of 4 layers attend",
+    "recurrent_gemma": "1 of 4 layers attend",
     "zaya": "a state that is no KV cache",
     "deepseek_v4": "129 keys for 128 tokens",
     "llama4": "neither causal nor a sliding window",
@@ -143,7 +143,7 @@ def test_a_module_that_clamps_is_not_ours(
     [
         # As OPT-350m: states that are narrower before and after the layers.
         ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 32, "do_layer_norm_before": False, "init_std": 0.2}),
-        # Attention of two linear layers whose sizes are those of a SwiGLU MLP.
+        # Attention's two linear layers have the sizes of a SwiGLU MLP.
         ("Phi3", {"partial_rotary_factor": 0.5, "num_key_value_heads": 2, "pad_token_id": 0}),
     ],
 )

@@ -38,9 +38,9 @@ def has_learnt(rows: list[dict[str, float]]) -> bool:
     "command",
     [
         [*TRAIN, "--sleep"],
-        pytest.param([*TRAIN, "--top-p", "0.8", "--top-k", "20"], marks=pytest.mark.all_devices),
-        pytest.param(TWO, marks=pytest.mark.all_devices),
-        pytest.param([*TWO, "--sleep"], marks=pytest.mark.all_devices),
+        pytest.param([*TRAIN, "--top-p", "0.8", "--top-k", "20"], marks=pytest.mark.compat),
+        pytest.param(TWO, marks=pytest.mark.compat),
+        pytest.param([*TWO, "--sleep"], marks=pytest.mark.compat),
     ],
 )
 def test_twenty_steps_of_grpo(command: list[str]) -> None:
@@ -48,7 +48,7 @@ def test_twenty_steps_of_grpo(command: list[str]) -> None:
     assert len(rows) == 20 and has_learnt(rows)
 
 
-@pytest.mark.all_devices
+@pytest.mark.compat
 def test_without_updates_the_two_disagree() -> None:
     assert not has_learnt(train(*TRAIN, "--steps", "20", "--no-updates"))
 

@@ -26,7 +26,7 @@ NOTHING = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """What a backend is made for.
+    """The model and the device that a backend is made for.
 
     Attributes:
         device, dtype: of the queries.
@@ -71,7 +71,7 @@ class CaptureVariant:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """What a backend knows of one layer.
+    """One layer as a backend sees it.
 
     Attributes:
         pages: keys and values.
@@ -95,6 +95,8 @@ class AttentionLayer:
 
 class AttentionBackend(ABC):
     """Causal attention of one step's tokens over the paged KV cache, which already holds their keys and values.
+
+    A step is planned twice: `plan_host` chooses its CUDA graph, from counts on the host; `plan` is captured in it.
 
     Attributes:
         supports_cuda_graph: whether decode steps can be captured in a CUDA graph.

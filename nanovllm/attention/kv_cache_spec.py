@@ -43,7 +43,7 @@ class State:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where the tensors of all layers lie in one sequence's state.
+    """The places of all layers' tensors in one sequence's state.
 
     Attributes:
         places: for each layer, where its tensors begin, in elements of their dtypes, by name.

@@ -45,7 +45,7 @@ class DecodeVariant(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the layers of a step share.
+    """The plan that all layers of a step share.
 
     Attributes:
         decodes: how decode rows attend, by what the layer caches.

@@ -117,7 +117,7 @@ class AnsweredRequests:
 
 
 @dataclass(frozen=True)
-class Shard:
+class LineShard:
     """A share of an input's lines; all shards together cover the input.
 
     Attributes:
@@ -130,7 +130,7 @@ class Shard:
     num_lines: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Shard:
+    def parse(cls, text: str) -> LineShard:
         """Parse `index/count`, or raise ValueError."""
         found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
         if found is None:
@@ -147,7 +147,7 @@ class Shard:
         return (number - 1) * self.count // self.num_lines == self.index
 
 
-WHOLE = Shard()
+WHOLE = LineShard()
 """The shard of all lines."""
 
 
@@ -158,7 +158,7 @@ class UnansweredLines:
         num_lines: number of the source's lines so far.
     """
 
-    def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, shard: Shard = WHOLE) -> None:
+    def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, shard: LineShard = WHOLE) -> None:
         self._source, self._answered, self._shard = source, answered, shard
         self.num_lines = 0
 
@@ -201,14 +201,14 @@ class InputFile:
         """Return the open file's descriptor; None for a file opened by fsspec."""
         return None if is_url(self.path) else int(self._file.fileno())
 
-    def count_unanswered(self, answered: AnsweredRequests, shard: Shard) -> int | None:
+    def count_unanswered(self, answered: AnsweredRequests, shard: LineShard) -> int | None:
         """Return the number of lines to answer; None for a stream, which cannot be read twice."""
         if self.is_stream:
             return None
         lines = enumerate(self.lines_again(), 1)
         return sum(shard.takes(number) and request_digest(line) not in (0, answered[number]) for number, line in lines)
 
-    def require_unchanged(self, answered: AnsweredRequests, shard: Shard) -> None:
+    def require_unchanged(self, answered: AnsweredRequests, shard: LineShard) -> None:
         """Raise ValueError if an answer belongs to a changed line, or to a line of another shard."""
         left = len(answered)
         for number, line in enumerate(self.lines_again(), 1):

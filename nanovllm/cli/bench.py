@@ -130,7 +130,7 @@ class Ceilings:
 
 
 @dataclass
-class ModelWeights:
+class WeightCounts:
     """Weight counts of a model."""
 
     dense: int
@@ -142,7 +142,7 @@ class ModelWeights:
     top_k: int
 
     @classmethod
-    def of(cls, model: ModelConfig) -> ModelWeights:
+    def of(cls, model: ModelConfig) -> WeightCounts:
         """Count the weights of a model."""
         hidden, experts = model.hidden_size, model.experts
         attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim
@@ -169,7 +169,7 @@ class ModelWeights:
 def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     """Return the minimum time of the work at the ceilings; see the module."""
     model, itemsize = llm.model_config, 2 if ON_GPU else 4
-    weights = ModelWeights.of(model)
+    weights = WeightCounts.of(model)
     layer_itemsize = 1 if model.quantization is not None else itemsize
     heads_size = model.num_heads * model.head_dim
     kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize

@@ -17,8 +17,8 @@ from nanovllm.cli.batch_files import (
     WHOLE,
     AnsweredRequests,
     InputFile,
+    LineShard,
     ResultFile,
-    Shard,
     UnansweredLines,
     UnreadableInputError,
     answer_header,
@@ -186,17 +186,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return 1 if batch.num_failed else 0
 
 
-def _shard_and_input(options: argparse.Namespace) -> tuple[Shard, InputFile]:
+def _shard_and_input(options: argparse.Namespace) -> tuple[LineShard, InputFile]:
     if options.contiguous and options.shard is None:
         raise ValueError("--contiguous says how an input is cut into shards: give --shard too")
-    shard = WHOLE if options.shard is None else Shard.parse(options.shard)
+    shard = WHOLE if options.shard is None else LineShard.parse(options.shard)
     source = InputFile(options.input)
     # Contiguous lines keep equal prefixes together.
     return replace(shard, num_lines=sum(1 for _ in source.lines_again())) if options.contiguous else shard, source
 
 
 def _load_results(
-    results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str, shard: Shard
+    results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str, shard: LineShard
 ) -> None:
     if results.is_file(source.fileno()):
         raise ValueError(f"{options.output} is the input: give another output")

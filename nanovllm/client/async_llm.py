@@ -17,7 +17,7 @@ import torch
 from nanovllm.client.engine_client import RequestState
 from nanovllm.client.engine_thread import EngineThread, Mailbox, RequestStream
 from nanovllm.client.loading import load_model
-from nanovllm.client.model_client import ModelClient, Weights, load_weights, warn_of_nans
+from nanovllm.client.model_client import ModelClient, Weights, warn_of_nans
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.engine import PauseMode, Unpicklable
 from nanovllm.engine.request import Request
@@ -257,7 +257,8 @@ class AsyncLLM(Unpicklable):
 
     async def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
         """Like `load_weights`, and return which tensors have NaN instead of warning."""
-        return await self._between_steps(partial(load_weights, self.llm.engine_client.engine, weights, strict))
+        engine, checked = self.llm.engine_client.engine, self.llm.checked_weights
+        return await self._between_steps(lambda: engine.load_weights(checked(weights, strict), strict))
 
     async def unload_adapter(self) -> bool:
         """Remove an adapter; see `LLM.unload_adapter`."""

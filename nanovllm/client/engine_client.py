@@ -14,7 +14,7 @@ from typing import Any
 from nanovllm.engine.engine import Engine, EngineOutputs
 from nanovllm.engine.request import Request, StreamedToken
 from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, StepError, StepResult
-from nanovllm.text.output_processor import NewTokens, OutputProcessor, OutputState
+from nanovllm.text.output_processor import OutputDelta, OutputProcessor, OutputState
 from nanovllm.utils.interrupt import deferred_signals
 
 
@@ -133,7 +133,7 @@ class RequestState:
         if self.request.params.detokenize and isinstance(output.prompt_logprobs, Logprobs):
             output.prompt_logprobs = output.prompt_logprobs.with_texts(self._processor.decode_token)
 
-    def _completion(self, index: int, new: NewTokens) -> CompletionOutput:
+    def _completion(self, index: int, new: OutputDelta) -> CompletionOutput:
         output, params = CompletionOutput(index, new.text, new.token_ids), self.request.params
         if params.logprobs is not None:
             decode_token = self._processor.decode_token if params.detokenize else None

@@ -245,9 +245,9 @@ class EngineServer:
         # Earlier orders come first: aborts would otherwise wait for a step.
         self._engine.stop([])
         try:
-            result, error = getattr(self._engine, order.method)(*order.args), None
+            result, error = order.function(self._engine, *order.args), None
         except Exception as raised:
-            result, error = None, portable(raised) or RuntimeError(f"{order.method} failed: {raised}")
+            result, error = None, portable(raised) or RuntimeError(f"{order.function.__name__} failed: {raised}")
         # All front ends get the state if the call has changed it.
         if self._engine.state != self._state:
             self._state = deepcopy(self._engine.state)

@@ -240,7 +240,7 @@ class EngineThread:
         # No caller is above this thread to see the error: the readers get it, and `error` keeps it.
         except BaseException as caught:
             error = caught
-            _logger.critical("the engine has ended", exc_info=caught)
+            _logger.critical("the engine has stopped", exc_info=caught)
         self._end(error)
 
     def _has_work(self) -> bool:

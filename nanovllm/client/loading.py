@@ -162,7 +162,7 @@ def _load_here(config: Config) -> LoadedModel:
         max_model_len=files.max_model_len,
         eos_token_ids=files.eos_token_ids,
         make_constraint=files.constraints,
-        weights=runner,
+        weights=runner.weights_loader(),
     )
     name = device_name(config.device, config.tensor_parallel_size)
     return LoadedModel(engine, engine.seeds, files, device, dtype, name)

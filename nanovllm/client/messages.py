@@ -8,6 +8,7 @@ front end: reports that a front end has not read yet are merged into the next on
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +35,10 @@ class Stop:
 
 @dataclass(slots=True)
 class CallEngine:
-    """Call a method of the `LLMEngine`, between two steps; a `CallResult` follows."""
+    """Call a function with the `LLMEngine` and other arguments, between two steps; a `CallResult` follows."""
 
     call_id: int
-    method: str
+    function: Callable[..., Any]
     args: tuple[Any, ...]
 
 

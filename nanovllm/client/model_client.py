@@ -6,16 +6,14 @@ import os
 import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import cached_property
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, get_args
 
 from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
 from nanovllm.config import Config, Pooling
 from nanovllm.configs.model import folder_pooling
-from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineRunningError, PauseMode, Unpicklable
+from nanovllm.engine.engine import SLEEP_TAGS, EngineRunningError, PauseMode, Unpicklable
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.stats import BlockUsage, StatsSample, StepHistograms, joined_usage, merged_histograms
 from nanovllm.outputs import Prompt, StepResult, TokenIds
@@ -26,7 +24,6 @@ from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
-from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 if TYPE_CHECKING:
     from nanovllm.text.answers import AnswerFormat, AnswerOptions
@@ -210,9 +207,16 @@ class ModelClient(Unpicklable):
             >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
             1
         """
-        loaded = load_weights(self._engine, weights, strict)
+        loaded = self._engine.load_weights(self.checked_weights(weights, strict), strict)
         warn_of_nans(loaded.nan_names)
         return loaded.count
+
+    def checked_weights(self, weights: Weights, strict: bool) -> Any:
+        """Return weights, or the whole path of their folder, that can be loaded now; raises as `load_weights` does."""
+        check_bool("strict", strict)
+        given = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
+        self._engine.state.require_no_requests("load_weights", self._engine.request_ids)
+        return given
 
     def unload_adapter(self) -> bool:
         """Remove the adapter that `load_weights` has merged; the weights are restored bit for bit.
@@ -230,7 +234,7 @@ class ModelClient(Unpicklable):
         """
         self._engine.state.require_no_requests("unload_adapter", self._engine.request_ids)
         # Some replicas may have restored theirs in an earlier call, which failed in another.
-        return any(self._engine.call("unload_adapter"))
+        return any(self._engine.call(LLMEngine.unload_adapter))
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache.
@@ -243,7 +247,7 @@ class ModelClient(Unpicklable):
             >>> llm.reset_prefix_cache()
             True
         """
-        return all(self._engine.call("reset_prefix_cache"))
+        return all(self._engine.call(LLMEngine.reset_prefix_cache))
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Stop running steps until `resume`; new requests are accepted, and wait.
@@ -262,7 +266,7 @@ class ModelClient(Unpicklable):
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
-        self._engine.call("pause", mode)
+        self._engine.call(LLMEngine.pause, mode)
         if mode == "abort":
             # Includes requests that no replica has yet.
             self._engine.abort(self._engine.request_ids, keep_outputs=True)
@@ -273,7 +277,7 @@ class ModelClient(Unpicklable):
         """Let requests finish; their results are kept for their callers."""
 
         def is_draining() -> bool:
-            return any(self._engine.call("is_draining"))
+            return any(self._engine.call(LLMEngine.is_draining))
 
         while is_draining():
             try:
@@ -284,7 +288,7 @@ class ModelClient(Unpicklable):
 
     def resume(self) -> None:
         """Continue after a `pause`."""
-        self._engine.call("resume")
+        self._engine.call(LLMEngine.resume)
 
     def sleep(self, level: int = 1) -> None:
         """Release the memory of the weights, the KV cache and the CUDA graphs, until `wake_up`.
@@ -305,7 +309,7 @@ class ModelClient(Unpicklable):
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, not {level!r}")
         self._engine.state.require_no_requests("sleep", self._engine.request_ids)
-        self._engine.call("sleep", level)
+        self._engine.call(LLMEngine.sleep, level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Allocate memory again, and restore weights kept by `sleep(1)`. Parts that are awake stay unchanged.
@@ -325,7 +329,7 @@ class ModelClient(Unpicklable):
         chosen = list(SLEEP_TAGS) if tags is None else tags
         if isinstance(chosen, str) or not set(chosen) <= set(SLEEP_TAGS):
             raise ValueError(f"tags must be a list of some of {', '.join(SLEEP_TAGS)}, not {tags!r}")
-        self._engine.call("wake_up", list(chosen))
+        self._engine.call(LLMEngine.wake_up, list(chosen))
 
     @property
     def is_sleeping(self) -> bool:
@@ -364,7 +368,7 @@ class ModelClient(Unpicklable):
         Blocks of several replicas are concatenated.
         """
         share = max(1, most_cells // self.config.data_parallel_size)
-        return joined_usage(self._engine.call("block_usage", share))
+        return joined_usage(self._engine.call(LLMEngine.block_usage, share))
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
@@ -376,35 +380,11 @@ class ModelClient(Unpicklable):
 
     def step_histograms(self) -> StepHistograms:
         """Return histograms of step sizes, and of the times between tokens of an output."""
-        return merged_histograms(self._engine.call("histograms"))
+        return merged_histograms(self._engine.call(LLMEngine.histograms))
 
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
         self._engine.exit()
-
-
-def load_weights(engine: Engine, weights: Weights, strict: bool) -> LoadedWeights:
-    """Write weights into the model of every engine; see `LLM.load_weights`."""
-    check_bool("strict", strict)
-    given: Any = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
-    engine.state.require_no_requests("load_weights", engine.request_ids)
-    with ExitStack() as stack:
-        if not (isinstance(given, str) or engine.is_in_process):
-            from nanovllm.weights.files import write_tensors  # noqa: PLC0415
-            from nanovllm.weights.model_weights import counted  # noqa: PLC0415
-
-            folder = stack.enter_context(TemporaryDirectory(prefix="nanovllm-weights-"))
-            with counted([]):
-                given = write_tensors(folder, given.items() if isinstance(given, Mapping) else given)
-        try:
-            loaded: list[LoadedWeights] = engine.call("load_weights", given, strict)
-        except LoadFailedError:
-            if not engine.is_in_process:
-                # Replicas that have merged an adapter would otherwise differ from ones that have removed it.
-                engine.call("unload_adapter")
-            raise
-    nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
-    return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))
 
 
 def warn_of_nans(names: list[str]) -> None:

@@ -10,23 +10,26 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from nanovllm.client.messages import CallEngine, Ended, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
-from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens
+from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken, check_request_ids
 from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
+from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""
@@ -100,12 +103,12 @@ class Replica:
                 with suppress(OSError):
                     self._connection.send(orders)
 
-    def call(self, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        """Call a method of the engine."""
-        future: Future[Any] = Future()
+    def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
+        """Call a function with the engine and other arguments."""
+        future: Future[T] = Future()
         call_id = next(self._call_ids)
         self._calls[call_id] = future
-        self.add(CallEngine(call_id, method, args))
+        self.add(CallEngine(call_id, function, args))
         self.flush()
         if self.has_ended:
             self._end_calls()
@@ -206,7 +209,7 @@ class ReplicatedEngine(Engine):
         self._history = StatsHistory()
         # Requests come from any thread.
         self._lock = threading.RLock()
-        self.call("is_finished")
+        self.call(LLMEngine.is_finished)
 
     @property
     @override
@@ -319,19 +322,38 @@ class ReplicatedEngine(Engine):
             raise RuntimeError("the engine is closed" if cause is None else f"the engine is closed: {cause}")
 
     @override
-    def call(self, method: str, *args: Any) -> list[Any]:
+    def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
         self.require_open()
-        calls = [replica.call(method, args) for replica in self._replicas if not replica.has_ended]
+        calls = [replica.call(function, args) for replica in self._replicas if not replica.has_ended]
         # If one raises, the others have still finished their calls.
         wait(calls)
         return [call.result() for call in calls]
+
+    @override
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        with ExitStack() as stack:
+            if not isinstance(weights, str):
+                from nanovllm.weights.files import write_tensors  # noqa: PLC0415
+                from nanovllm.weights.model_weights import counted  # noqa: PLC0415
+
+                folder = stack.enter_context(TemporaryDirectory(prefix="nanovllm-weights-"))
+                with counted([]):
+                    weights = write_tensors(folder, weights.items() if isinstance(weights, Mapping) else weights)
+            try:
+                loaded = self.call(LLMEngine.load_weights, weights, strict)
+            except LoadFailedError:
+                # Replicas that have merged an adapter would otherwise differ from ones that have removed it.
+                self.call(LLMEngine.unload_adapter)
+                raise
+        nan_names = dict.fromkeys(name for replica in loaded for name in replica.nan_names)
+        return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))
 
     @override
     def stats(self, *, now: bool = False) -> dict[str, int]:
         if now and self.is_open:
             # A replica that has just died keeps its last counters.
             with suppress(RuntimeError):
-                self.call("is_finished")
+                self.call(LLMEngine.is_finished)
         total = Counter(dict.fromkeys(_MOMENTARY, 0) | self._past_stats)
         for index in list(self._placement.shares):
             total.update(self._replicas[index].stats)

@@ -7,6 +7,7 @@ has `rope_parameters`; `torch_dtype` became `dtype`.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -31,12 +32,16 @@ class Architecture:
         has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
         windows: layers that `sliding_window` applies to, if the config has it: all, none, or as `layer_types` says, or
             without it from `max_window_layers` on.
-        ropes: layers that rotate: all, or the layers in `no_rope_layers`.
+        ropes: layers that rotate: all, none, or the layers in `no_rope_layers`.
         scaled_ropes: layers whose rotary embedding the config's scaling stretches: all, or only those without a window.
         gates_attention: whether queries come with a gate of attention's output.
         norm_offset: added to stored weights of norms, which are then kept in float32.
+        mixer: what layers with a state have instead of attention; None: all attend.
         delta_net: order in which projections of gated delta nets are stored: one after the other ("parts"), or key head
-            by key head ("heads"); None: no gated delta nets, and rotary embeddings of whole heads.
+            by key head ("heads").
+        partial_ropes: whether a part of each head may be rotated.
+        has_single_blocks: whether a layer is attention, a mixer or an MLP with one norm; such MLPs are
+            `down(relu(up(x))**2)`, without a gate.
         is_wrapper: whether config and weights are the text half of a larger model, which is all that is loaded.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
@@ -47,11 +52,14 @@ class Architecture:
     norms: Literal["before", "after"] = "before"
     has_experts: bool = False
     windows: Literal["all", "none", "some"] = "some"
-    ropes: Literal["all", "some"] = "all"
+    ropes: Literal["all", "some", "none"] = "all"
     scaled_ropes: Literal["all", "full_attention"] = "all"
     gates_attention: bool = False
     norm_offset: float = 0.0
+    mixer: Literal["delta_net", "short_conv", "mamba"] | None = None
     delta_net: Literal["parts", "heads"] | None = None
+    partial_ropes: bool = False
+    has_single_blocks: bool = False
     is_wrapper: bool = False
     model: str = "decoder.DecoderForCausalLM"
 
@@ -59,8 +67,8 @@ class Architecture:
 def _hybrid(name: str, has_experts: bool, is_wrapper: bool, delta_net: Literal["parts", "heads"]) -> Architecture:
     """Return a family with gated delta nets, and gated attention in every fourth layer."""
     return Architecture(
-        name, qk_norm="heads", has_experts=has_experts, gates_attention=True, norm_offset=1.0, delta_net=delta_net,
-        is_wrapper=is_wrapper, model="hybrid.HybridForCausalLM",
+        name, qk_norm="heads", has_experts=has_experts, gates_attention=True, norm_offset=1.0, mixer="delta_net",
+        delta_net=delta_net, partial_ropes=True, is_wrapper=is_wrapper, model="hybrid.HybridForCausalLM",
     )  # fmt: skip
 
 
@@ -84,7 +92,20 @@ _ROWS = (
     _hybrid("Qwen3_5ForConditionalGeneration", has_experts=False, is_wrapper=True, delta_net="parts"),
     _hybrid("Qwen3_5MoeForCausalLM", has_experts=True, is_wrapper=False, delta_net="parts"),
     _hybrid("Qwen3_5MoeForConditionalGeneration", has_experts=True, is_wrapper=True, delta_net="parts"),
-)
+    Architecture("Lfm2ForCausalLM", qk_norm="heads", mixer="short_conv", model="lfm2.Lfm2ForCausalLM"),
+    Architecture(
+        "Lfm2MoeForCausalLM", qk_norm="heads", has_experts=True, mixer="short_conv", model="lfm2.Lfm2ForCausalLM"
+    ),
+    Architecture("BambaForCausalLM", mixer="mamba", partial_ropes=True, model="mamba.MambaForCausalLM"),
+    Architecture(
+        "GraniteMoeHybridForCausalLM", has_experts=True, mixer="mamba", partial_ropes=True,
+        model="mamba.MambaForCausalLM",
+    ),
+    Architecture(
+        "NemotronHForCausalLM", ropes="none", mixer="mamba", has_single_blocks=True,
+        model="mamba.NemotronHForCausalLM",
+    ),
+)  # fmt: skip
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
 """Any architecture that transformers implements; see `models/transformers.py`."""
@@ -93,7 +114,9 @@ _LEAST_TRANSFORMERS = (4, 56)
 _MAX_POSITION = 2**20
 """Default for configs without a limit."""
 _MAX_HEAD_DIM = 512
-_DELTA_NET_SIZES = (16, 32, 64, 128, 256)
+_STATE_SIZES = (16, 32, 64, 128, 256)
+_LINEAR = {"delta_net": "linear_attention", "short_conv": "conv", "mamba": "linear_attention"}
+"""Mixers -> types of layers with them, by transformers' names."""
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -109,13 +132,15 @@ class LayerConfig:
         window: tokens that a query sees, its own included; None for all.
         rope: the rotation of queries and keys; None for no rotation.
         has_experts: whether the MLP is a mixture of experts.
-        is_linear: whether it has a gated delta net, and so a state, instead of attention.
+        is_linear: whether it has the architecture's `mixer`, and so a state, instead of attention.
+        is_mlp: whether it is an MLP alone, in a model of single blocks.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
     has_experts: bool = False
     is_linear: bool = False
+    is_mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +151,10 @@ class ModelConfig:
         intermediate_size: of MLPs; 0 for a model of mixtures alone whose config has none.
         experts: None for a model without experts.
         delta_net: None for a model without gated delta nets.
+        short_conv_width: tokens that a filter sees; None for a model without short convolutions.
+        mamba: None for a model without Mamba-2.
         quantization: None if all weights are stored in the dtype of the activations.
+        multipliers: of models that have some.
         max_position: in tokens.
         has_head: whether logits can be computed; a model without an LM head only makes embeddings.
         hf: transformers' config of a model that its code runs, for which the sizes here are only what the engine needs;
@@ -149,6 +177,9 @@ class ModelConfig:
     eos_token_ids: frozenset[int]
     experts: ExpertsConfig | None = None
     delta_net: DeltaNetConfig | None = None
+    short_conv_width: int | None = None
+    mamba: MambaConfig | None = None
+    multipliers: Multipliers | None = None
     quantization: QuantizationConfig | None = None
     has_head: bool = True
     hf: Any = None
@@ -204,7 +235,9 @@ class ModelConfig:
         _check_supported(hf, architecture)
         layers = _layers(hf, architecture)
         has_mlp = not all(layer.has_experts for layer in layers)
-        size = check_int("intermediate_size", getattr(hf, "intermediate_size", None if has_mlp else 0), int(has_mlp))
+        size = _intermediate_size(hf, has_mlp)
+        short_conv, mamba = architecture.mixer == "short_conv", architecture.mixer == "mamba"
+        multipliers = Multipliers.from_hf(hf) if mamba and hasattr(hf, "residual_multiplier") else None
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
@@ -214,7 +247,7 @@ class ModelConfig:
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
             head_dim=_head_dim(hf),
-            rms_norm_eps=hf.rms_norm_eps,
+            rms_norm_eps=_norm_eps(hf) / (1.0 if multipliers is None else multipliers.residual**2),
             tie_word_embeddings=bool(whole.tie_word_embeddings),
             max_position=yarn_length(hf, hf.max_position_embeddings),
             initializer_range=hf.initializer_range,
@@ -222,8 +255,11 @@ class ModelConfig:
             eos_token_ids=frozenset(eos_token_ids).union(
                 *(_as_ids(getattr(config, "eos_token_id", None)) for config in (hf, whole))
             ),
-            experts=ExpertsConfig.from_hf(hf) if architecture.has_experts else None,
+            experts=ExpertsConfig.from_hf(hf) if _has_experts(hf, architecture) else None,
             delta_net=DeltaNetConfig.from_hf(hf) if architecture.delta_net is not None else None,
+            short_conv_width=check_int("conv_L_cache", hf.conv_L_cache, 1) if short_conv else None,
+            mamba=MambaConfig.from_hf(hf) if mamba and any(layer.is_linear for layer in layers) else None,
+            multipliers=multipliers,
             quantization=_quantization(whole),
         )
 
@@ -360,9 +396,15 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
     if hf.num_attention_heads % hf.num_key_value_heads:
         heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    kinds = {"full_attention", "linear_attention" if architecture.delta_net is not None else "sliding_attention"}
+    kinds = {"full_attention", "sliding_attention" if architecture.mixer is None else _LINEAR[architecture.mixer]}
+    name, act = ("mlp_hidden_act", "relu2") if architecture.has_single_blocks else ("hidden_act", "silu")
+    kinds |= {"mlp"} if architecture.has_single_blocks else set()
+    hidden_act = getattr(hf, name, act)
     unsupported = {
-        "hidden_act": hf.hidden_act != "silu" and hf.hidden_act,
+        name: hidden_act != act and hidden_act,
+        "conv_bias": architecture.mixer == "short_conv" and hf.conv_bias,
+        "mamba_proj_bias": getattr(hf, "mamba_proj_bias", False),
+        "use_bias": architecture.has_single_blocks and hf.use_bias,
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
@@ -408,21 +450,47 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         raise ValueError(f"layer_types={kinds!r:.80} or no_rope_layers={rotating!r:.80} do not have {count} entries")
     if "sliding_attention" in kinds:
         check_int("sliding_window", window, 1)
-    may_be_partial = architecture.delta_net is not None
     ropes = {
-        kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, may_be_partial)
-        for kind in set(kinds) - {"linear_attention"}
+        kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, architecture.partial_ropes)
+        for kind in set(kinds) & {"full_attention", "sliding_attention"}
     }
-    experts = [architecture.has_experts and is_sparse(hf, i) for i in range(count)]
+    # Granite's may have no rotary embedding.
+    has_rope = not (architecture.mixer == "mamba" and getattr(hf, "position_embedding_type", "rope") != "rope")
+    if not has_rope or architecture.ropes == "none":
+        rotating = [0] * count
+    experts = [_has_experts(hf, architecture) and is_sparse(hf, i) for i in range(count)]
     return tuple(
         LayerConfig(
             window if kind == "sliding_attention" else None,
             ropes.get(kind) if rotates else None,
             has_experts,
-            kind == "linear_attention",
+            kind in _LINEAR.values(),
+            kind == "mlp",
         )
         for kind, rotates, has_experts in zip(kinds, rotating, experts, strict=True)
     )
+
+
+def _intermediate_size(hf: Any, has_mlp: bool) -> int:
+    """Return the columns of a config's MLPs."""
+    name = "shared_intermediate_size" if hasattr(hf, "shared_intermediate_size") else "intermediate_size"
+    size = check_int(name, getattr(hf, name, None if has_mlp else 0), int(has_mlp))
+    if not getattr(hf, "block_auto_adjust_ff_dim", False):
+        return size
+    # LFM2's are about two thirds of what its config has.
+    size = int((hf.block_ffn_dim_multiplier or 1) * int(2 * size / 3))
+    return -(-size // hf.block_multiple_of) * int(hf.block_multiple_of)
+
+
+def _norm_eps(hf: Any) -> float:
+    """Return the epsilon of a config's norms."""
+    names = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
+    return float(getattr(hf, names.get(hf.model_type, "rms_norm_eps")))
+
+
+def _has_experts(hf: Any, architecture: Architecture) -> bool:
+    """Return whether a model has mixtures; Granite's smallest ones have none."""
+    return architecture.has_experts and not (architecture.mixer == "mamba" and hf.num_local_experts == 0)
 
 
 def _as_ids(value: Any) -> list[int]:
@@ -441,7 +509,9 @@ class ExpertsConfig:
         intermediate_size: of one expert.
         renormalize: whether the probabilities of a token's experts are divided by their sum.
         is_parallel: whether ranks hold whole experts, instead of a slice of every one.
-        shared_size: of the expert that computes every token, scaled by a gate of its own; 0: there is none.
+        shared_size: of the expert that computes every token; 0: there is none.
+        gates_shared: whether that expert is scaled by a gate of its own.
+        sigmoid: how sigmoids of logits become a token's weights; None: a softmax does.
     """
 
     num_experts: int
@@ -450,6 +520,8 @@ class ExpertsConfig:
     renormalize: bool
     is_parallel: bool = False
     shared_size: int = 0
+    gates_shared: bool = True
+    sigmoid: SigmoidRouting | None = None
 
     @classmethod
     def from_hf(cls, hf: Any) -> ExpertsConfig:
@@ -463,7 +535,8 @@ class ExpertsConfig:
             # transformers' code of some families treats that as a model without mixtures.
             raise UnsupportedError("num_experts=0 is not supported")
         size = getattr(hf, "moe_intermediate_size", None) or getattr(hf, "intermediate_size", None)
-        shared = getattr(hf, "shared_expert_intermediate_size", None) or 0
+        plain = getattr(hf, "shared_intermediate_size", None)
+        shared = plain or getattr(hf, "shared_expert_intermediate_size", None) or 0
         return cls(
             num_experts=num_experts,
             top_k=check_int("num_experts_per_tok", hf.num_experts_per_tok, 1, num_experts),
@@ -471,7 +544,29 @@ class ExpertsConfig:
             # By default the softmax is over the selected experts.
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
+            gates_shared=plain is None,
+            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "use_expert_bias") else None,
         )
+
+
+@dataclass(frozen=True)
+class SigmoidRouting:
+    """Weights of a token's experts that are sigmoids of the router's logits (DeepSeek-V3, arXiv:2412.19437).
+
+    Attributes:
+        has_bias: whether a number for each expert is added to its sigmoid when experts are chosen.
+        eps: added to the sum that weights are divided by, if they are.
+        factor: of the weights.
+    """
+
+    has_bias: bool
+    eps: float
+    factor: float
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> SigmoidRouting:
+        """Convert a transformers config."""
+        return cls(bool(hf.use_expert_bias), 1e-6, float(hf.routed_scaling_factor))
 
 
 @dataclass(frozen=True)
@@ -511,13 +606,87 @@ class DeltaNetConfig:
         if value_heads % key_heads:
             raise ValueError(f"linear_num_value_heads={value_heads} is no multiple of linear_num_key_heads={key_heads}")
         for name, size in zip(names[2:], sizes, strict=False):
-            if size not in _DELTA_NET_SIZES:
-                raise UnsupportedError(f"{name}={size} is not supported: only {_DELTA_NET_SIZES}")
+            if size not in _STATE_SIZES:
+                raise UnsupportedError(f"{name}={size} is not supported: only {_STATE_SIZES}")
         return cls(key_heads, value_heads, sizes[0], sizes[1], width)
+
+
+@dataclass(frozen=True)
+class MambaConfig:
+    """Sizes of a Mamba-2 mixer (Dao and Gu 2024, arXiv:2405.21060).
+
+    Attributes:
+        num_heads, head_size: heads of inputs.
+        num_groups: of consecutive heads that share keys and queries, of `state_size` elements.
+        conv_width: tokens that a filter of the convolution sees.
+        has_conv_bias: whether the convolution has a bias.
+        step_limits: least and largest step size.
+        norm_eps: of the output's norm.
+    """
+
+    num_heads: int
+    head_size: int
+    num_groups: int
+    state_size: int
+    conv_width: int
+    has_conv_bias: bool
+    step_limits: tuple[float, float]
+    norm_eps: float
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> MambaConfig:
+        """Convert a transformers config.
+
+        Raises:
+            ValueError: a size is missing, or not supported.
+        """
+        names = ["mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"]
+        if hasattr(hf, "ssm_state_size"):
+            names = ["mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias"]
+        has_bias = bool(getattr(hf, names.pop()))
+        heads, head_size, groups, state_size, width = (check_int(name, getattr(hf, name, None), 1) for name in names)
+        if heads % groups:
+            raise ValueError(f"{names[0]}={heads} is no multiple of {names[2]}={groups}")
+        if head_size % 16:
+            raise UnsupportedError(f"{names[1]}={head_size} is not supported: only multiples of 16")
+        if state_size not in _STATE_SIZES:
+            raise UnsupportedError(f"{names[3]}={state_size} is not supported: only {_STATE_SIZES}")
+        least, most = hf.time_step_limit or (0.0, math.inf)
+        return cls(
+            heads, head_size, groups, state_size, width, has_bias, (float(least), float(most)), _norm_eps(hf)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Constant factors of Granite's models.
+
+    The residual stream is kept divided by the factor of the branches that are added to it, since norms of it, with an
+    epsilon divided by the factor's square, are the same.
+
+    Attributes:
+        embedding: of embeddings, divided by `residual`.
+        residual: of branches.
+        attention: of the scores of queries and keys, instead of the root of their size.
+        logits: what logits are divided by.
+    """
+
+    embedding: float
+    residual: float
+    attention: float
+    logits: float
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> Multipliers:
+        """Convert a transformers config."""
+        residual = hf.residual_multiplier
+        return cls(hf.embedding_multiplier / residual, residual, hf.attention_multiplier, hf.logits_scaling)
 
 
 def is_sparse(hf: Any, layer: int) -> bool:
     """Return whether a layer has experts, in a model with some."""
+    if (num_dense := getattr(hf, "num_dense_layers", None)) is not None:
+        return bool(layer >= num_dense)
     step = check_int("decoder_sparse_step", getattr(hf, "decoder_sparse_step", 1), 1)
     return layer not in (getattr(hf, "mlp_only_layers", None) or []) and (layer + 1) % step == 0
 

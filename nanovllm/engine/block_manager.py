@@ -67,7 +67,7 @@ class _Fit:
 
 @dataclass
 class _Unconfirmed:
-    """What becomes valid with a step's result: blocks registered, by id, and copies saved to the host, by key."""
+    """Blocks and copies that a step's result makes valid: registered blocks by id, copies on the host by key."""
 
     registered: list[int] = field(default_factory=list)
     saved: list[BlockKey] = field(default_factory=list)

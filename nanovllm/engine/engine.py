@@ -12,16 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import RLock, get_ident
-from typing import Any, ClassVar, Literal, NoReturn, get_args
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 from weakref import WeakSet
 
 import numpy as np
+from typing_extensions import TypeVarTuple, Unpack
 
 from nanovllm.engine.request import Request, RequestLimits, StreamedToken
 from nanovllm.engine.stats import StatsSample
 from nanovllm.outputs import RequestOutput, StepError, StepResult
-from nanovllm.weights.report import MissingWeights
+from nanovllm.weights.report import LoadedWeights, MissingWeights
 
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 PauseMode = Literal["keep", "wait", "abort"]
 SleepTag = Literal["weights", "kv_cache"]
 SLEEP_TAGS: tuple[str, ...] = get_args(SleepTag)
@@ -332,16 +335,20 @@ class Engine(Unpicklable, ABC):
         """Return the results of steps, each once, for a caller that owns every request."""
 
     @abstractmethod
-    def call(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of `LLMEngine` with values that pickle, on every live engine, between two steps.
+    def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
+        """Call a function with every live `LLMEngine` and other arguments, which all pickle, between two steps.
 
         Returns:
             The results, one for each engine, in order.
 
         Raises:
             RuntimeError: the engine is closed, or one exits before it answers; all others have answered by then.
-            Exception: what the method raises.
+            Exception: what the function raises.
         """
+
+    @abstractmethod
+    def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write weights, from a folder or pairs of names and tensors, into every model; see `LLM.load_weights`."""
 
     @abstractmethod
     def stats(self, *, now: bool = False) -> dict[str, int]:

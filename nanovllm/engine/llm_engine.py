@@ -14,18 +14,18 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from threading import get_ident
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from nanovllm.config import Config
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineOutputs, EngineState, NewTokens, PauseMode
+from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineOutputs, EngineState, NewTokens, PauseMode, T, Ts
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import (
     Abort,
@@ -46,7 +46,7 @@ from nanovllm.runner.messages import Runner, ScheduledBatch, StateCache, StepHan
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
-from nanovllm.weights.report import LoadedWeights, LoadFailedError, WeightsRunner
+from nanovllm.weights.report import LoadedWeights, LoadFailedError, WeightsControl
 
 _REST_SECONDS = 0.002
 """Duration of an idle step of a paused engine."""
@@ -74,12 +74,12 @@ class LLMEngine(Engine):
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         make_constraint: MakeConstraint = no_constraint,
-        weights: WeightsRunner | None = None,
+        weights: WeightsControl | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self._runner: Runner | None = runner
-        self._weights_runner = weights
+        self._weights_control = weights
         self._state = EngineState()
         self._holds_steps = False
         memory = runner.host_memory
@@ -411,19 +411,18 @@ class LLMEngine(Engine):
                 self._empty_inbox()
 
     @override
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self, method)(*args)]
+    def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
+        return [function(self, *args)]
 
+    @override
     def load_weights(self, weights: Any, strict: bool) -> LoadedWeights:
-        """Write weights, from a folder or pairs of names and tensors, into the model; see `LLM.load_weights`."""
         with self.between_steps(), self._changing_weights("load_weights"):
-            loaded: LoadedWeights = self._weights.loader.load(weights, strict)
-        return loaded
+            return self._weights.load(weights, strict)
 
     def unload_adapter(self) -> bool:
         """Remove the adapter that `load_weights` has merged, and return whether there was one."""
         with self.between_steps(), self._changing_weights("unload_adapter"):
-            return bool(self._weights.loader.unload_adapter().count)
+            return bool(self._weights.unload_adapter())
 
     @contextmanager
     def _changing_weights(self, name: str) -> Iterator[None]:
@@ -437,7 +436,7 @@ class LLMEngine(Engine):
         except LoadFailedError as error:
             self.state.missing = error.missing
             raise
-        self.state.missing = self._weights.loader.missing
+        self.state.missing = self._weights.missing
         if was_missing.count and not self.state.missing.count:
             # Graphs could not be captured before.
             self._weights.wake_up([])
@@ -487,10 +486,10 @@ class LLMEngine(Engine):
                 self.state.asleep = self.state.asleep.difference(woken)
 
     @property
-    def _weights(self) -> WeightsRunner:
-        if self._weights_runner is None:
+    def _weights(self) -> WeightsControl:
+        if self._weights_control is None:
             raise RuntimeError("this engine's runner does not change weights")
-        return self._weights_runner
+        return self._weights_control
 
     def _require_rest(self, name: str) -> None:
         self.state.require_no_requests(name, self.request_ids)

@@ -78,18 +78,18 @@ class TracedRunner:
         return self.runner.forward(batch), step
 
     def sample(self, step: tuple[Any, _Step], masks: np.ndarray | None = None) -> StepHandle:
-        """See `Runner`."""
+        """Record when a step's sampling is launched."""
         inner, times = step
         handle = self.runner.sample(inner, masks)
         times.launched = time.monotonic()
         return _TracedHandle(handle, times)
 
     def synchronize(self) -> None:
-        """See `Runner`."""
+        """Wait for all launched work."""
         self.runner.synchronize()
 
     def exit(self) -> None:
-        """See `Runner`."""
+        """Close the traced runner."""
         self.runner.exit()
 
     def write(self, file: IO[str]) -> None:

@@ -60,7 +60,7 @@ class AsyncLLMEngine(Unpicklable):
                 yield output
 
     async def abort(self, request_id: str) -> None:
-        """See `AsyncLLM.abort`."""
+        """End a pending request with its output so far; other ids are ignored."""
         await self.async_llm.abort(request_id)
 
     @property

@@ -52,9 +52,11 @@ def gate_heads(x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def add_gated_ref(x: torch.Tensor, weight: torch.Tensor, branch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def add_gated_ref(
+    x: torch.Tensor, weight: torch.Tensor | None, branch: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
     """Plain torch form of `add_gated`."""
-    gate = (x.float() @ weight.float().T).sigmoid()
+    gate = 1 if weight is None else (x.float() @ weight.float().T).sigmoid()
     total = branch.float() * gate + (out.float().sum(0) if out.dim() == 3 else out.float())
     return total.to(x.dtype)
 
@@ -67,23 +69,24 @@ def _add_gated_kernel(
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
-    gate = 1 / (1 + tl.exp(-tl.sum(x * weight, axis=0)))
-    total = tl.load(branch_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32) * gate
+    total = tl.load(branch_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+        total *= 1 / (1 + tl.exp(-tl.sum(x * weight, axis=0)))
     for part in tl.static_range(PARTS):
         ptrs = out_ptr + part * part_stride + row * out_stride + offsets
         total += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     tl.store(total_ptr + row * size + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
 
 
-def add_gated(x: torch.Tensor, weight: torch.Tensor, branch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def add_gated(x: torch.Tensor, weight: torch.Tensor | None, branch: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Return `sigmoid(x @ weight.T) * branch + out`, [num_rows, size].
 
     Args:
         x: [num_rows, size], contiguous.
-        weight: [1, size].
+        weight: [1, size]; None: `branch + out`.
         branch: [num_rows, size], contiguous.
         out: [num_rows, size], or the parts of a sum, [num_parts, num_rows, size].
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.kernels.logits import LogitsEdits, cutoffs, edit_logits, own_logprobs, token_logprobs
     from nanovllm.kernels.policy import FASTEST
     from nanovllm.kernels.qkv_rope_store import NormRope, qkv_rope_store
-    from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm
+    from nanovllm.kernels.rms_norm import Norm, QKNorms, norm_dtype, normalize_qk, rms_norm, sum_squares
     from nanovllm.kernels.sampling import sample
 
 _FILES = {
@@ -29,13 +29,14 @@ _FILES = {
     "logits": ("LogitsEdits", "cutoffs", "edit_logits", "own_logprobs", "token_logprobs"),
     "policy": ("FASTEST",),
     "qkv_rope_store": ("NormRope", "qkv_rope_store"),
-    "rms_norm": ("Norm", "norm_dtype", "rms_norm"),
+    "rms_norm": ("Norm", "QKNorms", "norm_dtype", "normalize_qk", "rms_norm", "sum_squares"),
     "sampling": ("sample",),
 }
 __all__ = [
-    "FASTEST", "LogitsEdits", "Norm", "NormRope", "add_gated", "cutoffs", "device_limits", "edit_logits", "gate_heads",
-    "linear_into", "norm_dtype", "norm_linear", "own_logprobs", "persistent_qkv_rope_store", "qkv_rope_store",
-    "quantize_rows", "rms_norm", "sample", "token_logprobs",
+    "FASTEST", "LogitsEdits", "Norm", "NormRope", "QKNorms", "add_gated", "cutoffs", "device_limits", "edit_logits",
+    "gate_heads", "linear_into", "norm_dtype", "norm_linear", "normalize_qk", "own_logprobs",
+    "persistent_qkv_rope_store", "qkv_rope_store", "quantize_rows", "rms_norm", "sample", "sum_squares",
+    "token_logprobs",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:

@@ -108,19 +108,6 @@ def splitk_tiles(num_rows: int, gated: bool, parts: int) -> list[SplitKTile]:
     return [SplitKTile(64, 128, 4) if num_rows <= SPLITK_ROWS else SplitKTile(64, 64, 6)]
 
 
-def find_splitk_tile(num_rows: int, weight: torch.Tensor, gated: bool, parts: int) -> SplitKTile | None:
-    """Return the first tile shape that divides the work evenly into programs that are all resident at once."""
-    out_features, in_features = len(weight) // 2 if gated else len(weight), weight.shape[1]
-    num_processors, shared_bytes = device_limits(weight.device)
-    for tile in splitk_tiles(num_rows, gated, parts):
-        programs = -(-num_rows // SPLITK_ROWS) * (out_features // tile.outs) * parts
-        program_bytes = tile.stages * (SPLITK_ROWS + tile.outs * (2 if gated else 1)) * tile.step * 2
-        even = in_features % (parts * tile.step) == 0 and out_features % tile.outs == 0
-        if even and programs <= num_processors * (shared_bytes // program_bytes):
-            return tile
-    return None
-
-
 def _most_splitk_ins(num_rows: int, gated: bool) -> int:
     """Return the maximum inputs per program: above, reading the weights dominates, and cuBLAS reads as fast or faster.
 
@@ -214,7 +201,19 @@ class KernelPolicy:
     def uses_splitk(self, num_rows: int, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> bool:
         """Return whether `splitk_gemm` is supported and fastest: small weights, all programs resident at once."""
         small = num_rows <= MAX_SPLITK_ROWS and weight.shape[1] <= parts * _most_splitk_ins(num_rows, gated)
-        return weight.element_size() == 2 and small and find_splitk_tile(num_rows, weight, gated, parts) is not None
+        return weight.element_size() == 2 and small and self.splitk_tile(num_rows, weight, gated, parts) is not None
+
+    def splitk_tile(self, num_rows: int, weight: torch.Tensor, gated: bool, parts: int) -> SplitKTile | None:
+        """Return the first tile shape that divides the work evenly into programs that are all resident at once."""
+        out_features, in_features = len(weight) // 2 if gated else len(weight), weight.shape[1]
+        num_processors, shared_bytes = device_limits(weight.device)
+        for tile in splitk_tiles(num_rows, gated, parts):
+            programs = -(-num_rows // SPLITK_ROWS) * (out_features // tile.outs) * parts
+            program_bytes = tile.stages * (SPLITK_ROWS + tile.outs * (2 if gated else 1)) * tile.step * 2
+            even = in_features % (parts * tile.step) == 0 and out_features % tile.outs == 0
+            if even and programs <= num_processors * (shared_bytes // program_bytes):
+                return tile
+        return None
 
     def uses_persistent(self, num_rows: int, weight: torch.Tensor) -> bool:
         """Return whether `persistent_gemm` supports these shapes, and tiles fill nine tenths of all waves of programs.
@@ -231,6 +230,10 @@ class KernelPolicy:
         """Return whether `persistent_qkv_rope_store` supports these shapes, and is faster than two kernels."""
         is_supported = is_hopper(weight.device) and head_dim == PERSISTENT_COLUMNS
         return is_supported and self.uses_persistent(num_rows, weight)
+
+    def fuses_norm(self, num_rows: int) -> bool:
+        """Return whether each of a mixer's products of the same rows normalises them, instead of a norm before both."""
+        return num_rows <= MAX_SKINNY_ROWS
 
     def branch_end(self, num_rows: int, weight: torch.Tensor) -> LinearKernel | None:
         """Return the kernel of a branch's last product: CUBLAS adds the residual, SPLITK_GEMM leaves parts of the sum.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CachedAttention(nn.Module):
-    """What the runner knows of a layer that attends over its share of the cache.
+    """A layer that attends over its share of the cache, as the runner sees it.
 
     Args:
         num_kv_heads: of this rank.
@@ -67,7 +67,8 @@ class CachedAttention(nn.Module):
 class Attention(CachedAttention):
     """Causal attention of one layer over its share of the cache.
 
-    eps: of the norms of heads, if there are any; has_gates: whether the queries have gates, see `NormRope`.
+    eps: of the norms of heads, if there are any; scale: of scores, None for `head_dim**-0.5`; has_gates: whether the
+    queries have gates, see `NormRope`.
     """
 
     def __init__(
@@ -79,9 +80,10 @@ class Attention(CachedAttention):
         options: AttentionOptions = PLAIN,
         scales: KVCacheScales | None = None,
         *,
+        scale: float | None = None,
         has_gates: bool = False,
     ) -> None:
-        super().__init__(num_kv_heads, head_dim, head_dim, head_dim**-0.5, options, scales)
+        super().__init__(num_kv_heads, head_dim, head_dim, head_dim**-0.5 if scale is None else scale, options, scales)
         self.head_dim, self.eps, self.rotary, self.has_gates = head_dim, eps, rotary, has_gates
 
     def rope(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormRope:

@@ -12,23 +12,45 @@ from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels import ops
 from nanovllm.kernels.moe.fused_experts import fused_experts
-from nanovllm.kernels.moe.route import Routing, route
+from nanovllm.kernels.moe.route import Routing, SigmoidScores, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import make_experts_weight
 from nanovllm.quantization.weight import MatrixShard, Stream
-from nanovllm.weights.slices import LoadableModule
+from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
 
 class Router(LoadableModule):
-    """Chooses each token's experts; the same on every rank."""
+    """Chooses each token's experts; the same on every rank.
+
+    Attributes:
+        weight: [num_experts, hidden_size].
+        expert_bias: see `SigmoidScores`.
+    """
 
     def __init__(self, hidden_size: int, config: ExpertsConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
-        self.top_k, self.renormalize = config.top_k, config.renormalize
+        self.top_k, self.renormalize, self.sigmoid = config.top_k, config.renormalize, config.sigmoid
+        self.expert_bias: nn.Parameter | None = None
+        if config.sigmoid is not None and config.sigmoid.has_bias:
+            self.expert_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(dtype, device)
+        if self.expert_bias is not None:
+            self.expert_bias = nn.Parameter(self.expert_bias.float(), requires_grad=False)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        slices = super().weight_slices(name)
+        if self.expert_bias is not None:
+            target = WeightTarget(f"{name}.expert_bias")
+            slices[target] = Float32Slice.of((Shard.whole(len(self.expert_bias)),), self.expert_bias.data)
+        return slices
 
     @property
     @override
@@ -42,13 +64,16 @@ class Router(LoadableModule):
 
         Takes the arguments of `ColumnParallelLinear`.
         """
+        how, sigmoid = self.sigmoid, None
+        if how is not None:
+            sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor)
         if norm is not None and norm.communicator.size == 1:
             params = Norm(norm.weight, norm.eps)
-            routing, rows, total = route(x, self.weight, self.top_k, self.renormalize, params, residual)
+            routing, rows, total = route(x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid)
             return rows, routing, total
         if norm is not None:
             x, residual = norm(x, residual)
-        return x, route(x, self.weight, self.top_k, self.renormalize)[0], residual
+        return x, route(x, self.weight, self.top_k, self.renormalize, sigmoid=sigmoid)[0], residual
 
 
 class _ExpertsLinear(nn.Module):
@@ -96,7 +121,7 @@ class TokenGate(LoadableModule):
 class SparseMLP(nn.Module):
     """A mixture of SwiGLU experts; a router chooses some for each token.
 
-    shared_expert: the MLP that computes every token, scaled by a gate; None if there is none.
+    shared_expert: the MLP that computes every token, maybe scaled by a gate; None if there is none.
     """
 
     def __init__(
@@ -116,7 +141,7 @@ class SparseMLP(nn.Module):
         )  # fmt: skip
         self.shared_expert = shared_expert
         if shared_expert is not None:
-            self.shared_expert_gate = TokenGate(config.hidden_size)
+            self.shared_expert_gate = TokenGate(config.hidden_size) if config.experts.gates_shared else None
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
@@ -125,5 +150,6 @@ class SparseMLP(nn.Module):
         rows, routing, residual = self.gate(x, norm, residual)
         out = self.experts(rows, routing)
         if self.shared_expert is not None:
-            out = ops.add_gated(rows, self.shared_expert_gate.weight, self.shared_expert(rows)[0], out)
+            gate = self.shared_expert_gate
+            out = ops.add_gated(rows, None if gate is None else gate.weight, self.shared_expert(rows)[0], out)
         return out, residual

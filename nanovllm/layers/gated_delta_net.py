@@ -14,16 +14,15 @@ from torch import nn
 from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
-from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
 from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.short_conv import ConvFilters
 from nanovllm.layers.state import StateLayer
 from nanovllm.parallel.shard import ModelShard, Shard
-from nanovllm.quantization.weight import MatrixShard, Stream
+from nanovllm.quantization.weight import Stream
 from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
@@ -44,23 +43,6 @@ def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str 
         return {name: key_heads.times(size)}
     own = range(key_heads.start, key_heads.stop)
     return {f"{name}.{head}": Shard(0, size if head in own else 0, size) for head in range(key_heads.total)}
-
-
-class ConvFilters(LoadableModule):
-    """The filters of a convolution of each channel: weight, [channels of this rank, 1, width]."""
-
-    def __init__(self, parts: Mapping[str | None, Shard], width: int) -> None:
-        super().__init__()
-        self.shard = MatrixShard(parts, Shard.whole(width))
-        channels = self.shard.size[0]
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        return {
-            WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
-            for part, channels, region in self.shard.split(self.weight.data)
-        }
 
 
 class GatedDeltaNet(StateLayer, LoadableModule):
@@ -150,7 +132,7 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         rows: torch.Tensor | None,
     ) -> Stream:
         """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
-        if norm is not None and (len(positions) > MAX_SKINNY_ROWS or norm.communicator.size > 1):
+        if norm is not None and (not self.policy.fuses_norm(len(positions)) or norm.communicator.size > 1):
             x, residual = norm(x, residual)
             norm = None
         qkvz, total = self.in_proj_qkvz(x, norm, residual)
@@ -163,16 +145,11 @@ class GatedDeltaNet(StateLayer, LoadableModule):
 
     def _mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the delta rule, [num_tokens, value heads, value_size], and store the states."""
-        metadata, num_heads = get_step_metadata(), self.value_heads.size
-        states, num_decodes = metadata.states, metadata.num_decodes
-        assert states is not None
+        num_heads = self.value_heads.size
         x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, (num_heads, self.sizes.value_size))
         b, a = ba.split(num_heads, 1)
-        outs = list[torch.Tensor]()
-        if num_decodes:
-            own = slice(num_decodes)
-            outs.append(delta_rule_step(self.rule, x[own], a[own], b[own], z[own], states.rows))
-        if num_decodes < len(x):
-            own = slice(num_decodes, None)
-            outs.append(delta_rule_prompt(self.rule, x[own], a[own], b[own], z[own], states.tiles))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.run(
+            len(x),
+            lambda own, states: delta_rule_step(self.rule, x[own], a[own], b[own], z[own], states),
+            lambda own, states: delta_rule_prompt(self.rule, x[own], a[own], b[own], z[own], states),
+        )

@@ -1,4 +1,4 @@
-"""RMS norms of the residual stream and of heads.
+"""RMS norms of the residual stream, of heads, and of all heads at once (OLMo 2, arXiv:2501.00656).
 
 A decoder's hidden states are a pair `(x, residual)`, which the next norm adds up. x is the newest branch: of several
 ranks each has a part of it, on one it may be the parts of a sum, [parts, num_tokens, hidden_size]. residual is the sum
@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from nanovllm.kernels import ops
 from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
 from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
@@ -71,3 +73,29 @@ class AllReduceRMSNorm(RMSNorm):
         if rounding is not None:
             return self.communicator.all_reduce_quantize_rows(x, self.weight, self.eps, residual, rounding)
         return self.communicator.all_reduce_rms_norm(x, self.weight, self.eps, residual)
+
+
+class ParallelRMSNorm(RMSNorm):
+    """Parameters of an RMS norm over all heads of queries, or of keys: this rank's shard of the weight."""
+
+    def __init__(self, shard: Shard, eps: float) -> None:
+        super().__init__(shard.size, eps)
+        self.shard = shard
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        return {WeightTarget(f"{name}.weight"): WeightSlice.of((self.shard,), self.weight.data)}
+
+
+def normalize_projections(
+    qkv: torch.Tensor, q_norm: ParallelRMSNorm, k_norm: ParallelRMSNorm, communicator: Communicator
+) -> None:
+    """Normalise all heads of queries at once, and all of keys, in place; qkv: [num_tokens, outputs of this rank].
+
+    The communicator adds up the ranks' squares, both norms' in one all-reduce.
+    """
+    norms = ops.QKNorms(q_norm.weight, k_norm.weight, q_norm.shard.total, k_norm.shard.total, q_norm.eps)
+    squares = None
+    if communicator.size > 1:
+        squares = communicator.all_reduce_rows(ops.sum_squares(qkv, norms))
+    ops.normalize_qk(qkv, norms, squares)

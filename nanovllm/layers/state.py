@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from nanovllm.attention.kv_cache_spec import State
+from nanovllm.attention.metadata import get_step_metadata
 
 if TYPE_CHECKING:
     from nanovllm.kernels.mixers.state_pool import StatePool
+    from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
 
 
 class StateLayer(nn.Module, ABC):
-    """What the runner knows of a layer that keeps a state of each sequence.
+    """A layer that keeps a state of each sequence, as the runner sees it.
 
     Attributes:
         pool: the memory of all states; bound by the runner.
@@ -37,3 +39,23 @@ class StateLayer(nn.Module, ABC):
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
         del self.pool, self.places
+
+    def run(
+        self,
+        num_tokens: int,
+        step: Callable[[slice, StateRows], torch.Tensor],
+        prompt: Callable[[slice, StateTiles], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what `step` computes of the decode rows among a step's tokens, then what `prompt` does of the others.
+
+        Both take their tokens, and their states; only if there are some.
+        """
+        metadata = get_step_metadata()
+        states, num_decodes = metadata.states, metadata.num_decodes
+        assert states is not None
+        outs = list[torch.Tensor]()
+        if num_decodes:
+            outs.append(step(slice(num_decodes), states.rows))
+        if num_decodes < num_tokens:
+            outs.append(prompt(slice(num_decodes, None), states.tiles))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
+from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
     from nanovllm.layers.fused_experts import SparseMLP
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
+    from nanovllm.layers.mamba import Mamba
+    from nanovllm.layers.short_conv import ShortConv
+    from nanovllm.models.mamba import SingleDecoderLayer
+
+    Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | Mamba | ShortConv"
 
 
 class SelfAttention(nn.Module):
@@ -69,8 +74,6 @@ class SelfAttention(nn.Module):
         self.head_norms = self.q_norm, self.k_norm
         self.normalize: Callable[[torch.Tensor], None] | None = None
         if qk_norm == "projections":
-            from nanovllm.layers.qk_norm import ParallelRMSNorm, normalize_projections  # noqa: PLC0415
-
             self.q_norm = q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
             self.k_norm = k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
             self.normalize = partial(normalize_projections, q_norm=q_norm, k_norm=k_norm, communicator=communicator)
@@ -79,7 +82,10 @@ class SelfAttention(nn.Module):
             from nanovllm.quantization.fp8 import KVCacheScales  # noqa: PLC0415
 
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
-        self.attn = Attention(shard.kv_heads.size, head_dim, eps, rotary, options, scales, has_gates=has_gates)
+        scale = None if config.multipliers is None else config.multipliers.attention
+        self.attn = Attention(
+            shard.kv_heads.size, head_dim, eps, rotary, options, scales, scale=scale, has_gates=has_gates
+        )
 
     def forward(
         self,
@@ -143,7 +149,7 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         communicator: Communicator,
-        attention: SelfAttention | GatedDeltaNet,
+        attention: Mixer,
         mlp: MLP | SparseMLP,
     ) -> None:
         super().__init__()
@@ -167,7 +173,7 @@ class PostNormDecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         communicator: Communicator,
-        attention: SelfAttention | GatedDeltaNet,
+        attention: Mixer,
         mlp: MLP | SparseMLP,
     ) -> None:
         super().__init__()
@@ -197,37 +203,62 @@ class Decoder(nn.Module):
         make_layer = PostNormDecoderLayer if is_post_norm else DecoderLayer
         reducer = communicator if is_post_norm else None
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
-        ropes = {layer.rope for layer in config.layers if not layer.is_linear}
+        ropes = {layer.rope for layer in config.layers if not (layer.is_linear or layer.is_mlp)}
         rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in ropes}
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
-            attention: SelfAttention | GatedDeltaNet
+            attention: Mixer | None = None
             if layer.is_linear:
-                attention = _make_delta_net(config, shard, f"{prefix}.linear_attn")
-            else:
+                attention = _make_mixer(config, shard, prefix)
+            elif not layer.is_mlp:
                 rotary = rotaries[layer.rope]
                 attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
+            if config.architecture.has_single_blocks:
+                self.layers.append(_make_single_layer(config, shard, communicator, attention, prefix))
+                continue
+            assert attention is not None
             mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
             self.layers.append(make_layer(config, communicator, attention, mlp))
         # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
         offset = config.architecture.norm_offset
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last, offset)
+        self.multiplier = 1.0 if config.multipliers is None else config.multipliers.embedding
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Stream:
         """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens."""
         x, residual = self.embed_tokens(token_ids), None
+        if self.multiplier != 1:
+            x = x * self.multiplier
         for i, layer in enumerate(self.layers, 1):
             # After the last layer's attention only the rows to sample from are needed.
             x, residual = layer(x, residual, positions, rows if i == len(self.layers) else None)
         return x, residual
 
 
-def _make_delta_net(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet:
-    from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
+def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet | Mamba | ShortConv:
+    """Return what a layer with a state has in attention's place."""
+    if config.delta_net is not None:
+        from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
 
-    return GatedDeltaNet(config, shard, prefix)
+        return GatedDeltaNet(config, shard, f"{prefix}.linear_attn")
+    if config.mamba is not None:
+        from nanovllm.layers.mamba import Mamba  # noqa: PLC0415
+
+        return Mamba(config, shard, f"{prefix}.mamba")
+    from nanovllm.layers.short_conv import ShortConv  # noqa: PLC0415
+
+    return ShortConv(config, shard, f"{prefix}.conv")
+
+
+def _make_single_layer(
+    config: ModelConfig, shard: ModelShard, communicator: Communicator, mixer: Mixer | None, prefix: str
+) -> SingleDecoderLayer:
+    from nanovllm.models.mamba import Relu2MLP, SingleDecoderLayer  # noqa: PLC0415
+
+    mlp = Relu2MLP(config, shard.intermediate, f"{prefix}.mixer") if mixer is None else mixer
+    return SingleDecoderLayer(config, communicator, mlp)
 
 
 def _make_mlp(

@@ -31,7 +31,7 @@ from nanovllm.models.transformers_shard import SourceParameters, shard_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.weights.files import misfit, stored_tensors
-from nanovllm.weights.readers import WholeTensor
+from nanovllm.weights.model_weights import WholeTensor
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 _logger = logging.getLogger(__name__)

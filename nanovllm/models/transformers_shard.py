@@ -106,7 +106,7 @@ def _part(values: torch.Tensor) -> nn.Parameter:
 
 @dataclass(frozen=True)
 class SourceSlice(WeightSlice):
-    """This rank's slice of a parameter, with those of modules tied to it, and norms whose weights it determines."""
+    """This rank's slice of a parameter, with tied modules' slices, and norms whose weights it determines."""
 
     tied: tuple[WeightSlice, ...] = ()
     norms: tuple[FusedNorm, ...] = ()

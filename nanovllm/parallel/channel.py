@@ -89,7 +89,7 @@ class Receiver:
             with suppress(BlockingIOError):
                 part = os.read(self._descriptor, _READ_BYTES)
                 if not part:
-                    raise EOFError("the sender has ended")
+                    raise EOFError("the sender has closed the channel")
                 self._unread.extend(part)
                 return True
             return False

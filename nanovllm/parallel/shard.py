@@ -2,7 +2,8 @@
 
 Attention is sharded by KV heads, each with its group of query heads; of more ranks several hold the same KV head, and
 divide its query heads. The MLP is sharded by columns; experts by columns too, or as whole experts; gated delta nets by
-key heads, each with its group of value heads; embedding and LM head by token ids.
+key heads, each with its group of value heads; short convolutions by channels; Mamba-2 by
+groups of heads; embedding and LM head by token ids.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanovllm.configs.model import DeltaNetConfig, ExpertsConfig, ModelConfig
+    from nanovllm.configs.model import ExpertsConfig, ModelConfig
 
 _MLP_UNIT = 16
 """MLP shards are multiples of this number of columns, so that the rows of every shard stay aligned."""
@@ -68,7 +69,13 @@ class ExpertsShard:
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids; experts, key heads of delta nets."""
+    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids; and of mixtures and mixers.
+
+    Attributes:
+        key_heads: of gated delta nets.
+        channels: of short convolutions.
+        mamba_groups: of heads of Mamba-2.
+    """
 
     kv_heads: Shard
     heads: Shard
@@ -76,6 +83,8 @@ class ModelShard:
     vocab: Shard
     experts: ExpertsShard | None = None
     key_heads: Shard | None = None
+    channels: Shard | None = None
+    mamba_groups: Shard | None = None
 
 
 def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
@@ -98,7 +107,15 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
         else _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, unit)),
         vocab=_padded_shard(model.vocab_size, rank, size),
         experts=experts_shard(model.experts, rank, size, max(_MLP_UNIT, unit)) if model.experts is not None else None,
-        key_heads=_delta_net_shard(model.delta_net, rank, size) if model.delta_net is not None else None,
+        key_heads=_head_shard("linear key heads", model.delta_net.num_key_heads, rank, size)
+        if model.delta_net is not None
+        else None,
+        channels=_column_shard("hidden_size", model.hidden_size, rank, size, max(_MLP_UNIT, unit))
+        if model.short_conv_width is not None
+        else None,
+        mamba_groups=_head_shard("groups of Mamba's heads", model.mamba.num_groups, rank, size)
+        if model.mamba is not None
+        else None,
     )
 
 
@@ -126,10 +143,10 @@ def _head_shards(model: ModelConfig, rank: int, size: int) -> tuple[Shard, Shard
     return Shard(own * group + part.start, own * group + part.stop, model.num_heads), Shard(own, own + 1, num_kv_heads)
 
 
-def _delta_net_shard(model: DeltaNetConfig, rank: int, size: int) -> Shard:
-    if size > model.num_key_heads:
-        raise ValueError(f"tensor_parallel_size={size} is over the model's {model.num_key_heads} linear key heads")
-    return _even_shard(model.num_key_heads, 1, rank, size)
+def _head_shard(what: str, total: int, rank: int, size: int) -> Shard:
+    if size > total:
+        raise ValueError(f"tensor_parallel_size={size} is over the model's {total} {what}")
+    return _even_shard(total, 1, rank, size)
 
 
 def _input_unit(model: ModelConfig) -> int:

@@ -30,7 +30,7 @@ class ExpertsWeight(LoadableModule, ABC):
     @property
     @abstractmethod
     def matrices(self) -> ExpertsMatrices:
-        """What kernels take."""
+        """The experts' matrices as the kernels take them."""
 
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:

@@ -52,7 +52,7 @@ class Fp8Values(LoadableModule):
 
     @property
     def matrix(self) -> Fp8Matrix:
-        """What kernels take."""
+        """Values and scales as the kernels take them."""
         return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
 
     @override

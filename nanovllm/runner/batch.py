@@ -192,7 +192,7 @@ def make_prompt_arrays(
 
 @dataclass(frozen=True)
 class StateSizes:
-    """What the arrays of states are sized by: blocks of a state, 0 if no layer keeps any, and tokens per block."""
+    """Sizes for the arrays of states: blocks of a state, 0 if no layer keeps any, and tokens per block."""
 
     num_blocks: int
     block_size: int
@@ -210,8 +210,8 @@ class StateSizes:
     def arrays(self, chunks: list[Chunk], num_tokens: int, num_chunks: int) -> dict[str, np.ndarray]:
         """Return the fields of `StateTiles`, flat, padded for `num_tokens` tokens and `num_chunks` chunks.
 
-        Each chunk starts from its slot's state and leaves its own there. Rows of the tables are the chunks', then
-        those of the states that are kept.
+        Each chunk starts from its slot's state and leaves its own there. The tables have a row for each chunk,
+        then one for each kept state.
         """
         if not self.num_blocks:
             return dict.fromkeys(("state_tiles", "state_chunks", "kept_states"), NO_ROWS.slots)

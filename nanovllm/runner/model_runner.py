@@ -353,14 +353,13 @@ class ModelRunner:
         with self._device_guard():
             return self.communicator.all_reduce_min(value)
 
-    @property
-    def loader(self) -> WeightsLoader:
-        """See `WeightsRunner`."""
+    def weights_loader(self) -> WeightsLoader:
+        """Return the loader of this rank's weights, which are looked up at each use."""
 
         def call(function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
             return [self.on_weights(function, *args) if own is None else own()]
 
-        return WeightsLoader(self.weights, call)
+        return WeightsLoader(lambda: self.weights, call, self.sleep, self.wake_up)
 
     def on_weights(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function with this rank's weights and other arguments, on the stream of the steps."""
@@ -368,7 +367,7 @@ class ModelRunner:
             return function(self.weights, *args)
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
-        """Release the memory of weights, cache and graphs; see `WeightsRunner`."""
+        """Release the memory of weights, cache and graphs; see `WeightsControl`."""
         with torch.inference_mode(), self._device_guard():
             self.synchronize()
             self._drop_graphs()
@@ -378,7 +377,7 @@ class ModelRunner:
             return self.weights.count_missing()
 
     def wake_up(self, tags: list[str]) -> None:
-        """Allocate memory again; see `WeightsRunner`."""
+        """Allocate memory again; see `WeightsControl`."""
         with torch.inference_mode(), self._device_guard():
             if "weights" in tags:
                 self.weights.restore()
@@ -389,7 +388,7 @@ class ModelRunner:
                 self._capture()
 
     def exit(self) -> None:
-        """See `Runner`."""
+        """Wait for launched work, and free the device."""
         self.synchronize()
         self.release()
 

@@ -132,18 +132,18 @@ class ParallelRunner:
             others = self._ranks.replies()
         return [result, *others]
 
-    @property
-    def loader(self) -> WeightsLoader:
-        """See `WeightsRunner`."""
-        return WeightsLoader(self._require_open().weights, partial(self.call, ModelRunner.on_weights))
+    def weights_loader(self) -> WeightsLoader:
+        """Return the loader of all ranks' weights."""
+        call = partial(self.call, ModelRunner.on_weights)
+        return WeightsLoader(lambda: self._require_open().weights, call, self.sleep, self.wake_up)
 
     def sleep(self, keep_weights: bool) -> MissingWeights:
-        """See `WeightsRunner`."""
+        """Release memory on every rank; see `WeightsControl`."""
         missing: MissingWeights = self.call(ModelRunner.sleep, keep_weights)[0]
         return missing
 
     def wake_up(self, tags: list[str]) -> None:
-        """See `WeightsRunner`."""
+        """Allocate memory again on every rank; see `WeightsControl`."""
         # Only the first rank knows which weights a failed load left incomplete; all ranks capture graphs, or none.
         missing = self._require_open().weights.missing
         self.call(ModelRunner.on_weights, ModelWeights.mark_missing, missing)

@@ -26,7 +26,7 @@ _MOST_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
-class _Request:
+class _LoggedRequest:
     """A request, together with the API's paths without parameters."""
 
     id: str
@@ -40,7 +40,7 @@ class _Request:
         return path if path in self.paths else getattr(self.scope.get("route"), "path", "-")
 
 
-_current: ContextVar[_Request | None] = ContextVar("request", default=None)
+_current: ContextVar[_LoggedRequest | None] = ContextVar("request", default=None)
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:
@@ -112,7 +112,7 @@ class RequestLogs:
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
             await send(message)
 
-        token = _current.set(_Request(request_id.decode(), scope, self._paths))
+        token = _current.set(_LoggedRequest(request_id.decode(), scope, self._paths))
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:

@@ -43,7 +43,7 @@ from nanovllm.utils.display import install_hint
 from nanovllm.utils.flags import flag_values, user_errors
 from nanovllm.utils.host import num_gpus
 from nanovllm.utils.hub import resolve_model
-from nanovllm.utils.processes import describe_exit, end_with_parent, start_python
+from nanovllm.utils.processes import PythonProcess, describe_exit, end_with_parent, start_python
 
 _logger = logging.getLogger(__name__)
 _READY = "ready"
@@ -122,13 +122,12 @@ class FrontEndPlan:
     created: int
 
 
-@dataclass
-class FrontEndProcess:
+class FrontEndProcess(PythonProcess):
     """A front end's process with a connection to it; `is_ready`: whether it has ever been ready."""
 
-    process: subprocess.Popen[bytes]
-    control: Connection
-    is_ready: bool = False
+    def __init__(self, process: subprocess.Popen[bytes], control: Connection) -> None:
+        super().__init__(process)
+        self.control, self.is_ready = control, False
 
     def poll_ready(self) -> None:
         """Check whether it is ready."""
@@ -221,18 +220,15 @@ class FrontEnds:
             front_end.control.send([engine.index for engine in engines])
             for engine in engines:
                 with engine.connect() as connection:
-                    send_handle(front_end.control, connection.fileno(), front_end.process.pid)
+                    send_handle(front_end.control, connection.fileno(), front_end.pid)
 
     def _stop_front_ends(self, seconds: float) -> None:
         """Terminate the front ends, and kill them after `seconds`."""
         for front_end in self._front_ends:
-            front_end.process.terminate()
+            front_end.kill(signal.SIGTERM)
         deadline = time.monotonic() + seconds
         for front_end in self._front_ends:
-            with suppress(subprocess.TimeoutExpired):
-                front_end.process.wait(max(0.0, deadline - time.monotonic()))
-            front_end.process.kill()
-            front_end.process.wait()
+            front_end.stop(deadline - time.monotonic())
         shutil.rmtree(self._metrics_folder, ignore_errors=True)
 
     def _wait_for_all(self) -> int | None:
@@ -241,7 +237,7 @@ class FrontEnds:
         while not all(front_end.is_ready for front_end in self._front_ends):
             if self._signal is not None:
                 return 0
-            if time.monotonic() > deadline or any(f.process.poll() is not None for f in self._front_ends):
+            if time.monotonic() > deadline or any(f.exit_code is not None for f in self._front_ends):
                 print("nanovllm serve: error: a front end could not be started", file=sys.stderr)
                 return 1
             for front_end in self._front_ends:
@@ -269,7 +265,7 @@ class FrontEnds:
                 return 1
             for index, front_end in enumerate(self._front_ends):
                 front_end.poll_ready()
-                if (code := front_end.process.poll()) is not None and not self._restart(index, code, is_lost):
+                if (code := front_end.exit_code) is not None and not self._restart(index, code, is_lost):
                     return 1
             time.sleep(_POLL_SECONDS)
         return 0
@@ -315,7 +311,7 @@ class EngineCauses:
     """Causes of engine exits, as reported to a front end by the supervisor."""
 
     def __init__(self, control: Connection, engines: Iterable[int]) -> None:
-        self._texts = dict.fromkeys(engines, "the engine's process has ended")
+        self._texts = dict.fromkeys(engines, "the engine's process has exited")
         self._known = {index: threading.Event() for index in self._texts}
         threading.Thread(target=self._read, args=(control,), name="nanovllm-control", daemon=True).start()
 

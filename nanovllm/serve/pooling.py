@@ -150,7 +150,7 @@ async def scores(body: ScoreBody, service: ServiceDep) -> ScoreAnswer:
     service.check_model(body.model)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
-        raise ValueError(f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one or as many")
+        raise ValueError(f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one or equally many")
     found, outputs = await service.relevance(first, second, body.pooling, body.priority)
     data = [ScoreItem(index=index, score=value) for index, value in enumerate(found)]
     return ScoreAnswer(id=f"score-{uuid4().hex}", created=int(time.time()), model=service.model, data=data,

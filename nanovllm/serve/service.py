@@ -383,7 +383,7 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Request(HttpRequest):
+class _JsonRequest(HttpRequest):
     """A request whose body is parsed by `parse_json`."""
 
     async def json(self) -> Any:
@@ -401,7 +401,7 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def answer(given: HttpRequest) -> Response:
-            request = _Request(given.scope, given.receive)
+            request = _JsonRequest(given.scope, given.receive)
             if not self.is_limited:
                 return await handle(request)
             # Later messages tell of a disconnect.

@@ -33,7 +33,7 @@ class ServeSettings:
         ssl_keyfile: private key for TLS, a PEM file.
         ssl_certfile: certificate for TLS, a PEM file.
         ssl_ca_certs: certificate authorities of client certificates, a PEM file; None: clients need no certificate.
-        api_key: keys, one of which clients must send as `Authorization: Bearer KEY` or `x-api-key: KEY`; defaults to
+        api_key: keys; clients must send one as `Authorization: Bearer KEY` or `x-api-key: KEY`; defaults to
             the environment's NANOVLLM_API_KEY. Without any key, all requests are accepted.
         allowed_hosts: accepted host names, such as llm.example.com or *.example.com; "*": any. None: only this
             machine's if the server listens on this machine only and has no key, since a web page could otherwise have

@@ -59,7 +59,7 @@ def text_pairs(queries: list[str], documents: list[str]) -> list[tuple[str, str]
         if not isinstance(text, str):
             raise ValueError(f"queries and documents are texts, not {text!r:.80}")
     if len(queries) not in (1, len(documents)):
-        raise ValueError(f"{len(queries)} queries for {len(documents)} documents: give one, or as many")
+        raise ValueError(f"{len(queries)} queries for {len(documents)} documents: give one, or one for each")
     return list(zip(queries * len(documents) if len(queries) == 1 else queries, documents, strict=True))
 
 

@@ -112,7 +112,7 @@ class TextOffsets:
         return offsets
 
 
-class NewTokens(NamedTuple):
+class OutputDelta(NamedTuple):
     """New text and tokens of an output, with log-probability records if requested."""
 
     text: str
@@ -169,18 +169,18 @@ class OutputState:
                 self._decode([token_id], is_end)
             return self.stop_string is not None
 
-    def take(self, final: bool) -> NewTokens:
+    def take(self, final: bool) -> OutputDelta:
         """Return the text and tokens not returned yet. `final`: no token follows."""
         with self._lock:
             token_ids, logprobs, ends = self._token_ids, self._logprobs, self._ends
             self._token_ids, self._logprobs = [], bytearray()
             if self._stop:
-                return NewTokens(self._take_text(final), token_ids, logprobs)
+                return OutputDelta(self._take_text(final), token_ids, logprobs)
         if self._detokenizer is None:
-            return NewTokens("", token_ids, logprobs)
+            return OutputDelta("", token_ids, logprobs)
         # Without stop strings decoding is deferred until now.
         self._decode(token_ids, ends)
-        return NewTokens(self._take_text(final), token_ids, logprobs)
+        return OutputDelta(self._take_text(final), token_ids, logprobs)
 
     def _decode(self, token_ids: list[int], ends: bool) -> None:
         """Add tokens to the text, and cut it at a stop string. `ends`: the last token is EOS or a stop token."""

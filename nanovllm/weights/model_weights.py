@@ -11,8 +11,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,7 +24,6 @@ from nanovllm.utils.display import loading_bar, shown
 from nanovllm.weights.adapter import is_adapter, read_adapter
 from nanovllm.weights.files import misfit, stored_tensors, weight_pair
 from nanovllm.weights.names import WeightedModel
-from nanovllm.weights.readers import WholeTensor, rows_of, shape_of
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
@@ -35,6 +36,60 @@ _STORED_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 """By their names in safetensors."""
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor in memory, as `ModelWeights.write` expects it."""
+
+    tensor: torch.Tensor
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> torch.dtype:
+        """Return its dtype."""
+        return self.tensor.dtype
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        return self.tensor[index]
+
+
+@dataclass(frozen=True)
+class TensorRows:
+    """Rows `start ... stop - 1` of a checkpoint tensor that stacks several."""
+
+    tensor: Any
+    start: int
+    stop: int
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of these rows."""
+        return [self.stop - self.start, *self.tensor.get_shape()[1:]]
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        rows, *others = index
+        place = (slice(self.start + rows.start, self.start + rows.stop), *others)
+        values: torch.Tensor = self.tensor[place]
+        return values
+
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """One matrix of a tensor that stacks several, such as a trainer's experts."""
+
+    tensor: Any
+    number: int
+
+    def get_shape(self) -> list[int]:
+        """Return the shape of the matrix."""
+        return list(self.tensor.get_shape()[1:])
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        place = (slice(self.number, self.number + 1), *index)
+        values: torch.Tensor = self.tensor[place]
+        return values[0]
 
 
 class ModelWeights:
@@ -341,6 +396,31 @@ class ModelWeights:
         return list({storage._cdata: storage for storage in storages}.values())
 
 
+def rows_of(tensor: Any, parts: Parts) -> Iterator[tuple[WeightTarget, Any]]:
+    """Yield each target with its rows of a tensor; the last gets the rest."""
+    if len(parts) < 2 or tensor.get_shape() in ([], [1]):
+        # A single number belongs to all.
+        yield from ((target, tensor) for target, _ in parts)
+        return
+    if len(tensor.get_shape()) > len(parts[0][1].shape):
+        for number, (_, own) in enumerate(groupby(parts, lambda part: part[0].expert)):
+            yield from rows_of(StackedTensor(tensor, number), list(own))
+        return
+    start, num_rows = 0, tensor.get_shape()[0]
+    for number, (target, part) in enumerate(parts, 1):
+        stop = num_rows if number == len(parts) else start + part.shape[0]
+        yield target, TensorRows(tensor, start, stop)
+        start = stop
+
+
+def shape_of(parts: Parts) -> list[int]:
+    """Return the shape of the tensor that consists of these parts."""
+    experts = {target.expert for target, _ in parts}
+    _, first = parts[0]
+    rows = sum(part.shape[0] for _, part in parts) // len(experts)
+    return [*([len(experts)] if len(experts) > 1 else []), rows, *first.shape[1:]]
+
+
 @contextmanager
 def counted(written: Sized) -> Iterator[None]:
     """If the `with` block raises, add the number of tensors written before to the message.
@@ -360,17 +440,21 @@ def counted(written: Sized) -> Iterator[None]:
         raise RuntimeError(f"the weights end with {cause}; {len(written)} tensors were written before") from error
 
 
+@dataclass(frozen=True)
 class WeightsLoader:
-    """Changes the weights of every rank from the first.
+    """Changes the weights of every rank from the first; see `WeightsControl`.
 
-    Args:
-        own: the first rank's weights, which check tensors and track missing ones.
+    Attributes:
+        own: returns the first rank's weights, which check tensors and track missing ones.
         call: calls a function with every rank's `ModelWeights` and further arguments, and returns the results in rank
             order; the keyword `own` is called instead on this rank.
+        sleep, wake_up: of the runner.
     """
 
-    def __init__(self, own: ModelWeights, call: Callable[..., list[Any]]) -> None:
-        self._own, self._call = own, call
+    own: Callable[[], ModelWeights]
+    call: Callable[..., list[Any]]
+    sleep: Callable[[bool], MissingWeights]
+    wake_up: Callable[[list[str]], None]
 
     def load(self, weights: str | Iterable[tuple[str, torch.Tensor]], strict: bool) -> LoadedWeights:
         """Write tensors into the running model, on every rank, or merge an adapter.
@@ -387,7 +471,7 @@ class WeightsLoader:
         if isinstance(weights, str):
             count = self._merge_adapter(weights) if is_adapter(weights) else self._load_folder(weights, strict)
             return self._loaded(count)
-        own, written = self._own, list[str]()
+        own, written = self.own(), list[str]()
         with counted(written):
             for item in weights.items() if isinstance(weights, Mapping) else weights:
                 name, tensor = weight_pair(item)
@@ -395,37 +479,29 @@ class WeightsLoader:
                     continue
                 own.check_values(name, tensor)
                 if own.adapter_targets:
-                    self._take_adapter_out()
+                    self.unload_adapter()
                 spec = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
                 with self._left_undone(f"writing {name!r}", set(own.targets(name))), own.after_the_caller():
-                    self._call(ModelWeights.write, name, spec, own=partial(own.write, name, tensor))
+                    self.call(ModelWeights.write, name, spec, own=partial(own.write, name, tensor))
                 written.append(name)
             if strict:
                 own.check_whole({target for name in written for target in own.targets(name)})
         return self._loaded(len(written))
 
     def _loaded(self, count: int) -> LoadedWeights:
-        nans = [name for names in self._call(ModelWeights.take_nans) for name in names]
+        nans = [name for names in self.call(ModelWeights.take_nans) for name in names]
         return LoadedWeights(count, self.missing, list(dict.fromkeys(nans)))
 
     @property
     def missing(self) -> MissingWeights:
         """The weights that steps must wait for."""
-        return self._own.count_missing()
-
-    def unload_adapter(self) -> LoadedWeights:
-        """Restore the weights that an adapter has changed, and return their number.
-
-        Raises:
-            LoadFailedError: they were restored in part.
-        """
-        return LoadedWeights(self._take_adapter_out(), self.missing)
+        return self.own().count_missing()
 
     def _load_folder(self, folder: str, strict: bool) -> int:
-        count, targets = self._own.check_folder(folder, strict)
-        self._take_adapter_out()
+        count, targets = self.own().check_folder(folder, strict)
+        self.unload_adapter()
         with self._left_undone("loading weights", targets):
-            self._call(ModelWeights.write_folder, folder)
+            self.call(ModelWeights.write_folder, folder)
         return count
 
     @contextmanager
@@ -434,35 +510,39 @@ class WeightsLoader:
         try:
             yield
         except Exception as error:
-            self._own.missing |= targets
+            self.own().missing |= targets
             raise LoadFailedError(f"{what} has failed in its middle: {error}", self.missing) from error
 
     def _merge_adapter(self, folder: str) -> int:
-        count, targets = self._own.check_adapter(folder)
+        count, targets = self.own().check_adapter(folder)
         # Other ranks may change more of them than this one, and may fail to remove the adapter.
-        changed = self._own.adapter_targets | targets
+        changed = self.own().adapter_targets | targets
         try:
-            self._call(ModelWeights.merge_adapter, folder)
+            self.call(ModelWeights.merge_adapter, folder)
         except Exception as error:
-            self._own.half_merged = changed
+            self.own().half_merged = changed
             failure = f"merging an adapter has failed: {error}"
             try:
-                self._take_adapter_out()
+                self.unload_adapter()
             except LoadFailedError as again:
                 raise LoadFailedError(f"{failure}; {again}", again.missing) from error
             raise LoadFailedError(f"{failure}; the weights are those without one", self.missing) from error
         return count
 
-    def _take_adapter_out(self) -> int:
-        """Restore the weights that an adapter has changed on every rank, and return their number."""
-        changed = self._own.adapter_targets
+    def unload_adapter(self) -> int:
+        """Restore the weights that an adapter has changed on every rank, and return their number.
+
+        Raises:
+            LoadFailedError: they were restored in part.
+        """
+        changed = self.own().adapter_targets
         try:
-            counts = self._call(ModelWeights.take_adapter_out)
+            counts = self.call(ModelWeights.take_adapter_out)
         except Exception as error:
-            self._own.half_merged = changed
+            self.own().half_merged = changed
             cause = f"taking an adapter out has failed in its middle: {error}"
             raise LoadFailedError(cause, self.missing) from error
-        self._own.half_merged = set()
+        self.own().half_merged = set()
         # A rank may have restored its weights in an earlier call, which failed on another rank.
         return max(counts)
 

@@ -25,6 +25,8 @@ _KV_SCALES = {
 class WeightedModel(nn.Module):
     """A model whose weights are loaded and updated by their names in a checkpoint.
 
+    Its only subclass is `CausalLM`. The two are apart because `weights` imports nothing of `models`, a layer above.
+
     Args:
         config: the shape of the whole.
     """

@@ -41,21 +41,27 @@ class LoadFailedError(RuntimeError):
         return str(self.args[0])
 
 
-class WeightsRunner(Protocol):
-    """A runner that changes weights, and sleeps, between two steps."""
+class WeightsControl(Protocol):
+    """Changes an engine's weights, and its memory, between two steps; see `WeightsLoader`, which needs torch."""
 
     @property
-    def loader(self) -> Any:
-        """The `WeightsLoader` of all ranks; `Any`, since it needs torch."""
+    def missing(self) -> MissingWeights:
+        """The weights that steps must wait for."""
 
-    def sleep(self, keep_weights: bool) -> MissingWeights:
+    def load(self, weights: Any, strict: bool) -> LoadedWeights:
+        """Write tensors into the running model, or merge an adapter."""
+
+    def unload_adapter(self) -> int:
+        """Restore the weights that an adapter has changed, and return their number."""
+
+    def sleep(self, keep_weights: bool, /) -> MissingWeights:
         """Release the memory of weights, cache and graphs.
 
         Args:
             keep_weights: keep a copy in host memory, unless they were dropped before.
         """
 
-    def wake_up(self, tags: list[str]) -> None:
+    def wake_up(self, tags: list[str], /) -> None:
         """Allocate memory for "weights", with kept values, or for "kv_cache", empty; ignores tags that have memory.
 
         Once both have memory, and no weight is missing, the CUDA graphs are captured.

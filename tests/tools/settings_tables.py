@@ -1,6 +1,6 @@
 """Write the tables of settings in `nanovllm/README.md`: `python -m tests.tools.settings_tables`.
 
-A setting's text is that of its class's docstring, its default that of its field.
+A setting's text comes from its class's docstring, its default from its field.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TABLE = "<!-- settings of {name}: begin -->\n{rows}<!-- settings of {name}: end
 
 
 def with_tables(page: str) -> str:
-    """Return a page whose tables of settings are those of the code.
+    """Return a page with the tables of settings made from the code.
 
     Raises:
         ValueError: the page does not have the place of a table once.

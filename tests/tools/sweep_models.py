@@ -29,7 +29,7 @@ from nanovllm.configs.model import MODELS
 TABLE = Path(__file__).parents[2] / "nanovllm" / "models" / "README.md"
 CAUSAL: dict[str, str] = dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 WRAPPERS = ("gemma3", "gemma4", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types of which the text half runs; there are more."""
+"""Model types whose text half runs; there are more."""
 VOCAB, NUM_LAYERS, NUM_NEW, FEW_BLOCKS = 320, 4, 10, 7
 LENGTHS = (1, 2, 15, 16, 17, 33, 60, 90)
 SIZES: dict[str, Any] = {
@@ -89,7 +89,7 @@ VISION = {
 
 @dataclass
 class Result:
-    """What became of a family.
+    """The result for a family.
 
     Attributes:
         verdict: "equal", "wrong", "refused", "error" (ours), or "not made": this script makes no tiny model of it.
@@ -272,7 +272,7 @@ def table(results: dict[str, Result]) -> str:
                 r"^\d+ of \d+ layers attend", "not all layers attend, or not by transformers' interface", cause
             )
             refused.setdefault(cause, []).append(names[name])
-    causes = sorted((cause, sorted(set(members) - set(equal))) for cause, members in refused.items())
+    causes = sorted((cause, sorted(set(members) - {*equal, *MODELS})) for cause, members in refused.items())
     not_made = sorted({names[name] for name, result in results.items() if result.verdict == "not made"} - set(equal))
     return "\n".join(
         [
@@ -282,7 +282,7 @@ def table(results: dict[str, Result]) -> str:
             "",
             "Written by `python -m tests.tools.sweep_models --write` with transformers "
             f"{transformers.__version__}, on tiny",
-            "random models: greedy tokens are those of `generate`, log-probabilities within 1e-4.",
+            "random models: greedy tokens equal transformers' `generate`, log-probabilities within 1e-4.",
             "",
             "| by | architectures |",
             "|---|---|",

@@ -33,8 +33,6 @@ from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERIES = gl.constexpr(QUERY_TILE)
 """Tokens per query tile; each warpgroup takes half."""
-KEYS = gl.constexpr(128)
-"""Tokens per key tile, which must lie in one block."""
 _STAGES = gl.constexpr(2)
 """Stages for key tiles, and for value tiles. Keys and values have separate barriers, because Triton synchronises a
 warpgroup before every wait but the first on one array of barriers: 282 us instead of 292."""
@@ -43,7 +41,7 @@ _CLEARED = gl.constexpr(16)
 
 
 @gluon.jit
-def _find_work(item, work, HEADS: gl.constexpr):
+def _find_work(item, work, HEADS: gl.constexpr, KEYS: gl.constexpr):
     """Return a query tile of a head: head, sequence, first row, rows left, its position, context length, key tiles."""
     tiles_ptr, num_tiles, cu_seqlens_q_ptr, seq_lens_ptr = work
     seq = gl.load(tiles_ptr + item // HEADS)
@@ -70,15 +68,16 @@ def _load(
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
     """Copy queries, keys and values of all work items into the stages; key tiles from the last to the first."""
-    QUERY_BYTES: gl.constexpr = QUERIES * HEAD_DIM * 2
-    TILE_BYTES: gl.constexpr = KEYS * HEAD_DIM * 2
     q_desc, k_desc, v_desc, block_tables_ptr, table_stride = load_from
     queries, queries_full, queries_empty, ring = shared
     keys, keys_full, keys_empty, values, values_full, values_empty = ring
+    KEYS: gl.constexpr = keys.shape[1]
+    QUERY_BYTES: gl.constexpr = QUERIES * HEAD_DIM * 2
+    TILE_BYTES: gl.constexpr = KEYS * HEAD_DIM * 2
     turn = 0
     done = 0
     for item in range(gl.program_id(0), HEADS * work[1], gl.num_programs(0)):
-        head, seq, row, _left, _position, _context_len, steps = _find_work(item, work, HEADS)
+        head, seq, row, _left, _position, _context_len, steps = _find_work(item, work, HEADS, KEYS)
         if steps > 0:
             table_ptr = block_tables_ptr + seq.to(gl.int64) * table_stride
             mbarrier.wait(queries_empty, done & 1 ^ 1)
@@ -110,6 +109,7 @@ def _row_major(head_dim):
 @gluon.jit
 def _clear_values(values, key, seq_len):
     """Zero values beyond the last key, since NaN times 0 is NaN; both warpgroups write the same, unsynchronised."""
+    KEYS: gl.constexpr = values.shape[0]
     LAYOUT: gl.constexpr = _row_major(values.shape[1])
     for row in gl.static_range(0, KEYS, _CLEARED):
         if key + row + _CLEARED > seq_len:
@@ -122,6 +122,7 @@ def _clear_values(values, key, seq_len):
 @gluon.jit
 def _weigh(scores, row_max, row_sum, position, key, scale, MMA: gl.constexpr):
     """Fold scores into the online softmax; return their weights, the correction of earlier sums, maximum and sum."""
+    KEYS: gl.constexpr = scores.shape[1]
     if key + KEYS > position:
         positions = position + gl.arange(0, QUERIES // 2, gl.SliceLayout(1, MMA))
         keys = key + gl.arange(0, KEYS, gl.SliceLayout(0, MMA))
@@ -143,6 +144,7 @@ def _attend_tile(
     key_stage, key_used = _stage(turn)
     value_stage, value_used = _stage(turn - 1)
     mbarrier.wait(keys_full.index(key_stage), key_used)
+    KEYS: gl.constexpr = keys.shape[1]
     zeros = gl.zeros([QUERIES // 2, KEYS], gl.float32, SCORES)
     scores = warpgroup_mma(query, keys.index(key_stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(values_full.index(value_stage), value_used)
@@ -161,6 +163,7 @@ def _attend_first_tile(query, ring, turn, key, position, seq_len, scale, SCORES:
     """Compute the weights of the last key tile, which is processed first; return them, row maxima and row sums."""
     keys, keys_full, keys_empty, values, values_full, _values_empty = ring
     ROWS: gl.constexpr = QUERIES // 2
+    KEYS: gl.constexpr = keys.shape[1]
     stage, used = _stage(turn)
     if key + KEYS > seq_len:
         mbarrier.wait(values_full.index(stage), used)
@@ -199,15 +202,16 @@ def _store(acc, row_sum, out, head, row, left, dtype: gl.constexpr, HEADS: gl.co
 @gluon.jit
 def _attend(part, out, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):
     """Run one warpgroup: compute attention of half `part` of each query tile."""
+    queries, queries_full, queries_empty, ring = shared
+    keys, _keys_full, _keys_empty, values, values_full, values_empty = ring
     ROWS: gl.constexpr = QUERIES // 2
+    KEYS: gl.constexpr = keys.shape[1]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
-    queries, queries_full, queries_empty, ring = shared
-    _keys, _keys_full, _keys_empty, values, values_full, values_empty = ring
     turn = 0
     done = 0
     for item in range(gl.program_id(0), HEADS * work[1], gl.num_programs(0)):
-        head, _seq, row, left, position, seq_len, steps = _find_work(item, work, HEADS)
+        head, _seq, row, left, position, seq_len, steps = _find_work(item, work, HEADS, KEYS)
         if steps > 0:
             position += part * ROWS
             query = queries.index(part)
@@ -238,7 +242,7 @@ def _attend(part, out, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.co
 def _hopper_prefill_kernel(
     q_desc, k_desc, v_desc, out_ptr, block_tables_ptr, table_stride, tiles_ptr, num_tiles, cu_seqlens_q_ptr,
     seq_lens_ptr, scale,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: gl.constexpr = False,
 ):  # fmt: skip
     queries = gl.allocate_shared_memory(q_desc.dtype, [2, QUERIES // 2, HEAD_DIM], q_desc.layout)
@@ -264,13 +268,18 @@ def _hopper_prefill_kernel(
             (_load, (load_from, work, shared, HEADS, GROUP, HEAD_DIM, BLOCK_SIZE)),
         ],
         worker_num_warps=[4, 1],
-        worker_num_regs=[240, 24],
+        worker_num_regs=[248, 24],
     )
+
+
+def _num_keys(head_dim: int) -> int:
+    """Return the tokens of a key tile, which must lie in one block; with large heads fewer fit into shared memory."""
+    return 64 if head_dim > 128 else 128
 
 
 def supports(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
     """Return whether the kernel supports this dtype, head size and block size."""
-    return dtype.itemsize == 2 and head_dim in {64, 128} and block_size % KEYS.value == 0
+    return dtype.itemsize == 2 and head_dim in {64, 128, 256} and block_size % _num_keys(head_dim) == 0
 
 
 def hopper_prefill_attention(
@@ -279,13 +288,13 @@ def hopper_prefill_attention(
     """Compute `prefill_attention` for two-byte elements with at most `num_programs` programs."""
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, _ = pages.k_cache.shape
-    num_tiles = len(chunks.tiles) // 2
+    num_tiles, num_keys = len(chunks.tiles) // 2, _num_keys(head_dim)
     queries = query.as_strided((num_tokens, num_heads * head_dim), (query.stride(0), 1))
     keys, values = (cache.view(-1, num_kv_heads * head_dim) for cache in (pages.k_cache, pages.v_cache))
     _hopper_prefill_kernel[(min(num_programs, num_heads * num_tiles),)](
-        descriptor(queries, [QUERIES.value // 2, head_dim]), descriptor(keys, [KEYS.value, head_dim]),
-        descriptor(values, [KEYS.value, head_dim]), pointer(out), chunks.block_tables, chunks.block_tables.stride(0),
+        descriptor(queries, [QUERIES.value // 2, head_dim]), descriptor(keys, [num_keys, head_dim]),
+        descriptor(values, [num_keys, head_dim]), pointer(out), chunks.block_tables, chunks.block_tables.stride(0),
         chunks.tiles, num_tiles, chunks.cu_seqlens_q, chunks.seq_lens, scale * LOG2E,
-        HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, KEYS=num_keys, BLOCK_SIZE=block_size,
         num_warps=4, launch_pdl=True, **scaling(out),
     )  # fmt: skip

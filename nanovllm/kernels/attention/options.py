@@ -13,7 +13,7 @@ MAX_HEAD_SIZE = 512
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer's scores go through besides their scale.
+    """Changes to a layer's scores besides their scale: a window, a soft cap, sinks.
 
     Attributes:
         window: tokens that a query sees, its own included (sliding window attention); None for all.

@@ -108,7 +108,7 @@ def _gemv_kernel(
     tl.store(out_ptr + outs, out.to(dtype), mask=out_mask)
 
 
-class _Tile(NamedTuple):
+class _GemvTile(NamedTuple):
     """A program's weights: `block_out` outputs, `parts` times `block_in` inputs of each."""
 
     parts: int
@@ -117,20 +117,20 @@ class _Tile(NamedTuple):
     num_warps: int
 
 
-def _tile(in_features: int, gated: bool) -> _Tile:
+def _tile(in_features: int, gated: bool) -> _GemvTile:
     """Return the tile of weights in floats."""
     block_in = triton.next_power_of_2(in_features)
     # Weights per program: enough loads in flight, few enough for the registers.
     wide = block_in > 4096 or (gated and block_in == 4096)
     size = 32768 if wide else 8192 if block_in <= 1024 else 16384
     num_warps = 16 if block_in > 8192 else 8 if wide else 4
-    return _Tile(1, block_in, min(16, max(1, size // block_in // (2 if gated else 1))), num_warps)
+    return _GemvTile(1, block_in, min(16, max(1, size // block_in // (2 if gated else 1))), num_warps)
 
 
-def _fp8_tile(in_features: int, gated: bool, has_norm: bool) -> _Tile:
+def _fp8_tile(in_features: int, gated: bool, has_norm: bool) -> _GemvTile:
     """Return the tile of weights in e4m3; tuned on an H200 with the shapes of Qwen3-8B."""
     if in_features > 4096 and in_features % 4096 == 0 and not has_norm and not gated:
-        return _Tile(in_features // 4096, 4096, 8, 4)
+        return _GemvTile(in_features // 4096, 4096, 8, 4)
     tile = _tile(in_features, gated)
     if tile.block_in == 4096:
         return tile._replace(block_out=4 if gated else 8, num_warps=8 if has_norm and not gated else 4)

@@ -85,12 +85,13 @@ def norm_linear(
     total = x
     if norm is not None:
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
-    return _multiply(kernel, x, weight, bias, gated), total
+    return _multiply(kernel, x, weight, bias, gated, policy), total
 
 
 def _multiply(
-    kernel: LinearKernel, x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None, gated: bool
-) -> torch.Tensor:
+    kernel: LinearKernel, x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None, gated: bool,
+    policy: KernelPolicy,
+) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear` without a norm by a kernel that has none."""
     if kernel is LinearKernel.SKINNY_GEMM:
         from nanovllm.kernels.linear.skinny_gemm import skinny_gemm  # noqa: PLC0415
@@ -101,7 +102,7 @@ def _multiply(
     elif kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
 
-        return splitk_gemm(x, weight, gated)
+        return splitk_gemm(x, weight, gated, policy=policy)
     elif kernel is LinearKernel.PERSISTENT_GEMM:
         from nanovllm.kernels.linear.persistent_gemm import persistent_gated_gemm  # noqa: PLC0415
 
@@ -147,7 +148,7 @@ def linear_into(
     if kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
 
-        return splitk_gemm(x, weight, parts=SPLITK_PARTS), residual
+        return splitk_gemm(x, weight, parts=SPLITK_PARTS, policy=policy), residual
     return residual.addmm_(x, weight.T), None
 
 

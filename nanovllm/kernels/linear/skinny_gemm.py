@@ -105,7 +105,7 @@ def _skinny_gemm_kernel(
     tl.store(out_ptr + out_rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
 
 
-class _Tile(NamedTuple):
+class _SkinnyTile(NamedTuple):
     """Outputs and rows per program, warps, inputs per warp and step, and pipeline stages."""
 
     outs: int
@@ -115,7 +115,7 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-def _tile(in_features: int, out_features: int, gated: bool) -> _Tile:
+def _tile(in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
     """Return the tile of weights in 16 bits; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
 
     Programs start while the previous kernel still occupies multiprocessors, and crowd on the free ones. After attention
@@ -123,15 +123,15 @@ def _tile(in_features: int, out_features: int, gated: bool) -> _Tile:
     with four stages, and 4.36 with six.
     """
     if gated:
-        return _Tile(32, MAX_SKINNY_ROWS, 2, 64, 3)
+        return _SkinnyTile(32, MAX_SKINNY_ROWS, 2, 64, 3)
     if out_features > 32768:
-        return _Tile(32, MAX_SKINNY_ROWS, 2, 64, 4)
+        return _SkinnyTile(32, MAX_SKINNY_ROWS, 2, 64, 4)
     if out_features > in_features:
-        return _Tile(16, MAX_SKINNY_ROWS, 4, 64, 4)
-    return _Tile(16, MAX_SKINNY_ROWS, 4, 64, 6 if out_features <= 4096 else 5)
+        return _SkinnyTile(16, MAX_SKINNY_ROWS, 4, 64, 4)
+    return _SkinnyTile(16, MAX_SKINNY_ROWS, 4, 64, 6 if out_features <= 4096 else 5)
 
 
-def _fp8_tile(num_rows: int, in_features: int, out_features: int, gated: bool) -> _Tile:
+def _fp8_tile(num_rows: int, in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
     """Return the tile of weights in e4m3; tuned on an H200 with steps of Qwen3-8B at 8 rows.
 
     Inputs of up to 8 rows are not padded to 16, which leaves shared memory for more stages and programs. The inputs of
@@ -139,11 +139,11 @@ def _fp8_tile(num_rows: int, in_features: int, out_features: int, gated: bool) -
     """
     rows = MAX_SKINNY_ROWS // 2 if num_rows <= MAX_SKINNY_ROWS // 2 else MAX_SKINNY_ROWS
     if gated:
-        return _Tile(16, rows, 2, 128, 4)
+        return _SkinnyTile(16, rows, 2, 128, 4)
     if out_features > in_features:
-        return _Tile(16, rows, 4, 128, 3)
+        return _SkinnyTile(16, rows, 4, 128, 3)
     # With all rows six stages would not fit into 99 KiB.
-    return _Tile(16, rows, 4, 128, 6 if in_features > out_features and rows < MAX_SKINNY_ROWS else 4)
+    return _SkinnyTile(16, rows, 4, 128, 6 if in_features > out_features and rows < MAX_SKINNY_ROWS else 4)
 
 
 def skinny_gemm(

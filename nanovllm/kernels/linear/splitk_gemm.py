@@ -25,7 +25,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from nanovllm.kernels.fast_math import round_to
-from nanovllm.kernels.policy import SPLITK_ROWS, find_splitk_tile, splitk_tiles
+from nanovllm.kernels.policy import FASTEST, SPLITK_ROWS, KernelPolicy, splitk_tiles
 
 _ROWS = gl.constexpr(SPLITK_ROWS)
 _WARPS = gl.constexpr(4)
@@ -117,7 +117,9 @@ def _splitk_gemm_kernel(
     gl.store(part_ptr + places, out, mask=(rows < num_rows)[:, None])
 
 
-def splitk_gemm(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> torch.Tensor:
+def splitk_gemm(
+    x: torch.Tensor, weight: torch.Tensor, gated: bool = False, parts: int = 1, policy: KernelPolicy = FASTEST
+) -> torch.Tensor:
     """Return the product of `norm_linear`, [num_rows, out_features], where `KernelPolicy.uses_splitk`.
 
     With `parts` programs per output tile, 1 or SPLITK_PARTS, and 1 if gated, the result is [parts, num_rows,
@@ -126,7 +128,7 @@ def splitk_gemm(x: torch.Tensor, weight: torch.Tensor, gated: bool = False, part
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and not (gated and parts > 1)
-    outs, step, stages = find_splitk_tile(num_rows, weight, gated, parts) or splitk_tiles(num_rows, gated, parts)[0]
+    outs, step, stages = policy.splitk_tile(num_rows, weight, gated, parts) or splitk_tiles(num_rows, gated, parts)[0]
     assert in_features % (parts * step) == 0 and out_features % outs == 0
     shape = (num_rows, out_features) if parts == 1 else (parts, num_rows, out_features)
     out = torch.empty(shape, dtype=x.dtype if parts == 1 else torch.float32, device=x.device)

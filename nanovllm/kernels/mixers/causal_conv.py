@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel, and SiLU.
+"""A short causal convolution of each channel, and SiLU where a layer has it.
 
 A state has the inputs of the last tokens in a ring of `width` entries: the input at position p is entry `p % width`. A
 decode step overwrites the one entry that it does not read, so a state can be updated in place.
@@ -13,10 +13,12 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.mixers.state_pool import PoolView, place
-from nanovllm.kernels.mixers.state_rows import TILE, StateTiles
+from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
 
 _BLOCK = 64
-"""Channels of a program."""
+"""Channels of a program with prompt tokens."""
+_STEP_BLOCK = 256
+"""Channels of a program with one token."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class ConvState:
 
 
 def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
-                    tiles: StateTiles) -> torch.Tensor:  # fmt: skip
+                    tiles: StateTiles, silu: bool = True) -> torch.Tensor:  # fmt: skip
     """Plain torch form of `causal_conv`."""
     width, out = weight.shape[1], torch.zeros_like(x)
     for first, position, read, first_tile, num_tiles in tiles.chunks.tolist():
@@ -42,7 +44,7 @@ def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         num_tokens = int(tiles.tiles[first_tile : first_tile + num_tiles, 1].sum())
         before = conv_inputs(x, state, None if read < 0 else tiles.tables[read], position, width)
         inputs = torch.cat((before, x[first : first + num_tokens]))
-        out[first : first + num_tokens] = convolve(inputs.unfold(0, width, 1), weight, bias)
+        out[first : first + num_tokens] = convolve(inputs.unfold(0, width, 1), weight, bias, silu)
     return out
 
 
@@ -59,15 +61,15 @@ def conv_inputs(
     return before
 
 
-def convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool = True) -> torch.Tensor:
     """Return [num_tokens, channels] of windows, [num_tokens, channels, width]; computed in float32."""
     total = (windows.float() * weight.float()).sum(-1)
-    return functional.silu(total if bias is None else total + bias.float()).to(windows.dtype)
+    total = total if bias is None else total + bias.float()
+    return (functional.silu(total) if silu else total).to(windows.dtype)
 
 
-def store_rings(x: torch.Tensor, weight: torch.Tensor, state: ConvState, tiles: StateTiles) -> None:
-    """Store the last inputs before the end of each tile that writes a state; plain torch."""
-    width = weight.shape[1]
+def store_rings_ref(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles) -> None:
+    """Plain torch form of `store_rings`."""
     rings = []
     for first, count, chunk, write in tiles.tiles.tolist():
         if count and write >= 0:
@@ -101,8 +103,8 @@ def inputs_at(
 @jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _causal_conv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride,
-    part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -128,7 +130,7 @@ def _causal_conv_kernel(
                               CHANNELS, WIDTH, PARTS, PART_SIZE)  # fmt: skip
             weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
             total += x * weight[None, :]
-        out = total / (1 + tl.exp(-total))
+        out = total / (1 + tl.exp(-total)) if SILU else total
         places = tokens.to(tl.int64) * CHANNELS + channels[None, :]
         tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=valid)
 
@@ -152,9 +154,45 @@ def store_ring(
             tl.store(state_ptr + offsets, x.to(state_ptr.dtype.element_ty), mask=mask)
 
 
+@jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
+def _store_rings_kernel(
+    x_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride, part_stride,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    chunk_ptr = chunks_ptr + tl.program_id(0) * 5
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    chunk_first, position, read = tl.load(chunk_ptr), tl.load(chunk_ptr + 1), tl.load(chunk_ptr + 2)
+    first_tile, num_tiles = tl.load(chunk_ptr + 3), tl.load(chunk_ptr + 4)
+    wait_for_previous(PDL)
+    # The last tile may overwrite the state that earlier ones read.
+    for tile in range(first_tile, first_tile + num_tiles):
+        end = tl.load(tiles_ptr + tile * 4) + tl.load(tiles_ptr + tile * 4 + 1)
+        write = tl.load(tiles_ptr + tile * 4 + 3)
+        if write >= 0:
+            store_ring(x_ptr, state_ptr, tables_ptr, write, end, channels, channels < CHANNELS, chunk_first, position,
+                       read, first, x_stride, table_stride, part_stride, CHANNELS, WIDTH, PARTS, PART_SIZE)  # fmt: skip
+
+
+def store_rings(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles) -> None:
+    """Store the inputs before the end of each tile that writes a state, where no scan follows `causal_conv`.
+
+    x: [num_tokens, channels], channels contiguous; width: of the filters; state: where they are stored.
+    """
+    if not uses_triton(x.device):
+        store_rings_ref(x, width, state, tiles)
+        return
+    assert x.stride(1) == 1 and tiles.tables.is_contiguous()
+    _store_rings_kernel[(len(tiles.chunks), triton.cdiv(x.shape[1], _BLOCK))](
+        x, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first, x.stride(0),
+        tiles.tables.stride(0), CHANNELS=x.shape[1], WIDTH=width, BLOCK=_BLOCK, num_warps=2,
+        **state.pool.sizes, **pdl_options(x.device),
+    )  # fmt: skip
+
+
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
-                tiles: StateTiles) -> torch.Tensor:  # fmt: skip
-    """Convolve prompt tokens, and apply SiLU; the scan that follows stores the states.
+                tiles: StateTiles, silu: bool = True) -> torch.Tensor:  # fmt: skip
+    """Convolve prompt tokens; the scan that follows, or `store_rings`, stores the states.
 
     Args:
         x: [num_tokens, channels]; channels contiguous.
@@ -162,18 +200,107 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         bias: [channels].
         state: the inputs before the chunks.
         tiles: of the tokens.
+        silu: whether SiLU follows.
 
     Returns:
         [num_tokens, channels]; not set where no tile has a token.
     """
     if not uses_triton(x.device):
-        return causal_conv_ref(x, weight, bias, state, tiles)
+        return causal_conv_ref(x, weight, bias, state, tiles, silu)
     channels, width = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
     assert x.stride(1) == 1 and weight.is_contiguous() and tiles.tables.is_contiguous()
     _causal_conv_kernel[(len(tiles.tiles), triton.cdiv(channels, _BLOCK))](
         x, weight, bias, out, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first,
-        x.stride(0), tiles.tables.stride(0), CHANNELS=channels, WIDTH=width, BLOCK=_BLOCK, TILE=TILE,
+        x.stride(0), tiles.tables.stride(0), CHANNELS=channels, WIDTH=width, SILU=silu, BLOCK=_BLOCK, TILE=TILE,
+        num_warps=4, **state.pool.sizes, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def causal_conv_step_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
+    silu: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Plain torch form of `causal_conv_step`."""
+    out, width, positions = torch.zeros_like(x), weight.shape[1], rows.positions.tolist()
+    index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
+    # All rows read before one writes.
+    before = {i: conv_inputs(x, state, rows.reads[i], positions[i], width) for i in index}
+    for i in index:
+        window = torch.cat((before[i], x[i : i + 1]))
+        out[i] = convolve(window.T, weight, bias, silu)
+        for at, inputs in zip(range(positions[i] - width + 1, positions[i] + 1), window, strict=True):
+            if at >= 0:
+                state.pool.write(state.first + at % width * x.shape[1], inputs, rows.writes[i])
+    return out
+
+
+@jit(unaligned=["positions_ptr", "reads_ptr", "writes_ptr"])
+def _causal_conv_step_kernel(
+    x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, positions_ptr, reads_ptr, writes_ptr, first, x_stride,
+    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = channels < CHANNELS
+    read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
+    position, target = tl.load(positions_ptr + row), tl.load(write_ptr)
+    is_apart = tl.load(read_ptr) != target
+    total = tl.zeros([BLOCK], tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    # No kernel since the last step writes to the ring.
+    for back in tl.static_range(1, WIDTH):
+        index = first + tl.maximum(position - back, 0) % WIDTH * CHANNELS + channels
+        stored = channels < tl.where((position >= back) & (target >= 0), CHANNELS, 0)
+        block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=stored, other=0)
+        before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
+        weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back), mask=mask, other=0.0)
+        total += before.to(tl.float32) * weight.to(tl.float32)
+    weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1), mask=mask, other=0.0)
+    wait_for_previous(PDL)
+    x = tl.load(x_ptr + row * x_stride + channels, mask=mask, other=0.0)
+    total += x.to(tl.float32) * weight.to(tl.float32)
+    out = tl.where(target >= 0, total / (1 + tl.exp(-total)) if SILU else total, 0.0)
+    tl.store(out_ptr + row * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), mask=mask)
+    if target >= 0:
+        index = first + position % WIDTH * CHANNELS + channels
+        block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=mask, other=0)
+        tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), x, mask=mask)
+        for back in tl.static_range(1, WIDTH):
+            index = first + tl.maximum(position - back, 0) % WIDTH * CHANNELS + channels
+            moved = channels < tl.where((position >= back) & is_apart, CHANNELS, 0)
+            block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=moved, other=0)
+            before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=moved, other=0.0)
+            block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=moved, other=0)
+            tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), before, mask=moved)
+
+
+def causal_conv_step(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
+    silu: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Convolve one token of each of several sequences, and store the tokens' inputs.
+
+    Args:
+        x: [num_rows, channels]; channels contiguous.
+        weight, bias, silu: as of `causal_conv`.
+        state: the inputs before the tokens, and after them.
+        rows: the states.
+
+    Returns:
+        [num_rows, channels]; zeros for padding.
+    """
+    if not uses_triton(x.device):
+        return causal_conv_step_ref(x, weight, bias, state, rows, silu)
+    channels, width = weight.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    _causal_conv_step_kernel[(len(x), triton.cdiv(channels, _STEP_BLOCK))](
+        x, weight, bias, out, state.pool.elements, rows.positions, rows.reads, rows.writes, state.first,
+        x.stride(0), rows.reads.stride(0), CHANNELS=channels, WIDTH=width, SILU=silu, BLOCK=_STEP_BLOCK,
         num_warps=4, **state.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ lower triangular system (arXiv:2406.06484),
     u_t + b_t sum_{s<t} (A_t / A_s) (k_t' k_s) u_s = b_t v_t - b_t A_t S_0' k_t,
 
 whose inverse T needs no state, so it is computed for all tiles at once; the tiles of a chunk then follow one another,
-each with u = T b v - (T b A k) S_0. Ratios of decays are exponentials of differences of logarithms. Everything is
+each with u = T b (v - A k S_0). Ratios of decays are exponentials of differences of logarithms. Everything is
 computed in float32.
 """
 
@@ -26,10 +26,9 @@ from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, 
 from nanovllm.kernels.mixers.causal_conv import (
     ConvState,
     causal_conv,
-    conv_inputs,
-    convolve,
+    causal_conv_step,
     store_ring,
-    store_rings,
+    store_rings_ref,
 )
 from nanovllm.kernels.mixers.state_pool import PoolView, place
 from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
@@ -37,7 +36,9 @@ from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
 _COLUMNS = 32
-"""Values of a program. Few, so that many programs of a multiprocessor hide the latency of each other's loads."""
+"""Values of a slice of a state. Few, so that many programs of a multiprocessor hide each other's latency."""
+_FEWEST_HEADS = 128
+"""Heads of all rows from which on a program takes all slices of its head, of twice the values, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -99,24 +100,18 @@ def delta_rule_step_ref(
 ) -> torch.Tensor:
     """Plain torch form of `delta_rule_step`."""
     out = torch.zeros_like(z)
+    conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
     index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
     if not index:
         return out
-    width, channels, ring_pool = rule.conv_weight.shape[1], x.shape[1], rule.conv.pool
-    positions, tables = rows.positions.tolist(), [(rows.reads[i], rows.writes[i]) for i in index]
-    before = [conv_inputs(x, rule.conv, rows.reads[i], positions[i], width) for i in index]
-    windows = torch.cat((torch.stack(before), x[index].unsqueeze(1)), 1).transpose(1, 2)
-    state = torch.stack([rule.pool.read(rule.first, rule.shape, read) for read, _ in tables])
-    q, k, v = rule.heads(convolve(windows, rule.conv_weight, None))
+    state = torch.stack([rule.pool.read(rule.first, rule.shape, rows.reads[i]) for i in index])
+    q, k, v = rule.heads(conv[index])
     state = state * rule.log_decay(a[index]).exp()[..., None, None]
     update = b[index].float().sigmoid().unsqueeze(-1) * (v - torch.einsum("rhkv,rhk->rhv", state, k))
     state = state + k.unsqueeze(-1) * update.unsqueeze(-2)
     out[index] = rule.gated_norm(torch.einsum("rhkv,rhk->rhv", state, q), z[index])
-    for i, (_, write), window, new in zip(index, tables, windows, state, strict=True):
-        rule.pool.write(rule.first, new, write)
-        for at, row in zip(range(positions[i] - width + 1, positions[i] + 1), window.T, strict=True):
-            if at >= 0:
-                ring_pool.write(rule.conv.first + at % width * channels, row, write)
+    for i, new in zip(index, state, strict=True):
+        rule.pool.write(rule.first, new, rows.writes[i])
     return out
 
 
@@ -159,7 +154,7 @@ def delta_rule_prompt_ref(
         rule.pool.read(rule.first, rule.shape, tiles.tables[chunk[2]]) if chunk[2] >= 0
         else torch.zeros(rule.shape, device=x.device) for chunk in chunks
     ]  # fmt: skip
-    store_rings(x, rule.conv_weight, rule.conv, tiles)
+    store_rings_ref(x, rule.conv_weight.shape[1], rule.conv, tiles)
     for first, count, chunk, write in tiles.tiles.tolist():
         if count:
             part = slice(first, first + count)
@@ -172,93 +167,58 @@ def delta_rule_prompt_ref(
 
 
 @jit
-def _unit(x):
-    """Divide rows by their length."""
-    return x * tl.rsqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
-
-
-@jit
 def _softplus(x):
     return tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
 
 
-@jit
-def _ring_conv(
-    x_ptr, weight_ptr, state_ptr, read_ptr, write_ptr, position, channels, first, part_stride, stores, is_apart,
-    dtype: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Return a row's outputs of the convolution, [channels] float32; if it `stores`, keep its inputs in its state."""
-    kept = channels < tl.where(stores, CHANNELS, 0)
-    x = tl.load(x_ptr + channels).to(tl.float32)
-    total = x * tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1)).to(tl.float32)
-    index = first + position % WIDTH * CHANNELS + channels
-    block = tl.load(write_ptr + index // (PARTS * PART_SIZE))
-    places = place(index, block, part_stride, PARTS, PART_SIZE)
-    tl.store(state_ptr + places, x.to(state_ptr.dtype.element_ty), mask=kept)
-    for back in tl.static_range(1, WIDTH):
-        at = position - back
-        index = first + tl.maximum(at, 0) % WIDTH * CHANNELS + channels
-        there = channels < tl.where(at >= 0, CHANNELS, 0)
-        moved = channels < tl.where((at >= 0) & stores & is_apart, CHANNELS, 0)
-        block = tl.load(read_ptr + index // (PARTS * PART_SIZE))
-        before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=there, other=0.0)
-        total += before.to(tl.float32) * tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back)).to(tl.float32)
-        block = tl.load(write_ptr + index // (PARTS * PART_SIZE))
-        tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), before, mask=moved)
-    return (total / (1 + tl.exp(-total))).to(dtype).to(tl.float32)
-
-
-@jit(unaligned=["a_ptr", "b_ptr", "positions_ptr", "reads_ptr", "writes_ptr"])
+@jit(unaligned=["a_ptr", "b_ptr", "reads_ptr", "writes_ptr"])
 def _delta_rule_step_kernel(
-    x_ptr, a_ptr, b_ptr, out_ptr, conv_weight_ptr, a_log_ptr, dt_bias_ptr, ring_ptr, pool_ptr,
-    positions_ptr, reads_ptr, writes_ptr, ring_first, first,
-    x_stride, a_stride, b_stride, table_stride, ring_stride, part_stride,
+    conv_ptr, a_ptr, b_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, reads_ptr, writes_ptr, first,
+    a_stride, b_stride, table_stride, part_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, RING_SIZE: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    SLICES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     key_head = head // GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
-    keys, values = tl.arange(0, KEY), part * COLUMNS + tl.arange(0, COLUMNS)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    keys, values = tl.arange(0, KEY), part * (SLICES * COLUMNS) + tl.arange(0, COLUMNS)
     read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
-    position, target = tl.load(positions_ptr + row), tl.load(write_ptr)
     places = (row * (KEY_HEADS * GROUP) + head) * VALUE + values
-    if target < 0:
+    if tl.load(write_ptr) < 0:
         wait_for_previous(PDL)
-        tl.store(out_ptr + places, tl.zeros([COLUMNS], dtype))
+        for index in tl.static_range(SLICES):
+            tl.store(out_ptr + places + index * COLUMNS, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
     else:
-        # Rows of a state, which begin anywhere in a block. No kernel of this layer's projections writes to it.
+        # Rows of a state, which begin anywhere in a block. No kernel since the last step writes to it.
         state_rows = first + (head * KEY + keys) * VALUE
         blocks = tl.load(read_ptr + state_rows // (PARTS * PART_SIZE))
         sources = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        state = tl.load(pool_ptr + sources[:, None] + values[None, :])
+        source_ptrs = pool_ptr + sources[:, None] + values[None, :]
+        following = tl.load(source_ptrs)
         blocks = tl.load(write_ptr + state_rows // (PARTS * PART_SIZE))
         targets = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        is_apart = tl.load(read_ptr) != target
-        # One program keeps the inputs of a group's queries and keys.
-        stores = (head % GROUP == 0) & (part == 0)
+        target_ptrs = pool_ptr + targets[:, None] + values[None, :]
         wait_for_previous(PDL)
-        x_ptr += row * x_stride
-        q = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position, key_head * KEY + keys,
-                       ring_first, ring_stride, stores, is_apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE)  # fmt: skip
-        k = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position,
-                       (KEY_HEADS + key_head) * KEY + keys,
-                       ring_first, ring_stride, stores, is_apart, dtype, CHANNELS, WIDTH, PARTS, RING_SIZE)  # fmt: skip
-        v = _ring_conv(x_ptr, conv_weight_ptr, ring_ptr, read_ptr, write_ptr, position,
-                       2 * KEY_HEADS * KEY + head * VALUE + values,
-                       ring_first, ring_stride, part >= 0, is_apart, dtype,
-                       CHANNELS, WIDTH, PARTS, RING_SIZE)  # fmt: skip
+        conv_ptr += row * CHANNELS
+        value_ptrs = conv_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values
+        q = tl.load(conv_ptr + key_head * KEY + keys).to(tl.float32)
+        k = tl.load(conv_ptr + (KEY_HEADS + key_head) * KEY + keys).to(tl.float32)
         q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
         k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
         a = tl.load(a_ptr + row * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
         decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a))
         beta = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
-        state *= decay
-        update = beta * (v - tl.sum(state * k[:, None], axis=0))
-        state += k[:, None] * update[None, :]
-        tl.store(pool_ptr + targets[:, None] + values[None, :], state)
-        tl.store(out_ptr + places, tl.sum(state * q[:, None], axis=0).to(dtype))
+        for index in tl.static_range(SLICES):
+            state = following * decay
+            if index + 1 < SLICES:
+                # A slice is on its way while the one before is computed.
+                following = tl.load(source_ptrs + (index + 1) * COLUMNS)
+            v = tl.load(value_ptrs + index * COLUMNS).to(tl.float32)
+            update = beta * (v - tl.sum(state * k[:, None], axis=0))
+            state += k[:, None] * update[None, :]
+            tl.store(target_ptrs + index * COLUMNS, state)
+            out = tl.sum(state * q[:, None], axis=0)
+            tl.store(out_ptr + places + index * COLUMNS, out.to(out_ptr.dtype.element_ty))
 
 
 def delta_rule_step(
@@ -266,7 +226,8 @@ def delta_rule_step(
 ) -> torch.Tensor:
     """Compute one token of each of several sequences, and their states.
 
-    Two kernels: one for each row, head and slice of values; and the norm of the outputs.
+    Three kernels: the convolution; the rule, by a program for each row and head, or slice of its values; and the norm
+    of the outputs.
 
     Args:
         rule: the layer's.
@@ -280,111 +241,104 @@ def delta_rule_step(
     """
     if not uses_triton(x.device):
         return delta_rule_step_ref(rule, x, a, b, z, rows)
+    conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    group, columns = rule.num_value_heads // rule.num_key_heads, min(rule.value_size, _COLUMNS)
-    assert all(tensor.stride(-1) == 1 for tensor in (x, a, b, z)) and z.stride(1) == rule.value_size
-    ring, pool = rule.conv.pool.sizes, rule.pool.sizes
-    _delta_rule_step_kernel[(len(x), rule.num_value_heads, rule.value_size // columns)](
-        x, a, b, out, rule.conv_weight, rule.a_log, rule.dt_bias,
-        rule.conv.pool.elements, rule.pool.elements, rows.positions, rows.reads, rows.writes,
-        rule.conv.first, rule.first, x.stride(0), a.stride(0), b.stride(0), rows.reads.stride(0),
-        ring["part_stride"], KEY_HEADS=rule.num_key_heads, GROUP=group, KEY=rule.key_size, VALUE=rule.value_size,
-        COLUMNS=columns, WIDTH=rule.conv_weight.shape[1], RING_SIZE=ring["PART_SIZE"], num_warps=4,
-        **pool, **pdl_options(x.device),
+    takes_all = len(x) * rule.num_value_heads >= _FEWEST_HEADS
+    columns = min(rule.value_size, 2 * _COLUMNS if takes_all else _COLUMNS)
+    num_slices = rule.value_size // columns
+    in_turn = num_slices if takes_all else 1
+    assert all(tensor.stride(-1) == 1 for tensor in (a, b, z)) and z.stride(1) == rule.value_size
+    _delta_rule_step_kernel[(len(x), rule.num_value_heads, num_slices // in_turn)](
+        conv, a, b, out, rule.a_log, rule.dt_bias, rule.pool.elements, rows.reads, rows.writes, rule.first,
+        a.stride(0), b.stride(0), rows.reads.stride(0), KEY_HEADS=rule.num_key_heads,
+        GROUP=rule.num_value_heads // rule.num_key_heads, KEY=rule.key_size, VALUE=rule.value_size, COLUMNS=columns,
+        SLICES=in_turn, num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
     return _gated_norm(rule, out, z)
 
 
 @jit
-def _inverse(system, TILE: tl.constexpr, precision: tl.constexpr):
-    """Return the inverse of I + system, a strictly lower triangular [TILE, TILE] matrix, in float32.
+def _inverse(system_ptr, system, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """Return the inverse of I + system, a strictly lower triangular [TILE, TILE] float32 matrix, which is stored too.
 
     Its diagonal blocks of 16 rows are inverted by forward substitution. With D of these and L of the other blocks, the
     inverse is (I + D L)^-1 D, and D L is nilpotent of order TILE / 16 = 4.
     """
     BLOCKS: tl.constexpr = TILE // 16
-    index = tl.arange(0, TILE)
-    rows, columns = index[:, None] // 16, index[None, :] // 16
-    square = tl.reshape(tl.where(rows == columns, system, 0.0), [BLOCKS, 16, BLOCKS, 16])
-    # [BLOCKS, 16, 16]: all other blocks are zeros.
-    small = -tl.sum(square, axis=2)
-    row = tl.arange(0, 16)
-    inverse = small
-    for i in tl.static_range(2, 16):
-        this = row[None, :, None] == i
-        # [BLOCKS, 16]: row i of the system, whose product with the rows before it is added to it.
-        line = tl.sum(tl.where(this, small, 0.0), axis=1)
-        product = tl.sum(line[:, :, None] * tl.where(row[None, :, None] < i, inverse, 0.0), axis=1)
-        inverse = tl.where(this, (line + product)[:, None, :], inverse)
-    inverse = inverse + tl.where(row[None, :, None] == row[None, None, :], 1.0, 0.0)
-    block = tl.arange(0, BLOCKS)
-    placed = tl.where(block[:, None, None, None] == block[None, None, :, None], inverse[:, :, None, :], 0.0)
-    diagonal = tl.reshape(placed, [TILE, TILE])
-    rest = tl.where(rows > columns, system, 0.0)
-    power = tl.dot(diagonal, rest, input_precision=precision)
-    square = tl.dot(power, power, input_precision=precision)
-    once = diagonal + tl.dot(square, diagonal, input_precision=precision)
-    return once - tl.dot(power, once, input_precision=precision)
+    index, inner = tl.arange(0, TILE), tl.arange(0, 16)
+    # Column c of the inverse of block b in row 16 b + c, so that sums need no other thread's values.
+    columns = tl.where(index[:, None] % 16 == inner[None, :], 1.0, 0.0)
+    first = system_ptr + index // 16 * (16 * TILE + 16)
+    for i in tl.static_range(1, 16):
+        line = tl.load(first[:, None] + i * TILE + inner[None, :])
+        columns = tl.where(inner[None, :] == i, columns - tl.sum(line * columns, axis=1)[:, None], columns)
+    wide = tl.reshape(tl.broadcast_to(columns[:, None, :], [TILE, BLOCKS, 16]), [TILE, TILE])
+    is_diagonal = index[:, None] // 16 == index[None, :] // 16
+    diagonal = tl.trans(tl.where(is_diagonal, wide, 0.0))
+    power = tl.dot(diagonal, tl.where(is_diagonal, 0.0, system), input_precision=PRECISION)
+    square = tl.dot(power, power, input_precision=PRECISION)
+    once = diagonal + tl.dot(square, diagonal, input_precision=PRECISION)
+    return once - tl.dot(power, once, input_precision=PRECISION)
 
 
-@jit(do_not_specialize=["num_tokens"], unaligned=["a_ptr", "b_ptr", "tiles_ptr"])
+@jit(unaligned=["a_ptr", "b_ptr", "tiles_ptr"])
 def _delta_rule_tiles_kernel(
-    conv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, q_ptr, k_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, tiles_ptr,
-    num_tokens, a_stride, b_stride,
+    conv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, inverse_ptr, scores_ptr, factors_ptr, tiles_ptr, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TILE: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tile, key_head = tl.program_id(0), tl.program_id(1)
+    tile, head = tl.program_id(0), tl.program_id(1)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
     first_token, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
-    index, keys, values = tl.arange(0, TILE), tl.arange(0, KEY), tl.arange(0, VALUE)
+    index, keys = tl.arange(0, TILE), tl.arange(0, KEY)
     mask = index < count
     tokens = (first_token + index).to(tl.int64)
     wait_for_previous(PDL)
     if count > 0:
-        channels = conv_ptr + tokens[:, None] * CHANNELS + key_head * KEY + keys[None, :]
+        channels = conv_ptr + tokens[:, None] * CHANNELS + head // GROUP * KEY + keys[None, :]
         q = tl.load(channels, mask=mask[:, None], other=0.0).to(tl.float32)
         k = tl.load(channels + KEY_HEADS * KEY, mask=mask[:, None], other=0.0).to(tl.float32)
-        q, k = _unit(q) * (KEY**-0.5), _unit(k)
-        places = (tokens * KEY_HEADS + key_head)[:, None] * KEY + keys[None, :]
-        tl.store(q_ptr + places, q.to(q_ptr.dtype.element_ty), mask=mask[:, None])
-        tl.store(k_ptr + places, k.to(k_ptr.dtype.element_ty), mask=mask[:, None])
+        q_scale = tl.rsqrt(tl.sum(q * q, axis=1) + 1e-6) * (KEY**-0.5)
+        k_scale = tl.rsqrt(tl.sum(k * k, axis=1) + 1e-6)
+        a = tl.load(a_ptr + tokens * a_stride + head, mask=mask, other=0.0).to(tl.float32)
+        a += tl.load(dt_bias_ptr + head).to(tl.float32)
+        # Tokens beyond the tile's end keep the state as it is.
+        log_decay = tl.where(mask, -tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a), 0.0)
+        total = tl.cumsum(log_decay, axis=0)
+        beta = tl.sigmoid(tl.load(b_ptr + tokens * b_stride + head, mask=mask, other=0.0).to(tl.float32))
+        beta = tl.where(mask, beta, 0.0)
+        causal = index[:, None] >= index[None, :]
+        ratios = tl.exp(tl.where(causal, total[:, None] - total[None, :], float("-inf"))) * k_scale[None, :]
         similar = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        system = tl.where(index[:, None] > index[None, :], (beta * k_scale)[:, None] * similar * ratios, 0.0)
+        rows = tile.to(tl.int64) * (KEY_HEADS * GROUP) + head
+        places = (rows * TILE + index)[:, None] * TILE + index[None, :]
+        tl.store(inverse_ptr + places, system)
+        tl.debug_barrier()
+        inverse = _inverse(inverse_ptr + rows * (TILE * TILE), system, TILE, PRECISION)
+        # All threads have read the system.
+        tl.debug_barrier()
+        tl.store(inverse_ptr + places, inverse * beta[None, :])
         asked = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        for member in range(GROUP):
-            head = key_head * GROUP + member
-            a = tl.load(a_ptr + tokens * a_stride + head, mask=mask, other=0.0).to(tl.float32)
-            a += tl.load(dt_bias_ptr + head).to(tl.float32)
-            # Tokens beyond the tile's end keep the state as it is.
-            log_decay = tl.where(mask, -tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a), 0.0)
-            total = tl.cumsum(log_decay, axis=0)
-            beta = tl.sigmoid(tl.load(b_ptr + tokens * b_stride + head, mask=mask, other=0.0).to(tl.float32))
-            beta = tl.where(mask, beta, 0.0)
-            causal = index[:, None] >= index[None, :]
-            ratios = tl.exp(tl.where(causal, total[:, None] - total[None, :], float("-inf")))
-            system = tl.where(index[:, None] > index[None, :], beta[:, None] * similar * ratios, 0.0)
-            inverse = _inverse(system, TILE, PRECISION)
-            v = tl.load(conv_ptr + tokens[:, None] * CHANNELS + 2 * KEY_HEADS * KEY + head * VALUE + values[None, :],
-                        mask=mask[:, None], other=0.0).to(tl.float32)  # fmt: skip
-            u = tl.dot(inverse, beta[:, None] * v, input_precision=PRECISION)
-            w = tl.dot(inverse, (beta * tl.exp(total))[:, None] * k, input_precision=PRECISION)
-            rows = tile.to(tl.int64) * (KEY_HEADS * GROUP) + head
-            lines = (rows * TILE + index)[:, None]
-            tl.store(u_ptr + lines * VALUE + values[None, :], u.to(u_ptr.dtype.element_ty))
-            tl.store(w_ptr + lines * KEY + keys[None, :], w.to(w_ptr.dtype.element_ty))
-            tl.store(scores_ptr + lines * TILE + index[None, :], (asked * ratios).to(scores_ptr.dtype.element_ty))
-            tl.store(decay_ptr + rows * TILE + index, total)
+        tl.store(scores_ptr + places, (q_scale[:, None] * asked * ratios).to(scores_ptr.dtype.element_ty))
+        # Not the sum of decays, which is rounded otherwise.
+        last = tl.sum(tl.where(index == TILE - 1, total, 0.0), axis=0)
+        factors = factors_ptr + rows * (4 * TILE) + index
+        tl.store(factors, tl.exp(total) * k_scale)
+        tl.store(factors + TILE, tl.exp(total) * q_scale)
+        tl.store(factors + 2 * TILE, tl.exp(last - total) * k_scale)
+        tl.store(factors + 3 * TILE, tl.exp(last) + tl.zeros([TILE], tl.float32))
 
 
 @jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _delta_rule_scan_kernel(
-    x_ptr, q_ptr, k_ptr, u_ptr, w_ptr, scores_ptr, decay_ptr, out_ptr, ring_ptr, pool_ptr,
+    x_ptr, conv_ptr, inverse_ptr, scores_ptr, factors_ptr, out_ptr, ring_ptr, pool_ptr,
     tiles_ptr, chunks_ptr, tables_ptr, ring_first, first, x_stride, table_stride, ring_stride, part_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
     SLICE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
     PARTS: tl.constexpr, RING_SIZE: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    chunk, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     chunk_ptr = chunks_ptr + chunk * 5
@@ -406,22 +360,24 @@ def _delta_rule_scan_kernel(
         write = tl.load(tiles_ptr + tile * 4 + 3)
         mask = (index < count)[:, None]
         tokens = (first_token + index).to(tl.int64)
-        lines = (tl.cast(tile, tl.int64) * HEADS + head) * TILE + index
-        total = tl.load(decay_ptr + lines)
-        last = tl.load(decay_ptr + (tl.cast(tile, tl.int64) * HEADS + head) * TILE + TILE - 1)
-        places = (tokens * KEY_HEADS + head // GROUP)[:, None] * KEY + keys[None, :]
-        q = tl.load(q_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + lines[:, None] * KEY + keys[None, :]).to(tl.float32)
-        u = tl.load(u_ptr + lines[:, None] * VALUE + values[None, :]).to(tl.float32)
-        scores = tl.load(scores_ptr + lines[:, None] * TILE + index[None, :]).to(tl.float32)
-        u -= tl.dot(w, state, input_precision=PRECISION)
-        out = tl.dot(q * tl.exp(total)[:, None], state, input_precision=PRECISION)
-        out += tl.dot(scores, u, input_precision=PRECISION)
+        channels = conv_ptr + tokens[:, None] * CHANNELS
+        q = tl.load(channels + head // GROUP * KEY + keys[None, :], mask=mask, other=0.0).to(tl.float32)
+        k = tl.load(channels + (KEY_HEADS + head // GROUP) * KEY + keys[None, :], mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(channels + 2 * KEY_HEADS * KEY + head * VALUE + values[None, :], mask=mask, other=0.0)
+        rows = tl.cast(tile, tl.int64) * HEADS + head
+        places = (rows * TILE + index)[:, None] * TILE + index[None, :]
+        factor_ptr = factors_ptr + rows * (4 * TILE) + index
+        # All products in one precision: Triton 3.6 compiles some in bfloat16 beside these to wrong code.
+        before = tl.dot(k, state, input_precision=PRECISION)
+        updates = v.to(tl.float32) - tl.load(factor_ptr)[:, None] * before
+        updates = tl.dot(tl.load(inverse_ptr + places), updates, input_precision=PRECISION)
+        out = tl.load(factor_ptr + TILE)[:, None] * tl.dot(q, state, input_precision=PRECISION)
+        out += tl.dot(tl.load(scores_ptr + places).to(tl.float32), updates, input_precision=PRECISION)
         target = (tokens * HEADS + head)[:, None] * VALUE + values[None, :]
         tl.store(out_ptr + target, out.to(out_ptr.dtype.element_ty), mask=mask)
-        grown = tl.dot(tl.trans(k * tl.exp(last - total)[:, None]), u, input_precision=PRECISION)
-        state = state * tl.exp(last) + grown
+        updates *= tl.load(factor_ptr + 2 * TILE)[:, None]
+        grown = tl.dot(tl.trans(k), updates, input_precision=PRECISION)
+        state = state * tl.load(factors_ptr + rows * (4 * TILE) + 3 * TILE) + grown
         if write >= 0:
             blocks = tl.load(tables_ptr + write * table_stride + state_rows // (PARTS * PART_SIZE))
             targets = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
@@ -459,31 +415,27 @@ def delta_rule_prompt(
     if not uses_triton(x.device):
         return delta_rule_prompt_ref(rule, x, a, b, z, tiles)
     conv = causal_conv(x, rule.conv_weight, None, rule.conv, tiles)
-    num_tokens, num_tiles, dtype = len(x), len(tiles.tiles), x.dtype
+    num_tiles, dtype, device = len(tiles.tiles), x.dtype, x.device
     heads, key, value = rule.shape
-    group, columns = heads // rule.num_key_heads, min(value, _COLUMNS)
-    precision = "ieee" if dtype == torch.float32 else "tf32"
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-
-    q, k = empty(num_tokens, rule.num_key_heads, key), empty(num_tokens, rule.num_key_heads, key)
-    u, w = empty(num_tiles, heads, TILE, value), empty(num_tiles, heads, TILE, key)
-    scores, out = empty(num_tiles, heads, TILE, TILE), empty(num_tokens, heads, value)
-    decay = torch.empty(num_tiles, heads, TILE, dtype=torch.float32, device=x.device)
-    shape = {"KEY_HEADS": rule.num_key_heads, "GROUP": group, "KEY": key, "VALUE": value, "TILE": TILE}
-    _delta_rule_tiles_kernel[(num_tiles, rule.num_key_heads)](
-        conv, a, b, rule.a_log, rule.dt_bias, q, k, u, w, scores, decay, tiles.tiles, num_tokens,
-        a.stride(0), b.stride(0), PRECISION=precision, num_warps=8, **shape, **pdl_options(x.device),
+    columns = min(value, _COLUMNS)
+    shape = {
+        "KEY_HEADS": rule.num_key_heads, "GROUP": heads // rule.num_key_heads, "KEY": key, "VALUE": value, "TILE": TILE,
+        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
+    }  # fmt: skip
+    inverse = torch.empty(num_tiles, heads, TILE, TILE, dtype=torch.float32, device=device)
+    scores, factors = torch.empty_like(inverse, dtype=dtype), torch.empty_like(inverse[:, :, :4])
+    _delta_rule_tiles_kernel[(num_tiles, heads)](
+        conv, a, b, rule.a_log, rule.dt_bias, inverse, scores, factors, tiles.tiles, a.stride(0), b.stride(0),
+        num_warps=4, **shape, **pdl_options(device),
     )  # fmt: skip
-    num_slices = heads * (value // columns)
-    ring = rule.conv.pool.sizes
-    _delta_rule_scan_kernel[(len(tiles.chunks), heads, value // columns)](
-        x, q, k, u, w, scores, decay, out, rule.conv.pool.elements, rule.pool.elements,
+    out = torch.empty(len(x), heads, value, dtype=dtype, device=device)
+    num_slices, ring = heads * (value // columns), rule.conv.pool.sizes
+    _delta_rule_scan_kernel[(value // columns, heads, len(tiles.chunks))](
+        x, conv, inverse, scores, factors, out, rule.conv.pool.elements, rule.pool.elements,
         tiles.tiles, tiles.chunks, tiles.tables, rule.conv.first, rule.first, x.stride(0), tiles.tables.stride(0),
         ring["part_stride"], COLUMNS=columns, SLICE=triton.next_power_of_2(-(-x.shape[1] // num_slices)),
-        WIDTH=rule.conv_weight.shape[1], PRECISION=precision, RING_SIZE=ring["PART_SIZE"],
-        num_warps=4, **shape, **rule.pool.sizes, **pdl_options(x.device),
+        WIDTH=rule.conv_weight.shape[1], RING_SIZE=ring["PART_SIZE"],
+        num_warps=4, **shape, **rule.pool.sizes, **pdl_options(device),
     )  # fmt: skip
     return _gated_norm(rule, out, z)
 

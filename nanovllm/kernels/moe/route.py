@@ -31,6 +31,21 @@ class Routing:
     num_experts: int
 
 
+@dataclass(frozen=True)
+class SigmoidScores:
+    """Weights that are sigmoids of logits, instead of their softmax (DeepSeek-V3, arXiv:2412.19437).
+
+    Attributes:
+        bias: [num_experts] float32, added to sigmoids when experts are chosen; None for zero.
+        eps: added to the sum that renormalised weights are divided by.
+        factor: of the weights.
+    """
+
+    bias: torch.Tensor | None
+    eps: float
+    factor: float
+
+
 def route_ref(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -38,10 +53,18 @@ def route_ref(
     renormalize: bool,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
+    sigmoid: SigmoidScores | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
     logits = functional.linear(normed, weight).float()
+    if sigmoid is not None:
+        shares = logits.sigmoid()
+        scores = shares if sigmoid.bias is None else shares + sigmoid.bias
+        experts = scores.sort(dim=1, descending=True, stable=True)[1][:, :top_k]
+        best = shares.gather(1, experts)
+        best = best / (best.sum(1, keepdim=True) + sigmoid.eps) if renormalize else best
+        return Routing(experts.int(), best * sigmoid.factor, len(weight)), normed, total
     best, experts = (values[:, :top_k] for values in logits.sort(dim=1, descending=True, stable=True))
     sums = (best if renormalize else logits).logsumexp(1, keepdim=True)
     return Routing(experts.int(), (best - sums).exp(), len(weight)), normed, total
@@ -49,32 +72,46 @@ def route_ref(
 
 @jit
 def _choose_row_kernel(
-    logits_ptr, experts_ptr, weights_ptr, num_experts,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, experts_ptr, weights_ptr, bias_ptr, num_experts, eps, factor,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr,
+    SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Choose one row's experts by their ranks, all at once instead of one after the other."""
     experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     is_expert = experts < num_experts
     wait_for_previous(PDL)
     logits = tl.load(logits_ptr + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        shares = tl.sigmoid(logits)
+        # What experts are chosen by.
+        logits = shares
+        if bias_ptr is not None:
+            logits += tl.load(bias_ptr + experts, mask=is_expert, other=0.0)
+        logits = tl.where(is_expert, logits, float("-inf"))
+    else:
+        shares = tl.exp(logits - tl.max(logits, axis=0))
     is_equal, is_earlier = logits[None, :] == logits[:, None], experts[None, :] < experts[:, None]
     is_before = (logits[None, :] > logits[:, None]) | (is_equal & is_earlier)
     ranks = tl.sum(is_before.to(tl.int32), axis=1)
     is_chosen = ranks[:, None] == choices[None, :]
     # Where the row is not a number, as padding may be, all are the best; but what is chosen must be there.
     chosen = tl.minimum(tl.sum(tl.where(is_chosen, experts[:, None], 0), axis=0), num_experts - 1)
-    shares = tl.exp(logits - tl.max(logits, axis=0))
-    total = tl.sum(tl.where(ranks < TOP_K, shares, 0.0) if RENORMALIZE else shares, axis=0)
-    weights = tl.sum(tl.where(is_chosen, shares[:, None], 0.0), axis=0) / total
+    weights = tl.sum(tl.where(is_chosen, shares[:, None], 0.0), axis=0)
+    if RENORMALIZE:
+        weights = weights / (tl.sum(tl.where(ranks < TOP_K, shares, 0.0), axis=0) + eps)
+    elif not SIGMOID:
+        weights = weights / tl.sum(shares, axis=0)
+    if SIGMOID:
+        weights *= factor
     tl.store(experts_ptr + choices, chosen, mask=choices < TOP_K)
     tl.store(weights_ptr + choices, weights, mask=choices < TOP_K)
 
 
 @jit(do_not_specialize=["num_rows"])
 def _route_kernel(
-    x_ptr, weight_ptr, experts_ptr, weights_ptr, num_rows, num_experts, in_features,
+    x_ptr, weight_ptr, experts_ptr, weights_ptr, bias_ptr, num_rows, num_experts, in_features, eps, factor,
     EVEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
+    CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
@@ -95,7 +132,15 @@ def _route_kernel(
     # Rounded as by a separate product.
     logits = tl.where(is_expert, round_to(acc, x_ptr.dtype.element_ty), float("-inf"))
     most = tl.max(logits, axis=1)
-    total = tl.sum(tl.exp(logits - most[:, None]), axis=1)
+    if SIGMOID:
+        shares, total = tl.sigmoid(logits), tl.full([ROWS], 1.0, tl.float32)
+        # What experts are chosen by.
+        logits = shares
+        if bias_ptr is not None:
+            logits += tl.load(bias_ptr + experts, mask=experts < num_experts, other=0.0)[None, :]
+        logits = tl.where(is_expert, logits, float("-inf"))
+    else:
+        total = tl.sum(tl.exp(logits - most[:, None]), axis=1)
     choices = tl.arange(0, CHOICES)[None, :]
     chosen = tl.zeros([ROWS, CHOICES], dtype=tl.int32)
     weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
@@ -105,10 +150,16 @@ def _route_kernel(
         # Where a row is not a number, as padding may be, none is the best; but all must be there.
         expert = tl.minimum(expert, num_experts - 1)
         chosen = tl.where(choices == choice, expert[:, None], chosen)
-        weights = tl.where(choices == choice, tl.exp(best - most)[:, None], weights)
+        if SIGMOID:
+            share = tl.sum(tl.where(experts[None, :] == expert[:, None], shares, 0.0), axis=1)
+        else:
+            share = tl.exp(best - most)
+        weights = tl.where(choices == choice, share[:, None], weights)
         logits = tl.where(experts[None, :] == expert[:, None], float("-inf"), logits)
     if RENORMALIZE:
-        total = tl.sum(weights, axis=1)
+        total = tl.sum(weights, axis=1) + eps
+    if SIGMOID:
+        weights *= factor
     places = rows.to(tl.int64)[:, None] * TOP_K + choices
     mask = is_row & (choices < TOP_K)
     tl.store(experts_ptr + places, chosen, mask=mask)
@@ -122,26 +173,31 @@ def route(
     renormalize: bool,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
+    sigmoid: SigmoidScores | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
+
+    Or by the sigmoids of these logits, if `sigmoid` says how.
 
     x, norm and residual: see `norm_linear`; weight: [num_experts, in_features], contiguous; renormalize: divide the
     probabilities by their sum. Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
     """
     if not uses_triton(x.device):
-        return route_ref(x, weight, top_k, renormalize, norm, residual)
+        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid)
     num_rows, num_experts = x.shape[-2], len(weight)
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)
     experts = max(16, triton.next_power_of_2(num_experts))
+    bias, eps, factor = (None, 0.0, 1.0) if sigmoid is None else (sigmoid.bias, sigmoid.eps, sigmoid.factor)
     if num_rows == 1:
         normed = x if norm is None else torch.empty_like(x)
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
         logits, total = gemv(x, weight, None, norm, residual, normed=None if norm is None else normed)
         _choose_row_kernel[(1,)](
-            logits, chosen, weights, num_experts, EXPERTS=experts, TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, num_warps=8, **pdl_options(x.device),
+            logits, chosen, weights, bias, num_experts, eps, factor, EXPERTS=experts, TOP_K=top_k,
+            CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None, num_warps=8,
+            **pdl_options(x.device),
         )  # fmt: skip
         return Routing(chosen, weights, num_experts), normed, total
     normed, total = (x, x) if norm is None else rms_norm(x, norm.weight, norm.eps, residual)
@@ -152,9 +208,9 @@ def route(
     tile_rows = 16 if num_rows <= 16 * num_processors else 64
     ins, step_bytes = _STEP_BYTES // normed.element_size(), (tile_rows + experts) * _STEP_BYTES
     _route_kernel[(triton.cdiv(num_rows, tile_rows),)](
-        normed, weight, chosen, weights, num_rows, num_experts, in_features,
+        normed, weight, chosen, weights, bias, num_rows, num_experts, in_features, eps, factor,
         EVEN=in_features % ins == 0, ROWS=tile_rows, EXPERTS=experts, INS=ins, TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize,
+        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None,
         num_warps=4 if tile_rows == 16 else 8, num_stages=max(1, min(_STAGES, shared_bytes // step_bytes)),
         **pdl_options(x.device),
     )  # fmt: skip

@@ -1,0 +1,201 @@
+"""Mamba-2: its plain torch form against transformers', and its kernels against the plain torch form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import pairwise
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers.models.bamba import modeling_bamba as bamba
+
+from nanovllm.kernels.mixers import causal_conv, mamba2
+from nanovllm.kernels.mixers.causal_conv import ConvState
+from nanovllm.kernels.mixers.mamba2 import StateSpace, mamba2_prompt, mamba2_step
+from nanovllm.kernels.mixers.state_pool import StatePool
+from nanovllm.kernels.mixers.state_rows import StateRows
+from tests.test_delta_rule import DTYPES, LENGTHS, NUM_STATES, WIDTH, Chunk, make_tiles
+from tests.test_kernels import DEVICE, GPU, check_error
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@pytest.fixture
+def by_triton() -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in (mamba2, causal_conv):
+            stack.enter_context(patch.object(module, "uses_triton", lambda device: True))
+        yield
+
+
+def make_space(
+    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool = True
+) -> tuple[StateSpace, torch.Tensor]:
+    """A layer, and tables of states in a pool of small parts that begins as NaN."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(DEVICE)
+
+    (num_heads, size), (num_groups, keys) = heads, groups
+    inner, channels, parts = num_heads * size, num_heads * size + 2 * num_groups * keys, 3
+    # The state begins, and its rows are cut, within parts.
+    part_bytes, first = 4 * 64 * 5, 64
+    ring = (first + inner * keys) * 4 // dtype.itemsize
+    blocks = -(-(ring + WIDTH * channels) * dtype.itemsize // (parts * part_bytes))
+    pool = torch.full((parts, blocks * NUM_STATES, part_bytes), 255, dtype=torch.uint8, device=DEVICE)
+    tables = torch.randperm(blocks * NUM_STATES, generator=generator).to(DEVICE, torch.int32).view(NUM_STATES, blocks)
+    space = StateSpace(
+        num_heads, size, num_groups, keys, (randn(channels, WIDTH) * 0.5).to(dtype), randn(channels).to(dtype),
+        # Decays near 1, which remember, and some that forget.
+        torch.linspace(-4, 1, num_heads, device=DEVICE), randn(num_heads), randn(num_heads), (0.2, 1.5),
+        (1 + 0.1 * randn(inner)).to(dtype) if has_norm else None, 0.1,
+        ConvState(StatePool(pool).view(dtype), ring), StatePool(pool).view(torch.float32), first,
+    )  # fmt: skip
+    return space, tables
+
+
+def random_inputs(space: StateSpace, num_tokens: int) -> Inputs:
+    """What a layer's projections give: slices of one product."""
+    inner, channels = space.num_heads * space.head_size, len(space.conv_weight)
+    made = torch.randn(num_tokens, inner + channels + space.num_heads, device=DEVICE).to(space.conv_weight.dtype)
+    z, x, dt = made.split([inner, channels, space.num_heads], 1)
+    return x, dt, z
+
+
+def part(inputs: Inputs, index: slice) -> Inputs:
+    x, dt, z = inputs
+    return x[index], dt[index], z[index]
+
+
+def wide(inputs: Inputs) -> Inputs:
+    x, dt, z = inputs
+    return x.float(), dt.float(), z.float()
+
+
+def transformers_outputs(space: StateSpace, inputs: Inputs) -> torch.Tensor:
+    """The outputs of a whole sequence by transformers' functions."""
+    x, dt, z = inputs
+    inner, keys = space.num_heads * space.head_size, space.num_groups * space.state_size
+    mixed = bamba.causal_conv1d_fn(x.T[None], space.conv_weight, space.conv_bias, "silu")[0].T
+    x, b, c = (one[None] for one in mixed.split([inner, keys, keys], 1))
+    b, c = (one.unflatten(2, (space.num_groups, -1)) for one in (b, c))
+    out = bamba.mamba2_chunk_scan(
+        x.unflatten(2, (space.num_heads, -1)), dt[None], -space.a_log.exp(), b, c, chunk_size=16, D=space.d,
+        dt_bias=space.dt_bias, dt_softplus=True, dt_limit=space.step_limits,
+    )  # fmt: skip
+    if space.norm_weight is None:
+        return out[0].flatten(1) * torch.nn.functional.silu(z)
+    norm = bamba.BambaRMSNormGated(inner, inner // space.num_groups, space.eps).to(DEVICE)
+    norm.weight.data.copy_(space.norm_weight)
+    return norm(out[0].flatten(1), z)
+
+
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 5], [64, 70, 134]])
+def test_tokens_in_chunks_and_steps(cuts: list[int], has_norm: bool) -> None:
+    torch.manual_seed(len(cuts))
+    space, tables = make_space(torch.float32, (6, 16), (2, 32), has_norm)
+    inputs = random_inputs(space, 150)
+    expected = transformers_outputs(space, inputs)
+    # The last 8 tokens are decoded, in place and into another state by turns.
+    outs, ends = [], [0, *cuts, 142]
+    for number, (start, end) in enumerate(pairwise(ends)):
+        tiles = make_tiles([Chunk(start, end - start, number - 1, {end - start: number})], tables)
+        outs.append(mamba2_prompt(space, *part(inputs, slice(start, end)), tiles))
+    state = len(ends) - 2
+    for position in range(142, 150):
+        new = state + position % 2
+        at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
+        rows = StateRows(at, tables[state : state + 1], tables[new : new + 1])
+        outs.append(mamba2_step(space, *part(inputs, slice(position, position + 1)), rows))
+        state = new
+    torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)
+
+
+class Run:
+    """The same step by the kernels, in plain torch, and in float32."""
+
+    def __init__(self, dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool) -> None:
+        made = [make_space(kind, heads, groups, has_norm) for kind in (dtype, dtype, torch.float32)]
+        self.spaces, self.tables = [space for space, _ in made], [tables for _, tables in made]
+        exact, (space, *_) = self.spaces[2], self.spaces
+        for name in ("conv_weight", "conv_bias", "norm_weight"):
+            if (values := getattr(exact, name)) is not None:
+                values.copy_(getattr(space, name))
+
+    def start(self, states: range) -> None:
+        """Fill states."""
+        for index in states:
+            state = torch.randn(self.spaces[0].shape)
+            ring = torch.randn(WIDTH, len(self.spaces[0].conv_weight)).to(self.spaces[0].conv_weight.dtype)
+            for space, tables in zip(self.spaces, self.tables, strict=True):
+                space.pool.write(space.first, state.to(DEVICE), tables[index])
+                space.conv.pool.write(space.conv.first, ring.to(DEVICE, space.conv_weight.dtype), tables[index])
+
+    def check_states(self, written: set[int]) -> None:
+        for index in range(NUM_STATES):
+            ring, _, exact_ring = (
+                space.conv.pool.read(space.conv.first, (WIDTH, len(space.conv_weight)), tables[index]).float()
+                for space, tables in zip(self.spaces, self.tables, strict=True)
+            )
+            assert torch.equal(ring.nan_to_num(7), exact_ring.nan_to_num(7)), index
+            got, rounded, exact = (
+                space.pool.read(space.first, space.shape, tables[index])
+                for space, tables in zip(self.spaces, self.tables, strict=True)
+            )
+            if index in written:
+                check_error(got, rounded, exact)
+            else:
+                assert torch.equal(got.nan_to_num(7), exact.nan_to_num(7)), index
+
+
+SIZES = [((6, 16), (2, 32), True), ((2, 80), (2, 16), False), ((3, 64), (1, 128), True)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups", "has_norm"), SIZES)
+def test_prompts(
+    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, by_triton: None
+) -> None:
+    torch.manual_seed(0)
+    run, chunks = Run(dtype, heads, groups, has_norm), []
+    lengths = LENGTHS if heads[1] == 16 or GPU else [2, 70]
+    run.start(range(len(lengths)))
+    for number, length in enumerate(lengths):
+        continued, last = number % 2 == 1, number if number % 3 else 10 + number
+        writes = {length: last} | ({max(1, length // 2): 17 + number} if length > 1 and number < 6 else {})
+        chunks.append(Chunk(7 * number if continued else 0, length, number if continued else -1, writes))
+    inputs = random_inputs(run.spaces[0], sum(lengths))
+    tiles = [make_tiles(chunks, tables, padding=2) for tables in run.tables]
+    out = mamba2_prompt(run.spaces[0], *inputs, tiles[0])
+    with patch.object(causal_conv, "uses_triton", lambda device: False):
+        rounded = mamba2.mamba2_prompt_ref(run.spaces[1], *inputs, tiles[1])
+        expected = mamba2.mamba2_prompt_ref(run.spaces[2], *wide(inputs), tiles[2])
+    check_error(out, rounded, expected)
+    run.check_states({write for chunk in chunks for write in chunk.writes.values()})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "groups", "has_norm"), SIZES)
+def test_decode_rows(
+    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, by_triton: None
+) -> None:
+    torch.manual_seed(0)
+    run = Run(dtype, heads, groups, has_norm)
+    run.start(range(8))
+    reads, writes, positions = [0, 1, 2, 3, 0, 5], [0, 11, 2, 13, 0, 5], [5, 64, 1, 2, 0, 1023]
+    inputs, outs = random_inputs(run.spaces[0], 6), []
+    for i, op in enumerate((mamba2_step, mamba2.mamba2_step_ref, mamba2.mamba2_step_ref)):
+        targets = run.tables[i][writes]
+        targets[4] = -1
+        at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+        rows = StateRows(at, run.tables[i][reads], targets)
+        given = wide(inputs) if i == 2 else inputs
+        with patch.object(causal_conv, "uses_triton", lambda device, number=i: number == 0):
+            outs.append(op(run.spaces[i], *given, rows))
+    assert not outs[0][4].any()
+    check_error(*outs)
+    run.check_states({0, 11, 2, 13, 5})

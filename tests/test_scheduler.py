@@ -590,6 +590,18 @@ def test_stats_count_what_happened() -> None:
     }
 
 
+def test_outputs_do_not_go_on_from_a_state_past_their_prompt() -> None:
+    # The first output is preempted before the second begins, and computes a block past the prompt again.
+    states = [StateCache(1, 3), StateCache(2, 1)]
+    engine, _ = make_engine(
+        pipeline_depth=0, block_size=2, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=3, states=states
+    )
+    for prompt, max_tokens, n in [([0], 1, 1)] * 5 + [([0], 3, 1), ([0, 0], 3, 2)]:
+        last = engine.add_request(prompt, SamplingParams(0.5, max_tokens, n=n))
+    want = complete([0, 0], 3, frozenset(), 128, None, states=[1, 2])
+    assert [list(output.token_ids) for output in run(engine)[last].outputs] == [want] * 2
+
+
 def test_stats_count_states() -> None:
     engine, _ = hybrid_engine(0, StateCache(2, 99))
 

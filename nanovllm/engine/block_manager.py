@@ -575,7 +575,9 @@ class BlockManager:
                     kept.append(KeptState(num_blocks * self.block_size, block_ids))
                     self._on_kept(seq, num_blocks, block_ids)
         last = seq.num_prompt_tokens - 1
-        if self._states and seq.siblings and start < last < num_tokens and self.enable_prefix_caching:
+        # A preempted sequence may have registered a block past the prompt.
+        is_inside = start < last < num_tokens and num_blocks * self.block_size <= last
+        if self._states and seq.siblings and is_inside and self.enable_prefix_caching:
             # The other outputs of the request go on from the state before the last token.
             tokens = seq.token_ids[num_blocks * self.block_size : last].tobytes()
             seq.fork_states = self._state_keys(seq.block_tables[0].registered_identity, tokens)

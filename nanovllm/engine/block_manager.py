@@ -42,6 +42,9 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
 from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, KeptState, NewBlock
 
+_MOST_REPEATS = 32
+"""Prompts that show whether outputs come again."""
+
 
 @dataclass(frozen=True)
 class _Fit:
@@ -102,6 +105,8 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeBlocks(range(num_blocks))
+        # Of the last prompts, the ones that repeated earlier outputs, less the others.
+        self._num_repeats = 0
         # Blocks freed or registered so far; each brings a waiting sequence at most one block closer to fitting.
         self._num_gained = 0
         self.host = host
@@ -275,7 +280,10 @@ class BlockManager:
         seq.source_state = None
         if fit.found and self._states:
             parent = fit.found[0][-1].identity
-            sources = self._use_states(self._state_keys(parent))
+            sources = self._cached_states(parent)
+            if not sources[0].num_uses:
+                self._note_repeat(sources[0].is_decoded or seq.num_branch_blocks > fit.num_matched)
+            self._use_states(sources)
             # Where cached keys go on, other prompts may start here as well.
             seq.source_state = parent if fit.num_matched == seq.num_branch_blocks else None
         seq.block_tables.clear()
@@ -288,18 +296,20 @@ class BlockManager:
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
         self._copy_states(seq, sources)
 
-    def _use_states(self, keys: list[BlockKey]) -> list[Block]:
-        """Return the blocks of cached states that a sequence starts from, now the most recently used."""
-        blocks = [self._cache.blocks[key] for key in keys]
-        for key, block in zip(keys, blocks, strict=True):
+    def _note_repeat(self, is_repeat: bool) -> None:
+        """Note whether a prompt repeats an earlier output: it starts from a state of decoding, or cached keys go on."""
+        self._num_repeats = max(-_MOST_REPEATS, min(_MOST_REPEATS, self._num_repeats + (1 if is_repeat else -1)))
+
+    def _use_states(self, blocks: list[Block]) -> None:
+        """Make the blocks of states that a sequence starts from the most recently used."""
+        for block in blocks:
             block.num_hits += 1
             block.num_uses += 1
             # A state within a block serves the outputs of one request.
-            is_often_used = block.num_uses > 1 and not key[1]
+            is_often_used = block.num_uses > 1 and block.key is not None and not block.key[1]
             block.rank = OFTEN_USED if is_often_used else USUAL
             if block.ref_count == 0:
                 self._free.move(block)
-        return blocks
 
     def _copy_states(self, seq: Sequence, sources: list[Block]) -> None:
         """Plan the copies of a sequence's first states from blocks of others."""
@@ -332,7 +342,8 @@ class BlockManager:
         num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
         seq.num_resets = source.num_resets
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
-        states = self._use_states(source.fork_states)
+        states = [self._cache.blocks[key] for key in source.fork_states]
+        self._use_states(states)
         seq.block_tables.clear()
         for group, table in enumerate(source.block_tables[: self._num_growing]):
             identity = table.registered_identity if has_released else self._cache.root(seq.num_resets, group)
@@ -564,7 +575,9 @@ class BlockManager:
                     kept.append(KeptState(num_blocks * self.block_size, block_ids))
                     self._on_kept(seq, num_blocks, block_ids)
         last = seq.num_prompt_tokens - 1
-        if self._states and seq.siblings and start < last < num_tokens and self.enable_prefix_caching:
+        # A preempted sequence may have registered a block past the prompt.
+        is_inside = start < last < num_tokens and num_blocks * self.block_size <= last
+        if self._states and seq.siblings and is_inside and self.enable_prefix_caching:
             # The other outputs of the request go on from the state before the last token.
             tokens = seq.token_ids[num_blocks * self.block_size : last].tobytes()
             seq.fork_states = self._state_keys(seq.block_tables[0].registered_identity, tokens)
@@ -613,7 +626,7 @@ class BlockManager:
         """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
 
         Of a prompt the policies say which. In decoding each block end replaces the one before, where there is room.
-        What is sent next often leaves it out: until it is used, it is room itself.
+        Where prompts leave out earlier outputs, such a state is room itself until it is used.
         """
         parent = seq.block_tables[0].registered_identity
         is_prompt = num_blocks * self.block_size < seq.num_prompt_tokens
@@ -630,7 +643,8 @@ class BlockManager:
             return
         block_ids = list(chain.from_iterable(seq.block_tables[self._num_growing :]))
         for key, block_id in zip(keys, block_ids, strict=True):
-            self._register(self.blocks[block_id], key, is_state=True).rank = USUAL if is_prompt else SPARE
+            block = self._register(self.blocks[block_id], key, is_state=True)
+            block.rank, block.is_decoded = USUAL if is_prompt or self._num_repeats >= 0 else SPARE, not is_prompt
         self._coming_states.update(keys)
         if is_prompt:
             self._on_kept(seq, num_blocks, block_ids)

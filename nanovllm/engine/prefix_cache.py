@@ -32,10 +32,11 @@ class Block:
     """One page of the cache. While it is in the prefix cache, `key` and `identity` describe its content.
 
     `num_hits` counts its prefix-cache hits, whatever its content was. `rank` (`SPENT ... OFTEN_USED`) tells how soon
-    the content is evicted, `is_state` that it is part of a state, `num_uses` how many sequences have started from it.
+    the content is evicted, `is_state` that it is part of a state, `is_decoded` of one kept in decoding, and `num_uses`
+    how many sequences have started from it.
     """
 
-    __slots__ = ("block_id", "identity", "is_state", "key", "num_hits", "num_uses", "rank", "ref_count")
+    __slots__ = ("block_id", "identity", "is_decoded", "is_state", "key", "num_hits", "num_uses", "rank", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -43,7 +44,7 @@ class Block:
         self.key: BlockKey | None = None
         self.identity = ROOT_IDENTITY
         self.num_hits = self.num_uses = 0
-        self.rank, self.is_state = USUAL, False
+        self.rank, self.is_state, self.is_decoded = USUAL, False, False
 
 
 class BlockTable(list[int]):
@@ -208,7 +209,8 @@ class PrefixCache:
 
     def add(self, block: Block, key: BlockKey, identity: int | None, is_state: bool = False) -> None:
         """Make a block findable by a key; `identity` is its existing one, if blocks elsewhere refer to it."""
-        block.key, block.rank, block.num_uses, block.is_state = key, USUAL, 0, is_state
+        block.key, block.rank, block.num_uses = key, USUAL, 0
+        block.is_state, block.is_decoded = is_state, False
         self.num_state_blocks += is_state
         if self._evicted is not None:
             identity = self._evicted.on_registered(key)

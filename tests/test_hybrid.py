@@ -15,6 +15,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.metadata import StateMetadata, StepMetadata, set_step_metadata
+from nanovllm.cli.bench import shape_folder
 from nanovllm.config import Config
 from nanovllm.configs.model import DeltaNetConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
@@ -25,7 +26,7 @@ from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state import StateLayer
-from nanovllm.models import load_model, make_model
+from nanovllm.models import count_parameters, load_model, make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import shard_of
@@ -405,3 +406,8 @@ def test_gates(dtype: torch.dtype) -> None:
         same = gates.add_gated_ref(x, weight, branch, out)
         check_error(same, exact.to(dtype), exact)
         check_error(triton_form(gates.add_gated)(x, weight, branch, out), same, exact)
+
+
+@pytest.mark.parametrize(("shape", "billions"), [("3.5-4B", 4.2), ("3.5-27B", 26.9), ("3.5-35B-A3B", 34.7)])
+def test_shapes_of_the_benchmark(shape: str, billions: float) -> None:
+    assert round(count_parameters(ModelConfig.from_folder(shape_folder(shape))) / 1e9, 1) == billions

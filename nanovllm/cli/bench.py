@@ -1,10 +1,11 @@
 """Compares throughput with the machine's physical limit: `nanovllm bench [--workload all] [--shape 8B]`.
 
-On a GPU it uses random weights of a published Qwen3 shape; without one, the bundled checkpoint and less work. Each
-workload runs a warm-up round and two rounds with new prompts, and the better one counts; `square`, which takes minutes
-and is not part of `all`, runs once. The floor is the minimum time at the read bandwidth and matmul rate measured in the
-same run: for each decode step the longer of reading the weights and computing the products, plus reading the live keys
-and values; then the arithmetic of the prefill. The last line is JSON.
+On a GPU it uses random weights of a published shape of Qwen3 or Qwen3.5; without one, the bundled checkpoint and less
+work. Each workload runs a warm-up round and two rounds with new prompts, and the better one counts; `square`, which
+takes minutes and is not part of `all`, runs once. The floor is the minimum time at the read bandwidth and matmul rate
+measured in the same run: for each decode step the longer of reading the weights and computing the products, plus
+reading the live keys and values, and reading and writing the states; then the arithmetic of the prefill. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -26,10 +27,13 @@ from typing import get_args
 import torch
 
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.attention.kv_cache_spec import StateLayout
 from nanovllm.cli import IMPORT_STARTED
 from nanovllm.config import Config, KVCacheDtype, Quantization
 from nanovllm.configs.model import ModelConfig
 from nanovllm.llm import LLM
+from nanovllm.models import count_parameters, make_model
+from nanovllm.parallel.communicator import Communicator
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import CommandParser, user_errors
 
@@ -48,7 +52,13 @@ SHAPES = {
     "30B-A3B": (2048, 768, 48, 32, 4, False),
 }
 # experts, and experts per token
-EXPERTS = {"30B-A3B": (128, 8)}
+EXPERTS = {"30B-A3B": (128, 8), "3.5-35B-A3B": (256, 8)}
+# of Qwen3.5: hidden_size, intermediate_size (of one expert), layers, heads, KV heads, value heads of delta nets, tied
+HYBRIDS = {
+    "3.5-4B": (2560, 9216, 32, 16, 4, 32, True),
+    "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
+    "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
+}
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
 _ENGINE_FLAGS = ("enforce_eager", "attention_backend", "quantization", "kv_cache_dtype", "gpu_memory_utilization")
 LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
@@ -103,9 +113,38 @@ def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
 
 def shape_folder(shape: str) -> str:
     """Write the config.json of a published shape to a temporary folder, which is not removed."""
-    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
     folder = Path(tempfile.mkdtemp(prefix=f"qwen3-{shape}-"))
-    config = {
+    (folder / "config.json").write_text(json.dumps(hybrid_config(shape) if shape in HYBRIDS else shape_config(shape)))
+    return str(folder)
+
+
+def hybrid_config(shape: str) -> dict[str, object]:
+    """Return the config.json of a shape of Qwen3.5's text models."""
+    hidden, intermediate, layers, heads, kv_heads, value_heads, tied = HYBRIDS[shape]
+    name = "qwen3_5_moe_text" if shape in EXPERTS else "qwen3_5_text"
+    config: dict[str, object] = {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": name, "hidden_size": hidden, "head_dim": 256,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": 248320, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 262144, "torch_dtype": "bfloat16", "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * (layers // 4),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+    if shape in EXPERTS:
+        num_experts, top_k = EXPERTS[shape]
+        config |= {
+            "architectures": ["Qwen3_5MoeForCausalLM"], "moe_intermediate_size": intermediate,
+            "shared_expert_intermediate_size": intermediate, "num_experts": num_experts, "num_experts_per_tok": top_k,
+        }  # fmt: skip
+    return config
+
+
+def shape_config(shape: str) -> dict[str, object]:
+    """Return the config.json of a shape of Qwen3."""
+    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
+    config: dict[str, object] = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "head_dim": 128,
         "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": 151936, "rms_norm_eps": 1e-6,
@@ -117,8 +156,7 @@ def shape_folder(shape: str) -> str:
             "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": intermediate,
             "num_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": True,
         }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+    return config
 
 
 @dataclass
@@ -144,16 +182,12 @@ class WeightCounts:
     @classmethod
     def of(cls, model: ModelConfig) -> WeightCounts:
         """Count the weights of a model."""
-        hidden, experts = model.hidden_size, model.experts
-        attention = 2 * hidden * (model.num_heads + model.num_kv_heads) * model.head_dim
-        num_mixtures = sum(layer.has_experts for layer in model.layers)
-        mlps = 3 * hidden * model.intermediate_size * (model.num_layers - num_mixtures)
-        dense, head = model.num_layers * attention + mlps, model.vocab_size * hidden
+        head, experts = model.vocab_size * model.hidden_size, model.experts
+        dense = count_parameters(model) - head * (1 if model.tie_word_embeddings else 2)
         if experts is None:
             return cls(dense, head, 0, 1, 1)
-        dense += num_mixtures * hidden * experts.num_experts
-        expert = num_mixtures * 3 * hidden * experts.intermediate_size
-        return cls(dense, head, expert, experts.num_experts, experts.top_k)
+        expert = 3 * model.hidden_size * experts.intermediate_size * sum(layer.has_experts for layer in model.layers)
+        return cls(dense - experts.num_experts * expert, head, expert, experts.num_experts, experts.top_k)
 
     @property
     def of_row(self) -> int:
@@ -170,16 +204,20 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     """Return the minimum time of the work at the ceilings; see the module."""
     model, itemsize = llm.model_config, 2 if ON_GPU else 4
     weights = WeightCounts.of(model)
+    with torch.device("meta"):
+        specs = [layer.state_spec(torch.bfloat16) for layer in make_model(model, Communicator()).state_layers]
+    state_bytes, num_attending = StateLayout.of(specs).num_bytes, model.num_layers - len(specs)
     layer_itemsize = 1 if model.quantization is not None else itemsize
     heads_size = model.num_heads * model.head_dim
     kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
-    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * kv_itemsize
+    kv_bytes = 2 * num_attending * model.num_kv_heads * model.head_dim * kv_itemsize
 
     lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
     computed = sum(end - start for end, start in lens)
     # Attention: scores and weighted values of each token over all tokens up to itself.
     attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
-    flops = 2 * weights.of_row * computed + 2 * weights.head * len(lens) + 4 * model.num_layers * heads_size * attended
+    flops = 2 * weights.of_row * computed + 2 * weights.head * len(lens)
+    flops += 4 * num_attending * heads_size * attended
     seconds = flops / ceilings.matmul_rate
 
     # The prefill computes a request's first token; each decode step adds one to all live requests.
@@ -192,7 +230,7 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
         layer_bytes = (weights.read_by(len(live)) - weights.head) * layer_itemsize
         weight_seconds = (layer_bytes + weights.head * itemsize) / ceilings.read_bandwidth
         seconds += max(weight_seconds, 2 * (weights.of_row + weights.head) * len(live) / ceilings.matmul_rate)
-        seconds += kv_tokens * kv_bytes / ceilings.read_bandwidth
+        seconds += (kv_tokens * kv_bytes + 2 * len(live) * state_bytes) / ceilings.read_bandwidth
         live = [(context + 1, left - 1) for context, left in live if left > 1]
     # CPU ranks share one machine.
     return seconds / (llm.config.tensor_parallel_size if ON_GPU else 1)
@@ -315,7 +353,9 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line, with defaults that depend on the machine."""
     parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, LONG_WORKLOAD, "all"])
-    parser.add_argument("--shape", default="0.6B", choices=SHAPES, help="a published Qwen3 shape, random weights")
+    parser.add_argument(
+        "--shape", default="0.6B", choices=[*SHAPES, *HYBRIDS], help="a published shape, random weights"
+    )
     parser.add_argument("--model", help="folder or Hub id instead of a shape")
     parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
     parser.add_argument("--attention-backend", default="auto")

@@ -324,8 +324,8 @@ def test_ranks_survive_ctrl_c_and_end_with_a_killed_rank_0(tmp_path: Path) -> No
 
         def main():
             with LLM({BUNDLED_MODEL!r}, device="cpu", tensor_parallel_size=2, max_model_len=512) as llm:
-                print("ready", flush=True)
                 try:
+                    print("ready", flush=True)
                     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=500, ignore_eos=True), use_tqdm=False)
                 except KeyboardInterrupt:
                     short = SamplingParams(max_tokens=3, ignore_eos=True)

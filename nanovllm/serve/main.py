@@ -225,7 +225,7 @@ class FrontEnds:
     def _stop_front_ends(self, seconds: float) -> None:
         """Terminate the front ends, and kill them after `seconds`."""
         for front_end in self._front_ends:
-            front_end.kill(signal.SIGTERM)
+            front_end.terminate()
         deadline = time.monotonic() + seconds
         for front_end in self._front_ends:
             front_end.stop(deadline - time.monotonic())

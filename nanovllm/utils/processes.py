@@ -65,10 +65,15 @@ class PythonProcess:
             time.sleep(_POLL_SECONDS)
         return code
 
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send the process a signal if it is running, without waiting for its exit."""
+    def kill(self) -> None:
+        """Kill the process if it is running, without waiting for its exit."""
         with self._lock:
-            self._process.send_signal(number)
+            self._process.kill()
+
+    def terminate(self) -> None:
+        """Ask the process to exit if it is running, without waiting for its exit."""
+        with self._lock:
+            self._process.terminate()
 
     def stop(self, wait: float = 0.0) -> None:
         """Wait up to `seconds` for the exit, then kill the process; a second call does nothing."""

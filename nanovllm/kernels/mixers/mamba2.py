@@ -229,7 +229,9 @@ def _mamba2_scan_kernel(
         dt = tl.load(dt_ptr + tokens * dt_stride + head, mask=mask, other=0.0).to(tl.float32)
         # Tokens beyond the tile's end keep the state as it is.
         dt = tl.where(mask, _step_size(dt, bias, least, most), 0.0)
-        total, last = tl.cumsum(a * dt, axis=0), tl.sum(a * dt, axis=0)
+        total = tl.cumsum(a * dt, axis=0)
+        # Not the sum of decays, which is rounded otherwise.
+        last = tl.sum(tl.where(index == TILE - 1, total, 0.0), axis=0)
         ratios = tl.exp(tl.where(causal, total[:, None] - total[None, :], float("-inf")))
         u = x * dt[:, None]
         out = tl.dot(c * tl.exp(total)[:, None], state, input_precision=PRECISION) + d * x

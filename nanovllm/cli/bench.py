@@ -216,9 +216,8 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     computed = sum(end - start for end, start in lens)
     # Attention: scores and weighted values of each token over all tokens up to itself.
     attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
-    flops = 2 * weights.of_row * computed + 2 * weights.head * len(lens)
-    flops += 4 * num_attending * heads_size * attended
-    seconds = flops / ceilings.matmul_rate
+    products = 2 * weights.of_row * computed + 2 * weights.head * len(lens)
+    seconds = (products + 4 * num_attending * heads_size * attended) / ceilings.matmul_rate
 
     # The prefill computes a request's first token; each decode step adds one to all live requests.
     waiting = [(len(p), n - 1) for p, n in zip(work.prompts, work.output_lens, strict=True) if n > 1][::-1]

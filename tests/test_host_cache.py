@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockTable
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
-from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
+from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StateCache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host import available_memory
@@ -34,11 +35,12 @@ from tests.rank_processes import rank_pids
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-def random_engine(rng: random.Random, depth: int) -> Any:
+def random_engine(rng: random.Random, depth: int, states: Sequence[StateCache]) -> Any:
     return make_engine(
+        states=states,
         pipeline_depth=depth,
         block_size=rng.choice([2, 3, 4]),
-        num_blocks=rng.randint(8, 16),
+        num_blocks=rng.randint(8, 16) + 3 * sum(state.num_blocks for state in states),
         max_num_seqs=rng.randint(1, 5),
         max_num_batched_tokens=rng.randint(5, 32),
         max_model_len=48,
@@ -48,9 +50,10 @@ def random_engine(rng: random.Random, depth: int) -> Any:
     )
 
 
-def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
+def run_random(rng: random.Random, depth: int, states: Sequence[StateCache], counts: dict[str, int]) -> None:
     """Documents asked about again and again, in a cache that is too small for them, with failures and aborts."""
-    engine, runner = random_engine(rng, depth)
+    engine, runner = random_engine(rng, depth, states)
+    sizes = [state.num_blocks for state in states]
     eos = engine.scheduler.eos_token_ids
     documents = [[rng.randrange(50) for _ in range(rng.randint(4, 20))] for _ in range(6)]
     wanted: dict[int, tuple[list[int], int]] = {}
@@ -60,7 +63,7 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
         if step < 40 and rng.random() < 0.5:
             prompt = rng.choice(documents) + [rng.randrange(50) for _ in range(rng.randint(1, 3))]
             count = rng.randint(1, 10)
-            if len(prompt) + count - 1 <= runner.num_kvcache_blocks * runner.block_size:
+            if len(prompt) + count - 1 <= (runner.num_kvcache_blocks - sum(sizes)) * runner.block_size:
                 params = SamplingParams(0.5, count, n=rng.choice([1, 1, 1, 2]))
                 wanted[engine.add_request(prompt, params)] = prompt, count
         runner.fail_launch, runner.fail_result = (step < 40 and rng.random() < 0.02 for _ in range(2))
@@ -89,7 +92,7 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
         for request_id, output in finished:
             prompt, count = wanted.pop(request_id, ([], 0))
             for completion in output.outputs if count else ():
-                assert completion.token_ids == complete(prompt, count, eos, 48)
+                assert completion.token_ids == complete(prompt, count, eos, 48, None, states=sizes)
     assert not wanted and not engine.block_manager.num_used_blocks
     stats = engine.stats()
     counts["saved"] += stats["num_saved_blocks"]
@@ -98,6 +101,12 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
     counts["preempted"] += stats["num_preemptions"]
     counts["waited"] += sum(batch.waits_for_loads for batch in runner.batches)
     counts["late"] += sum(delayed(runner))
+    for batch in runner.batches:
+        loaded = {move.destination for move in batch.transfers if move.kind == "load"}
+        for request in batch.new_requests:
+            keys, *others = (len(loaded.intersection(table)) for table in request.block_tables)
+            counts["states"] += any(others)
+            counts["mixed"] += bool(keys) != any(others)
 
 
 def delayed(runner: MockRunner) -> list[bool]:
@@ -107,12 +116,16 @@ def delayed(runner: MockRunner) -> list[bool]:
     ]
 
 
+@pytest.mark.parametrize("states", [[], [StateCache(1, 2)], [StateCache(2, 99), StateCache(1, 1)]])
 @DEPTHS
-def test_no_block_is_lost_and_none_read_early(depth: int) -> None:
-    counts = dict.fromkeys(("saved", "loaded", "lost", "preempted", "failed", "interrupted", "waited", "late"), 0)
+def test_no_block_is_lost_and_none_read_early(depth: int, states: list[StateCache]) -> None:
+    names = "saved", "loaded", "lost", "preempted", "failed", "interrupted", "waited", "late", "states", "mixed"
+    counts = dict.fromkeys(names, 0)
     rng = random.Random(depth)
     for _ in range(48):
-        run_random(rng, depth, counts)
+        run_random(rng, depth, states, counts)
+    if not states:
+        assert not counts.pop("states")
     assert min(counts.values()) > 20, counts
 
 
@@ -206,8 +219,8 @@ class Saved:
         run(self.engine)
 
     def slow_link(self, seconds: float) -> None:
-        """Let a block take some time on the link; a small step takes a second."""
-        self.host._copy_seconds = seconds
+        """Let a block take some time on the link, and much longer to compute; a small step takes a second."""
+        self.host._copy_seconds, self.host._memory = seconds, replace(self.host._memory, tokens_per_second=0.01)
 
     def run_beside_decoding(self, *prompts: list[int]) -> list[ScheduledBatch]:
         """Run prompts beside one that decodes, and return the steps that load something."""
@@ -314,7 +327,6 @@ def test_prefixes_are_loaded_from_the_length_at_which_that_is_faster(
 ) -> None:
     memory = HostMemory(8, lambda: 8, lambda: True, 100, 100.0, tokens_per_second, step_seconds)
     cache, tokens = HostCache(memory, 4), list(range(20))
-    assert cache.min_loaded_blocks == least
     seq = make_sequence(0, tokens)
     seq.block_tables = [BlockTable([], 0, 0)]
     for _ in range(5):
@@ -391,7 +403,7 @@ def saves_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = llm.llm_engine.block_manager
     assert manager.host is not None
     monkeypatch.setattr(manager.host, "_most_saves", lambda num_prompt_tokens, num_loads: 1000)
-    monkeypatch.setattr(manager.host, "min_loaded_blocks", 1)
+    monkeypatch.setattr(manager.host, "pays", lambda num_blocks, num_loads: True)
     manager._num_clean_blocks = manager.num_blocks
 
 

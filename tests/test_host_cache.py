@@ -237,8 +237,18 @@ def num_loads(batch: ScheduledBatch) -> int:
 
 @pytest.fixture
 def saved() -> Saved:
+    return make_saved()
+
+
+def make_saved(*states: StateCache) -> Saved:
     engine, runner = make_engine(
-        pipeline_depth=1, block_size=4, num_blocks=30, max_num_seqs=8, num_host_slots=60, max_model_len=64
+        pipeline_depth=1,
+        block_size=4,
+        num_blocks=30,
+        max_num_seqs=8,
+        num_host_slots=60,
+        max_model_len=64,
+        states=states,
     )
     runner.num_ready_slots = 60
     assert engine.block_manager.host is not None
@@ -304,6 +314,86 @@ def test_documents_that_only_load_save_what_they_overwrite(depth: int) -> None:
             engine.add_request(document, greedy(2))
         run(engine)
         assert host.num_lost == 0 and host.num_loaded == 80 * number
+
+
+def hybrid_engine(*states: StateCache) -> tuple[LLMEngine, MockRunner, HostCache]:
+    """An engine whose steps take whole prompts, beside a host with memory for all."""
+    engine, runner = make_engine(
+        pipeline_depth=0, block_size=4, num_blocks=30, max_num_batched_tokens=128, num_host_slots=99, states=states
+    )
+    runner.num_ready_slots = 99
+    assert engine.block_manager.host is not None
+    return engine, runner, engine.block_manager.host
+
+
+@pytest.mark.parametrize(
+    ("interval", "num_others", "num_lost", "num_left"),
+    # Six blocks, then the state: others overwrite the state; and three blocks; all. The last has another state before.
+    [(99, 20, 2, 0), (99, 23, 5, 0), (99, 26, 8, 0), (2, 10, 4, 4)],
+)
+@pytest.mark.parametrize("pays", [True, False])
+def test_what_the_device_has_lost_of_a_prefix_with_a_state_is_loaded_if_that_is_faster(
+    interval: int, num_others: int, num_lost: int, num_left: int, pays: bool
+) -> None:
+    engine, runner, host = hybrid_engine(StateCache(2, interval))
+    prompt = list(range(25))
+    for others, count in ((prompt, 2), ([9] * 4 * num_others, 1)):
+        engine.add_request(others, greedy(count))
+        run(engine)
+    # A token takes a second to compute, and so does a small step.
+    host._copy_seconds = (4 * (6 - num_left) - 1) / num_lost + (-0.01 if pays else 0.01)
+    begun = len(runner.batches)
+    request_id = engine.add_request([*prompt, 7], greedy(2))
+    output = run(engine)[request_id]
+    assert output["token_ids"] == complete([*prompt, 7], 2, frozenset(), 128, None, states=[2])
+    assert output["num_cached_tokens"] == (24 if pays else 4 * num_left)
+    assert sum(map(num_loads, runner.batches[begun:])) == (num_lost if pays else 0)
+
+
+def test_states_that_a_later_one_replaces_leave_the_host_first_or_do_not_come() -> None:
+    engine, runner, host = hybrid_engine(StateCache(2, 99))
+
+    def ask(prompt: list[int]) -> list[int]:
+        request_id = engine.add_request(prompt, greedy(2))
+        return [*prompt, *run(engine)[request_id]["token_ids"]]
+
+    said = ask(list(range(25)))
+    first = {key for key in host._copies if key[2].startswith(b"state")}
+    said = ask([*said, *range(20)])
+    assert len(first) == 2 and {*list(host._copies)[:2]} == first
+    # What the host has no memory for is replaced before it has.
+    host.clear()
+    runner.num_ready_slots = 0
+    ask([*ask([1] * 25), *range(8)])
+    runner.num_ready_slots = 99
+    ask([2] * 30)
+    states = [key for key in host._copies if key[2].startswith(b"state")]
+    assert len(states) == 2 * 3
+    # Nor is their end a loss.
+    ask([3] * 101)
+    assert host.num_lost == 0
+
+
+def test_prompts_with_states_in_the_host_wait_for_the_link() -> None:
+    saved = make_saved(StateCache(2, 99))
+    saved.slow_link(8)
+    loading = saved.run_beside_decoding(*PROMPTS[:2])
+    assert [num_loads(batch) for batch in loading] == [6, 6]
+
+
+def test_states_of_decoding_that_come_from_the_host_show_that_outputs_come_again() -> None:
+    engine, _, host = hybrid_engine(StateCache(2, 99))
+    said = list(range(10))
+    for count in (8, 2):
+        engine.add_request(said, greedy(count))
+        said = [*said, *run(engine).popitem()[1]["token_ids"]]
+        # All else on the device goes, and a step saves the state.
+        engine.add_request([9] * 104, greedy(2))
+        run(engine)
+    assert host.num_loaded and engine.block_manager._num_repeats == 1
+    engine.add_request(said[:18], greedy(1))
+    run(engine)
+    assert engine.block_manager._num_repeats == 1, "a later use does not count"
 
 
 def cached_blocks(token_ids: list[int]) -> list[Block]:

@@ -20,7 +20,7 @@ import torch
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockTable
+from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey, BlockTable
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StateCache
@@ -350,27 +350,37 @@ def test_what_the_device_has_lost_of_a_prefix_with_a_state_is_loaded_if_that_is_
     assert sum(map(num_loads, runner.batches[begun:])) == (num_lost if pays else 0)
 
 
-def test_states_that_a_later_one_replaces_leave_the_host_first_or_do_not_come() -> None:
+def ask(engine: LLMEngine, prompt: list[int]) -> list[int]:
+    """Return a prompt and two tokens."""
+    request_id = engine.add_request(prompt, greedy(2))
+    return [*prompt, *run(engine)[request_id]["token_ids"]]
+
+
+def saved_states(host: HostCache) -> set[BlockKey]:
+    return {key for key in host._copies if key[2].startswith(b"state")}
+
+
+def test_states_that_a_later_one_replaces_leave_the_host_first() -> None:
+    engine, _, host = hybrid_engine(StateCache(2, 99))
+    ask(engine, [4] * 25)
+    others = saved_states(host)
+    said = ask(engine, list(range(25)))
+    first = saved_states(host) - others
+    # The next turn starts from the copy.
+    ask(engine, [9] * 104)
+    ask(engine, [*said, *range(20)])
+    assert host.num_loaded == 8 and len(first) == 2 and {*list(host._copies)[:2]} == first
+
+
+def test_states_that_a_later_one_has_replaced_are_not_saved() -> None:
     engine, runner, host = hybrid_engine(StateCache(2, 99))
-
-    def ask(prompt: list[int]) -> list[int]:
-        request_id = engine.add_request(prompt, greedy(2))
-        return [*prompt, *run(engine)[request_id]["token_ids"]]
-
-    said = ask(list(range(25)))
-    first = {key for key in host._copies if key[2].startswith(b"state")}
-    said = ask([*said, *range(20)])
-    assert len(first) == 2 and {*list(host._copies)[:2]} == first
-    # What the host has no memory for is replaced before it has.
-    host.clear()
-    runner.num_ready_slots = 0
-    ask([*ask([1] * 25), *range(8)])
-    runner.num_ready_slots = 99
-    ask([2] * 30)
-    states = [key for key in host._copies if key[2].startswith(b"state")]
-    assert len(states) == 2 * 3
+    runner.num_ready_slots = runner.most_ready_slots = 0
+    ask(engine, [*ask(engine, [1] * 25), *range(8)])
+    runner.num_ready_slots = runner.most_ready_slots = 99
+    ask(engine, [2] * 30)
+    assert len(saved_states(host)) == 2 * 2
     # Nor is their end a loss.
-    ask([3] * 101)
+    ask(engine, [3] * 101)
     assert host.num_lost == 0
 
 
@@ -379,6 +389,22 @@ def test_prompts_with_states_in_the_host_wait_for_the_link() -> None:
     saved.slow_link(8)
     loading = saved.run_beside_decoding(*PROMPTS[:2])
     assert [num_loads(batch) for batch in loading] == [6, 6]
+    # Who starts from a state on the device does not wait.
+    saved = make_saved(StateCache(2, 99))
+    saved.run([7] * 12)
+    saved.slow_link(8)
+    loading = saved.run_beside_decoding(PROMPTS[0], [7] * 12, PROMPTS[1])
+    assert [len(chunk.token_ids) for chunk in loading[0].chunks] == [4] and len(loading) == 2
+
+
+def test_a_state_outlives_the_keys_before_it_where_they_have_copies() -> None:
+    engine, _, host = hybrid_engine(StateCache(2, 99))
+    prompt = list(range(25))
+    # Of a single output token, keys are free before the state. The second prompt's step saves both.
+    for others in (prompt, [3] * 5, [9] * 4 * 17, [*prompt, 7]):
+        engine.add_request(others, greedy(1))
+        run(engine)
+    assert host.num_loaded == 2 and engine.stats()["num_cached_tokens"] == 24
 
 
 def test_states_of_decoding_that_come_from_the_host_show_that_outputs_come_again() -> None:

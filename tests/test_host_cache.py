@@ -350,6 +350,22 @@ def test_what_the_device_has_lost_of_a_prefix_with_a_state_is_loaded_if_that_is_
     assert sum(map(num_loads, runner.batches[begun:])) == (num_lost if pays else 0)
 
 
+def test_a_prompt_loads_the_state_that_another_one_computes_in_the_same_step() -> None:
+    engine, runner, host = hybrid_engine(StateCache(2, 99))
+    prompt = list(range(25))
+    for others in (prompt, [9] * 104):
+        ask(engine, others)
+    # Not worth loading with its keys, but it is with the first one's.
+    host._copy_seconds, begun = 3.0, len(runner.batches)
+    prompts = [[*prompt, 7], [*prompt, 8]]
+    ids = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
+    outputs = run(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert outputs[request_id]["token_ids"] == complete(prompt, 2, frozenset(), 128, None, states=[2])
+    assert [outputs[request_id]["num_cached_tokens"] for request_id in ids] == [0, 24]
+    assert num_loads(runner.batches[begun]) == 2
+
+
 def ask(engine: LLMEngine, prompt: list[int]) -> list[int]:
     """Return a prompt and two tokens."""
     request_id = engine.add_request(prompt, greedy(2))

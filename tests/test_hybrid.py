@@ -110,12 +110,14 @@ def test_states_come_back_from_host_memory(
     with LLM(str(folder), max_num_batched_tokens=64, **settings) as llm:
         saves_every_step(llm, monkeypatch)
         loaded = set[int]()
-        for _ in range(2):
-            for prompt, tokens in zip(asked, wanted, strict=True):
-                (output,) = llm.generate([prompt], params, use_tqdm=False)
-                assert list(output.outputs[0].token_ids) == tokens
+        # One by one, and all at once.
+        for batches in ([[prompt] for prompt in asked], [asked]):
+            outputs = []
+            for batch in batches:
+                outputs += llm.generate(batch, params, use_tqdm=False)
                 loaded.add(int(llm.stats()["num_loaded_blocks"]))
-        assert output.num_cached_tokens >= 96 and len(loaded) > 4
+            assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+        assert outputs[-1].num_cached_tokens >= 96 and len(loaded) > 4
 
 
 RANKS = [

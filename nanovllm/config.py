@@ -65,8 +65,8 @@ class Config:
             checkpoint's scales, or 1 without any; "auto" stores them in `dtype`.
         num_kvcache_blocks: blocks in the cache; -1 uses the remaining GPU memory, or on the CPU a tenth of the free
             memory, at most 1 GiB. If only some layers have sliding windows, each kind of layer gets this number.
-        swap_space: GiB of host memory for evicted cache blocks, for all ranks of an engine together. With it, layers
-            with sliding windows keep the same blocks as layers without.
+        swap_space: GiB of host memory for evicted cache blocks, of keys or states, for all ranks of an engine together.
+            With it, layers with sliding windows keep the same blocks as layers without.
         enable_prefix_caching: share the cache blocks of equal prefixes.
         attention_backend: "triton" (heads of up to 512 elements), "flash_attn" (block size a multiple of 256, no
             float32) or "sdpa" (needs no Triton); "auto" is "triton" on CUDA and "sdpa" on the CPU.

@@ -94,3 +94,4 @@ def check_host(host: HostCache, identities: dict[BlockKey, int]) -> None:
     assert sorted(slots) == list(range(host._num_used_slots)), "a slot is lost, or holds two blocks"
     for key, copy in host._copies.items():
         assert identities.get(key, copy.identity) == copy.identity, "a block has two identities"
+        assert not key[1] or not key[2].startswith(b"state"), "a state within a block is kept"

@@ -369,10 +369,10 @@ class MockRunner:
         for move in moves:
             if move.kind == "load":
                 assert EMPTY not in self.host[move.source], "what is loaded must have been saved"
-                self.cache[move.destination] = list(self.host[move.source])
+                self.cache[move.destination] = copy(self.host[move.source])
             else:
                 assert EMPTY not in self.cache[move.source], "what is saved must have been computed"
-                self.host[move.destination] = list(self.cache[move.source])
+                self.host[move.destination] = copy(self.cache[move.source])
 
     def synchronize(self) -> None:
         self._end_copies(self.copies.ending(len(self.copies.queue)))
@@ -383,12 +383,15 @@ class MockRunner:
     def _store(self, slot: int, position: int, token: int) -> None:
         for group, table in enumerate(self.tables[slot][: len(self.windows)]):
             block = table[position // self.block_size]
-            if self.copies.queue:
-                assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
+            self._check_no_copy(block)
             # Layers of one group cannot read what another group's have stored.
             if isinstance(page := self.cache[block], tuple):
                 page = self.cache[block] = [EMPTY] * self.block_size
             page[position % self.block_size] = EMPTY if token == EMPTY else token + group * VOCAB_SIZE
+
+    def _check_no_copy(self, block: int) -> None:
+        if self.copies.queue:
+            assert block not in self.copies.saving() | self.copies.loading(), "a copy needs the block"
 
     def _load(self, slot: int, position: int, group: int = 0) -> int:
         block = self.tables[slot][group][position // self.block_size]
@@ -413,13 +416,15 @@ class MockRunner:
         kept = {state.num_tokens: iter(state.block_ids) for state in kept_states}
         for group, table in enumerate(self.tables[slot][len(self.windows) :]):
             for part, block in enumerate(table):
+                self._check_no_copy(block)
                 state = 0
                 if start:
                     *kind, state = self.cache[block]
                     assert kind == [group, part, start], f"{kind} of {block}, not {[group, part, start]}"
                 for end, others in kept.items():
                     assert start < end < start + len(token_ids)
-                    self.cache[next(others)] = group, part, end, state_after(state, token_ids[: end - start], part)
+                    self._check_no_copy(other := next(others))
+                    self.cache[other] = group, part, end, state_after(state, token_ids[: end - start], part)
                 self.cache[block] = group, part, start + len(token_ids), state_after(state, token_ids, part)
 
     def _states(self, slot: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.prefix_cache import SPENT, Block, PrefixCache
+from nanovllm.engine.prefix_cache import SPENT, FoundBlock, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from tests.cache_checks import check_blocks
 from tests.mock_runner import (
@@ -134,7 +134,7 @@ def test_a_sequence_that_does_not_fit_is_matched_once_until_it_may(monkeypatch: 
     held = [hold(manager, [i, i]) for i in range(5)]
     matches, match = [], BlockManager._match_prefix
 
-    def counted_match(self: BlockManager, seq: Sequence) -> list[list[Block | None]]:
+    def counted_match(self: BlockManager, seq: Sequence) -> list[list[FoundBlock | None]]:
         matches.append(seq)
         return match(self, seq)
 

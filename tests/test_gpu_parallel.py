@@ -218,7 +218,7 @@ KILLER = """
             llm = LLM(sys.argv[1], **settings)
             if sys.argv[4:] == ["copies"]:
                 # So small a model computes blocks faster than it loads them.
-                llm.llm_engine.block_manager.host.min_loaded_blocks = 1
+                llm.llm_engine.block_manager.host.pays = lambda num_blocks, num_loads: True
             llm.generate(prompts, params, use_tqdm=False)
             while sys.argv[4:] == ["copies"] and not llm.stats()["num_loaded_blocks"]:
                 llm.generate(prompts, params, use_tqdm=False)

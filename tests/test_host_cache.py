@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +20,10 @@ import torch
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockTable
+from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey, BlockTable
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
-from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch
+from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StateCache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host import available_memory
@@ -34,11 +35,12 @@ from tests.rank_processes import rank_pids
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
 
-def random_engine(rng: random.Random, depth: int) -> Any:
+def random_engine(rng: random.Random, depth: int, states: Sequence[StateCache]) -> Any:
     return make_engine(
+        states=states,
         pipeline_depth=depth,
         block_size=rng.choice([2, 3, 4]),
-        num_blocks=rng.randint(8, 16),
+        num_blocks=rng.randint(8, 16) + 3 * sum(state.num_blocks for state in states),
         max_num_seqs=rng.randint(1, 5),
         max_num_batched_tokens=rng.randint(5, 32),
         max_model_len=48,
@@ -48,9 +50,10 @@ def random_engine(rng: random.Random, depth: int) -> Any:
     )
 
 
-def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
+def run_random(rng: random.Random, depth: int, states: Sequence[StateCache], counts: dict[str, int]) -> None:
     """Documents asked about again and again, in a cache that is too small for them, with failures and aborts."""
-    engine, runner = random_engine(rng, depth)
+    engine, runner = random_engine(rng, depth, states)
+    sizes = [state.num_blocks for state in states]
     eos = engine.scheduler.eos_token_ids
     documents = [[rng.randrange(50) for _ in range(rng.randint(4, 20))] for _ in range(6)]
     wanted: dict[int, tuple[list[int], int]] = {}
@@ -60,7 +63,7 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
         if step < 40 and rng.random() < 0.5:
             prompt = rng.choice(documents) + [rng.randrange(50) for _ in range(rng.randint(1, 3))]
             count = rng.randint(1, 10)
-            if len(prompt) + count - 1 <= runner.num_kvcache_blocks * runner.block_size:
+            if len(prompt) + count - 1 <= (runner.num_kvcache_blocks - sum(sizes)) * runner.block_size:
                 params = SamplingParams(0.5, count, n=rng.choice([1, 1, 1, 2]))
                 wanted[engine.add_request(prompt, params)] = prompt, count
         runner.fail_launch, runner.fail_result = (step < 40 and rng.random() < 0.02 for _ in range(2))
@@ -89,7 +92,7 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
         for request_id, output in finished:
             prompt, count = wanted.pop(request_id, ([], 0))
             for completion in output.outputs if count else ():
-                assert completion.token_ids == complete(prompt, count, eos, 48)
+                assert completion.token_ids == complete(prompt, count, eos, 48, None, states=sizes)
     assert not wanted and not engine.block_manager.num_used_blocks
     stats = engine.stats()
     counts["saved"] += stats["num_saved_blocks"]
@@ -98,6 +101,12 @@ def run_random(rng: random.Random, depth: int, counts: dict[str, int]) -> None:
     counts["preempted"] += stats["num_preemptions"]
     counts["waited"] += sum(batch.waits_for_loads for batch in runner.batches)
     counts["late"] += sum(delayed(runner))
+    for batch in runner.batches:
+        loaded = {move.destination for move in batch.transfers if move.kind == "load"}
+        for request in batch.new_requests:
+            keys, *others = (len(loaded.intersection(table)) for table in request.block_tables)
+            counts["states"] += any(others)
+            counts["mixed"] += bool(keys) != any(others)
 
 
 def delayed(runner: MockRunner) -> list[bool]:
@@ -107,13 +116,17 @@ def delayed(runner: MockRunner) -> list[bool]:
     ]
 
 
+@pytest.mark.parametrize("states", [[], [StateCache(1, 2)], [StateCache(2, 99), StateCache(1, 1)]])
 @DEPTHS
-def test_no_block_is_lost_and_none_read_early(depth: int) -> None:
-    counts = dict.fromkeys(("saved", "loaded", "lost", "preempted", "failed", "interrupted", "waited", "late"), 0)
+def test_no_block_is_lost_and_none_read_early(depth: int, states: list[StateCache]) -> None:
+    names = "saved", "loaded", "lost", "preempted", "failed", "interrupted", "waited", "late", "states", "mixed"
+    counts = dict.fromkeys(names, 0)
     rng = random.Random(depth)
     for _ in range(48):
-        run_random(rng, depth, counts)
-    assert min(counts.values()) > 20, counts
+        run_random(rng, depth, states, counts)
+    if not states:
+        assert not counts.pop("states")
+    assert min(counts.values()) > (10 if states else 20), counts
 
 
 def test_the_next_to_be_preempted_is_saved_and_loaded_again() -> None:
@@ -206,8 +219,8 @@ class Saved:
         run(self.engine)
 
     def slow_link(self, seconds: float) -> None:
-        """Let a block take some time on the link; a small step takes a second."""
-        self.host._copy_seconds = seconds
+        """Let a block take some time on the link, and much longer to compute; a small step takes a second."""
+        self.host._copy_seconds, self.host._memory = seconds, replace(self.host._memory, tokens_per_second=0.01)
 
     def run_beside_decoding(self, *prompts: list[int]) -> list[ScheduledBatch]:
         """Run prompts beside one that decodes, and return the steps that load something."""
@@ -224,8 +237,18 @@ def num_loads(batch: ScheduledBatch) -> int:
 
 @pytest.fixture
 def saved() -> Saved:
+    return make_saved()
+
+
+def make_saved(*states: StateCache) -> Saved:
     engine, runner = make_engine(
-        pipeline_depth=1, block_size=4, num_blocks=30, max_num_seqs=8, num_host_slots=60, max_model_len=64
+        pipeline_depth=1,
+        block_size=4,
+        num_blocks=30,
+        max_num_seqs=8,
+        num_host_slots=60,
+        max_model_len=64,
+        states=states,
     )
     runner.num_ready_slots = 60
     assert engine.block_manager.host is not None
@@ -293,6 +316,128 @@ def test_documents_that_only_load_save_what_they_overwrite(depth: int) -> None:
         assert host.num_lost == 0 and host.num_loaded == 80 * number
 
 
+def hybrid_engine(*states: StateCache) -> tuple[LLMEngine, MockRunner, HostCache]:
+    """An engine whose steps take whole prompts, beside a host with memory for all."""
+    engine, runner = make_engine(
+        pipeline_depth=0, block_size=4, num_blocks=30, max_num_batched_tokens=128, num_host_slots=99, states=states
+    )
+    runner.num_ready_slots = 99
+    assert engine.block_manager.host is not None
+    return engine, runner, engine.block_manager.host
+
+
+@pytest.mark.parametrize(
+    ("interval", "num_others", "num_lost", "num_left"),
+    # Six blocks, then the state: others overwrite the state; and three blocks; all. The last has another state before.
+    [(99, 20, 2, 0), (99, 23, 5, 0), (99, 26, 8, 0), (2, 10, 4, 4)],
+)
+@pytest.mark.parametrize("pays", [True, False])
+def test_what_the_device_has_lost_of_a_prefix_with_a_state_is_loaded_if_that_is_faster(
+    interval: int, num_others: int, num_lost: int, num_left: int, pays: bool
+) -> None:
+    engine, runner, host = hybrid_engine(StateCache(2, interval))
+    prompt = list(range(25))
+    for others, count in ((prompt, 2), ([9] * 4 * num_others, 1)):
+        engine.add_request(others, greedy(count))
+        run(engine)
+    # A token takes a second to compute, and so does a small step.
+    host._copy_seconds = (4 * (6 - num_left) - 1) / num_lost + (-0.01 if pays else 0.01)
+    begun = len(runner.batches)
+    request_id = engine.add_request([*prompt, 7], greedy(2))
+    output = run(engine)[request_id]
+    assert output["token_ids"] == complete([*prompt, 7], 2, frozenset(), 128, None, states=[2])
+    assert output["num_cached_tokens"] == (24 if pays else 4 * num_left)
+    assert sum(map(num_loads, runner.batches[begun:])) == (num_lost if pays else 0)
+
+
+def test_a_prompt_loads_the_state_that_another_one_computes_in_the_same_step() -> None:
+    engine, runner, host = hybrid_engine(StateCache(2, 99))
+    prompt = list(range(25))
+    for others in (prompt, [9] * 104):
+        ask(engine, others)
+    # Not worth loading with its keys, but it is with the first one's.
+    host._copy_seconds, begun = 3.0, len(runner.batches)
+    prompts = [[*prompt, 7], [*prompt, 8]]
+    ids = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
+    outputs = run(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert outputs[request_id]["token_ids"] == complete(prompt, 2, frozenset(), 128, None, states=[2])
+    assert [outputs[request_id]["num_cached_tokens"] for request_id in ids] == [0, 24]
+    assert num_loads(runner.batches[begun]) == 2
+
+
+def ask(engine: LLMEngine, prompt: list[int]) -> list[int]:
+    """Return a prompt and two tokens."""
+    request_id = engine.add_request(prompt, greedy(2))
+    return [*prompt, *run(engine)[request_id]["token_ids"]]
+
+
+def saved_states(host: HostCache) -> set[BlockKey]:
+    return {key for key in host._copies if key[2].startswith(b"state")}
+
+
+def test_states_that_a_later_one_replaces_leave_the_host_first() -> None:
+    engine, _, host = hybrid_engine(StateCache(2, 99))
+    ask(engine, [4] * 25)
+    others = saved_states(host)
+    said = ask(engine, list(range(25)))
+    first = saved_states(host) - others
+    # The next turn starts from the copy.
+    ask(engine, [9] * 104)
+    ask(engine, [*said, *range(20)])
+    assert host.num_loaded == 8 and len(first) == 2 and {*list(host._copies)[:2]} == first
+
+
+def test_states_that_a_later_one_has_replaced_are_not_saved() -> None:
+    engine, runner, host = hybrid_engine(StateCache(2, 99))
+    runner.num_ready_slots = runner.most_ready_slots = 0
+    ask(engine, [*ask(engine, [1] * 25), *range(8)])
+    runner.num_ready_slots = runner.most_ready_slots = 99
+    ask(engine, [2] * 30)
+    assert len(saved_states(host)) == 2 * 2
+    # Nor is their end a loss.
+    ask(engine, [3] * 101)
+    assert host.num_lost == 0
+
+
+def test_prompts_with_states_in_the_host_wait_for_the_link() -> None:
+    saved = make_saved(StateCache(2, 99))
+    saved.slow_link(8)
+    loading = saved.run_beside_decoding(*PROMPTS[:2])
+    assert [num_loads(batch) for batch in loading] == [6, 6]
+    # Who starts from a state on the device does not wait.
+    saved = make_saved(StateCache(2, 99))
+    saved.run([7] * 12)
+    saved.slow_link(8)
+    loading = saved.run_beside_decoding(PROMPTS[0], [7] * 12, PROMPTS[1])
+    assert [len(chunk.token_ids) for chunk in loading[0].chunks] == [4] and len(loading) == 2
+
+
+def test_a_state_outlives_the_keys_before_it_where_they_have_copies() -> None:
+    engine, _, host = hybrid_engine(StateCache(2, 99))
+    prompt = list(range(25))
+    # Of a single output token, keys are free before the state. The second prompt's step saves both.
+    for others in (prompt, [3] * 5, [9] * 4 * 17, [*prompt, 7]):
+        engine.add_request(others, greedy(1))
+        run(engine)
+    assert host.num_loaded == 2 and engine.stats()["num_cached_tokens"] == 24
+
+
+def test_states_of_decoding_that_come_from_the_host_show_that_outputs_come_again() -> None:
+    engine, _, host = hybrid_engine(StateCache(2, 99))
+    said = list(range(10))
+    for count in (8, 2):
+        engine.add_request(said, greedy(count))
+        said = [*said, *run(engine).popitem()[1]["token_ids"]]
+        # All else on the device goes, and a step saves the state.
+        engine.add_request([9] * 104, greedy(2))
+        run(engine)
+    assert host.num_loaded and engine.block_manager._num_repeats == 1
+    engine.add_request(said[:18], greedy(1))
+    run(engine)
+    assert engine.block_manager._num_repeats == 1, "a later use does not count"
+
+
 def cached_blocks(token_ids: list[int]) -> list[Block]:
     """Blocks of four tokens, as they are cached."""
     blocks, parent = list[Block](), ROOT_IDENTITY
@@ -314,7 +459,6 @@ def test_prefixes_are_loaded_from_the_length_at_which_that_is_faster(
 ) -> None:
     memory = HostMemory(8, lambda: 8, lambda: True, 100, 100.0, tokens_per_second, step_seconds)
     cache, tokens = HostCache(memory, 4), list(range(20))
-    assert cache.min_loaded_blocks == least
     seq = make_sequence(0, tokens)
     seq.block_tables = [BlockTable([], 0, 0)]
     for _ in range(5):
@@ -391,7 +535,7 @@ def saves_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = llm.llm_engine.block_manager
     assert manager.host is not None
     monkeypatch.setattr(manager.host, "_most_saves", lambda num_prompt_tokens, num_loads: 1000)
-    monkeypatch.setattr(manager.host, "min_loaded_blocks", 1)
+    monkeypatch.setattr(manager.host, "pays", lambda num_blocks, num_loads: True)
     manager._num_clean_blocks = manager.num_blocks
 
 

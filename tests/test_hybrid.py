@@ -34,6 +34,7 @@ from nanovllm.utils.checks import UnsupportedError
 from nanovllm.weights.slices import WeightTarget
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
 from tests.hybrid_models import make_model as make_reference
+from tests.test_host_cache import saves_every_step
 from tests.test_kernels import DEVICE, DTYPES, check_error, randn
 from tests.test_kernels import by_triton as triton_form
 
@@ -94,6 +95,30 @@ def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]],
         assert llm.stats()["num_preemptions"] > 0
     for prompt, output in zip(asked, outputs, strict=True):
         assert list(output.outputs[0].token_ids) == complete(model, prompt, 40)[0]
+
+
+@pytest.mark.parametrize(("name", "size"), [("dense", 1), ("dense", 2), ("lfm2", 1)])
+def test_states_come_back_from_host_memory(
+    references: dict[str, tuple[Path, Any]], name: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts whose keys and states fill the cache several times."""
+    folder, model = references[name]
+    heads = prompts((80, 64, 97))
+    asked = [head + tail for tail in prompts((5, 18)) for head in heads]
+    wanted = [complete(model, prompt, 6)[0] for prompt in asked]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    settings = SETTINGS | {"num_kvcache_blocks": 14, "tensor_parallel_size": size, "swap_space": 2**-7}
+    with LLM(str(folder), max_num_batched_tokens=64, **settings) as llm:
+        saves_every_step(llm, monkeypatch)
+        loaded = set[int]()
+        # One by one, and all at once.
+        for batches in ([[prompt] for prompt in asked], [asked]):
+            outputs = []
+            for batch in batches:
+                outputs += llm.generate(batch, params, use_tqdm=False)
+                loaded.add(int(llm.stats()["num_loaded_blocks"]))
+            assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
+        assert outputs[-1].num_cached_tokens >= 96 and len(loaded) > 4
 
 
 RANKS = [

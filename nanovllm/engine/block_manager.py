@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, filterfalse, islice, zip_longest
+from itertools import accumulate, chain, filterfalse, islice, zip_longest
 
 import numpy as np
 
@@ -35,7 +35,9 @@ from nanovllm.engine.prefix_cache import (
     Block,
     BlockKey,
     BlockTable,
+    FoundBlock,
     FreeBlocks,
+    HostBlock,
     PrefixCache,
 )
 from nanovllm.engine.sequence import Sequence
@@ -51,14 +53,15 @@ class _Fit:
     """Blocks that a waiting sequence would be given now.
 
     Attributes:
-        found: cached blocks that it would share, for each group that grows; empty if there are none.
+        found: cached blocks that it would share, and copies that it would load, for each group that grows; empty if
+            there are none.
         needed: blocks that it would hold in each group, by their index in its table.
         num_matched: leading blocks that are not computed.
         num_computed: leading tokens that are not computed.
         num_missing: blocks that it needs beyond the free ones; at most 0 if it fits.
     """
 
-    found: list[list[Block]]
+    found: list[list[FoundBlock]]
     needed: list[range]
     num_matched: int
     num_computed: int
@@ -81,7 +84,7 @@ class BlockManager:
         enable_prefix_caching: whether blocks can be found again.
         kinds: kind of each group of layers, states last.
         max_chunk: most tokens of a sequence in one step.
-        host: keeps evicted blocks, for a cache of one group that keeps all tokens; None to drop them.
+        host: keeps evicted blocks, for a cache of one group that keeps all tokens, and states; None to drop them.
         num_clean_blocks: free blocks, next to be evicted, that `host` should already have a copy of.
 
     Attributes:
@@ -179,7 +182,7 @@ class BlockManager:
         seq.num_registered_blocks = fit.num_matched
         seq.num_computed_tokens = fit.num_computed
         seq.num_shared_tokens = 0
-        if self.host is not None:
+        if self.host is not None and not self._states:
             self._load(self.host, seq)
         return True
 
@@ -197,7 +200,7 @@ class BlockManager:
         needed = self._needed(num_computed, seq.num_tokens)
         num_missing = sum([blocks.stop - num_matched for blocks in needed[: self._num_growing]]) - len(self._free)
         num_missing += self._num_state_blocks
-        found: list[list[Block]] = []
+        found: list[list[FoundBlock]] = []
         if num_matched:
             found = [list(filter(None, some[blocks.start :])) for some, blocks in zip(matched, needed, strict=False)]
             num_missing += sum(block.ref_count == 0 for block in chain.from_iterable(found))
@@ -223,41 +226,73 @@ class BlockManager:
         lengths = range(self.num_blocks_for(max_model_len) + 1)
         return max(0, bisect_right(lengths, self.num_blocks, key=self._min_blocks) - 1) * self.block_size
 
-    def _match_prefix(self, seq: Sequence) -> list[list[Block | None]]:
+    def _match_prefix(self, seq: Sequence) -> list[list[FoundBlock | None]]:
         """Return the blocks, for each group that grows, of the longest prefix that is usable in all groups.
 
-        None stands for a missing block.
+        None stands for a missing block. With states, copies in host memory are included where loading them pays.
         """
         # A waiting sequence may use what was cached since the last reset.
         seq.num_resets = self._cache.num_resets
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
-        matched: list[list[Block | None]] = []
+        matched: list[list[FoundBlock | None]] = []
         seq.num_branch_blocks = 0
         if not most:
             return [[]] * self._num_growing
+        host = self.host if self._states else None
         for group in range(self._num_growing):
-            root = self._cache.root(seq.num_resets, group)
-            matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most))
+            root, find_copy = self._cache.root(seq.num_resets, group), None if host is None else host.find
+            matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most, find_copy))
             most = len(matched[-1])
         if self._states:
             self._find_branch(seq, matched[0])
+        if host is None:
+            length = self._usable_prefix(seq, matched, most, lambda n: self._has_states(matched[0][n - 1]))
+        else:
+            length = self._usable_with_copies(host, seq, matched[0])
+        return [blocks[:length] for blocks in matched]
+
+    def _usable_prefix(
+        self, seq: Sequence, matched: list[list[FoundBlock | None]], most: int, has_states: Callable[[int], bool]
+    ) -> int:
+        """Return the length of the longest prefix, of at most `most` blocks, that is usable in all groups.
+
+        has_states: whether the sequence can start from the states after a number of blocks.
+        """
         length, longer = most, -1
         while length != longer and self._has_gaps:
             longer = length
             for group, policy in enumerate(self.policies):
                 blocks = matched[group] if policy.grows else matched[0]
-                length = policy.usable_prefix(blocks, length, seq.num_tokens, self._has_states)
-        return [blocks[:length] for blocks in matched]
+                length = policy.usable_prefix(blocks, length, seq.num_tokens, has_states)
+        return length
 
-    def _find_branch(self, seq: Sequence, blocks: list[Block | None]) -> None:
+    def _usable_with_copies(self, host: HostCache, seq: Sequence, blocks: list[FoundBlock | None]) -> int:
+        """Return the length of the longest prefix that is on the device, or worth loading where it is not."""
+        cached = [block if isinstance(block, Block) else None for block in blocks]
+        least = self._usable_prefix(seq, [[*cached]], len(cached), lambda n: self._has_states(cached[n - 1]))
+        num_copies = list(accumulate((isinstance(block, HostBlock) for block in blocks), initial=0))
+
+        def pays(length: int) -> bool:
+            last, num_loads = blocks[length - 1], num_copies[length]
+            if length <= least or last is None:
+                return length <= least
+            if not self._has_states(last):
+                if not host.find_all(self._state_keys(last.identity)):
+                    return False
+                num_loads += self._num_state_blocks
+            return host.pays(length - least, num_loads)
+
+        return self._usable_prefix(seq, [blocks], len(blocks), pays)
+
+    def _find_branch(self, seq: Sequence, blocks: list[FoundBlock | None]) -> None:
         """Note where a sequence leaves the cached keys, or the last block end that leaves it a token to compute."""
         branch = min(len(blocks), (seq.num_tokens - 1) // self.block_size)
         if branch and (last := blocks[branch - 1]) is not None:
             seq.num_branch_blocks, seq.branch_identity = branch, last.identity
 
-    def _has_states(self, block: Block) -> bool:
-        """Whether the states at the end of a block (in the first group) are cached."""
-        return self._are_cached(self._state_keys(block.identity))
+    def _has_states(self, block: FoundBlock | None) -> bool:
+        """Whether the states at the end of a block (in the first group) are cached on the device."""
+        return block is not None and self._are_cached(self._state_keys(block.identity))
 
     def _are_cached(self, keys: list[BlockKey]) -> bool:
         """Whether states are cached; at least one key. The ones that the planned step computes are not yet."""
@@ -271,16 +306,17 @@ class BlockManager:
         return [(parent, tokens, extra) for extra in self._state_extras]
 
     def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
-        """Give a sequence the blocks found for each group, and free ones for the rest that it needs."""
+        """Give a sequence the blocks found for each group, and free ones for copies and the rest that it needs."""
         for block in chain.from_iterable(fit.found):
-            self._free.remove(block.block_id)
-            block.ref_count += 1
-            block.num_hits += 1
-        sources: list[Block] = []
+            if isinstance(block, Block):
+                self._free.remove(block.block_id)
+                block.ref_count += 1
+                block.num_hits += 1
+        sources: list[FoundBlock] = []
         seq.source_state = None
         if fit.found and self._states:
             parent = fit.found[0][-1].identity
-            sources = self._cached_states(parent)
+            sources = self._find_states(parent)
             if not sources[0].num_uses:
                 self._note_repeat(sources[0].is_decoded or seq.num_branch_blocks > fit.num_matched)
             self._use_states(sources)
@@ -290,37 +326,50 @@ class BlockManager:
         for group, needed in enumerate(fit.needed):
             block_ids, identity = [0] * needed.start, self._cache.root(seq.num_resets, group)
             if fit.found and group < self._num_growing:
-                block_ids += [block.block_id for block in fit.found[group]]
-                identity = fit.found[group][-1].identity
+                found = fit.found[group]
+                block_ids += [block.block_id if isinstance(block, Block) else self._place(block) for block in found]
+                identity = found[-1].identity
             block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
         self._copy_states(seq, sources)
+        if sources and self.host is not None:
+            copies = [block for block in chain(*fit.found, sources) if isinstance(block, HostBlock)]
+            self.host.note_loads(copies)
+            self._num_loading += len(copies)
+
+    def _place(self, copy: HostBlock) -> int:
+        """Cache a block again, and return the free one that the planned step loads it into."""
+        block = self._register(self.blocks[self._take_free_block()], copy.key)
+        self._loads[block.block_id] = BlockTransfer("load", copy.slot, block.block_id)
+        return block.block_id
 
     def _note_repeat(self, is_repeat: bool) -> None:
         """Note whether a prompt repeats an earlier output: it starts from a state of decoding, or cached keys go on."""
         self._num_repeats = max(-_MOST_REPEATS, min(_MOST_REPEATS, self._num_repeats + (1 if is_repeat else -1)))
 
-    def _use_states(self, blocks: list[Block]) -> None:
+    def _use_states(self, blocks: list[FoundBlock]) -> None:
         """Make the blocks of states that a sequence starts from the most recently used."""
         for block in blocks:
-            block.num_hits += 1
             block.num_uses += 1
+            if isinstance(block, HostBlock):
+                continue
+            block.num_hits += 1
             # A state within a block serves the outputs of one request.
             is_often_used = block.num_uses > 1 and block.key is not None and not block.key[1]
             block.rank = OFTEN_USED if is_often_used else USUAL
             if block.ref_count == 0:
                 self._free.move(block)
 
-    def _copy_states(self, seq: Sequence, sources: list[Block]) -> None:
-        """Plan the copies of a sequence's first states from blocks of others."""
+    def _copy_states(self, seq: Sequence, sources: list[FoundBlock]) -> None:
+        """Plan the copies of a sequence's first states from blocks of others, or their loads."""
         seq.decode_state, seq.fork_states = None, []
         own = chain.from_iterable(seq.block_tables[self._num_growing :])
-        # One of these blocks may have held the state until now.
-        self._copies += [
-            BlockTransfer("copy", source.block_id, block_id)
-            for source, block_id in zip(sources, own, strict=False)
-            if source.block_id != block_id
-        ]
+        for source, block_id in zip(sources, own, strict=False):
+            if isinstance(source, HostBlock):
+                self._loads[block_id] = BlockTransfer("load", source.slot, block_id)
+            # One of these blocks may have held the state until now.
+            elif source.block_id != block_id:
+                self._copies.append(BlockTransfer("copy", source.block_id, block_id))
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
         """Whether a sequence can share the blocks in which `source` holds their prompt.
@@ -342,7 +391,7 @@ class BlockManager:
         num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
         seq.num_resets = source.num_resets
         seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
-        states = [self._cache.blocks[key] for key in source.fork_states]
+        states: list[FoundBlock] = [self._cache.blocks[key] for key in source.fork_states]
         self._use_states(states)
         seq.block_tables.clear()
         for group, table in enumerate(source.block_tables[: self._num_growing]):
@@ -503,8 +552,10 @@ class BlockManager:
     def _evict(self, block: Block) -> None:
         """Forget a block's content. A state is of no use without all its parts, and the keys before it."""
         if self._states and block.key is not None:
+            has_copy = self.host is not None and self.host.find(block.key) is not None
             parent, tokens, _ = block.key if block.is_state else (block.identity, b"", b"")
-            self._spend(parent, tokens)
+            if block.is_state or not has_copy:
+                self._spend(parent, tokens)
         self._cache.remove(block)
 
     def take_loads(self) -> list[BlockTransfer]:
@@ -514,7 +565,7 @@ class BlockManager:
 
     def is_loading(self, seq: Sequence) -> bool:
         """Whether loads into a sequence's blocks are not taken yet."""
-        return bool(self._loads) and not self._loads.keys().isdisjoint(seq.block_tables[0])
+        return bool(self._loads) and any(not self._loads.keys().isdisjoint(table) for table in seq.block_tables)
 
     def take_transfers(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
         """Return, at the end of planning a step, its copies of states, made before it computes any, loads and saves.
@@ -632,7 +683,7 @@ class BlockManager:
         is_prompt = num_blocks * self.block_size < seq.num_prompt_tokens
         if not is_prompt:
             if seq.decode_state is not None:
-                self._spend(seq.decode_state)
+                self._replace(seq.decode_state)
             seq.decode_state = parent
             if self._free.num_spare < self._num_state_blocks:
                 return
@@ -657,15 +708,30 @@ class BlockManager:
                 self.blocks[block_id].num_uses = 1
         elif seq.source_state is not None:
             # The next turn of a chat starts from the later state. What has been used only once served nothing else.
-            states = self._cached_states(seq.source_state)
+            states = self._find_states(seq.source_state)
             if states and states[0].num_uses == 1:
-                self._spend(seq.source_state)
+                self._replace(seq.source_state)
             seq.source_state = None
 
     def _cached_states(self, parent: int) -> list[Block]:
         """Return the blocks of the states at the end of the block with identity `parent`, if all are cached."""
         keys = self._state_keys(parent)
         return [self._cache.blocks[key] for key in keys] if all(key in self._cache.blocks for key in keys) else []
+
+    def _find_states(self, parent: int) -> list[FoundBlock]:
+        """Return the blocks of the states at the end of the block with identity `parent`, or their copies, if all are
+        there.
+        """
+        if self._are_cached(keys := self._state_keys(parent)):
+            return [self._cache.blocks[key] for key in keys]
+        return [] if self.host is None else [*self.host.find_all(keys)]
+
+    def _replace(self, parent: int) -> None:
+        """Evict first, on the device and in host memory, states after the block with identity `parent`."""
+        self._spend(parent)
+        if self.host is not None:
+            for key in self._state_keys(parent):
+                self.host.spend(key)
 
     def _spend(self, parent: int, tokens: bytes = b"") -> None:
         """Evict first what is cached of the states after the block with identity `parent`, and tokens that follow."""
@@ -691,7 +757,8 @@ class BlockManager:
     def _register(self, block: Block, key: BlockKey, is_state: bool = False) -> Block:
         # A fork may share a block whose parent was evicted after it was registered.
         self._cache.remove(block)
-        self._cache.add(block, key, None if self.host is None else self.host.identity(key), is_state)
+        copy = None if self.host is None else self.host.find(key)
+        self._cache.add(block, key, None if copy is None else copy.identity, is_state)
         self._unconfirmed[-1].registered.append(block.block_id)
         self._num_gained += 1
         return block
@@ -744,6 +811,9 @@ class BlockManager:
         if self.host is None or not self.host.is_enough(self._num_loading):
             return False
         matched = [block for block in self._match_prefix(seq)[0] if block is not None]
+        if self._states:
+            is_cached = all(isinstance(block, Block) for block in matched)
+            return bool(matched) and not (is_cached and self._has_states(matched[-1]))
         parent = matched[-1].identity if matched else self._cache.root(seq.num_resets, 0)
         return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)
 
@@ -753,15 +823,15 @@ class BlockManager:
         They are confirmed or rolled back with the planned step.
         """
         first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
-        slots = host.fetch(seq, first, end) if first < end else ()
-        if not slots:
+        copies = host.fetch(seq, first, end) if first < end else []
+        if not copies:
             return
-        self._num_loading += len(slots)
-        for slot, block_id in zip(slots, seq.block_tables[0][first : first + len(slots)], strict=True):
-            self._loads[block_id] = BlockTransfer("load", slot, block_id)
+        self._num_loading += len(copies)
+        for copy, block_id in zip(copies, seq.block_tables[0][first : first + len(copies)], strict=True):
+            self._loads[block_id] = BlockTransfer("load", copy.slot, block_id)
         # `register` counts full computed blocks. Only afterwards is the last token taken back, which is always
         # computed, since the next one is sampled from its output.
-        seq.num_computed_tokens = (first + len(slots)) * self.block_size
+        seq.num_computed_tokens = (first + len(copies)) * self.block_size
         self.register(seq)
         seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
-from nanovllm.engine.prefix_cache import Block
+from nanovllm.engine.prefix_cache import FoundBlock
 from nanovllm.runner.messages import CacheKind, FullCache, StateCache, WindowCache
 
 
@@ -46,7 +46,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def usable_prefix(
-        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
     ) -> int:
         """Return the length of the longest prefix, of at most `length` blocks, that a sequence can start from.
 
@@ -54,7 +54,7 @@ class CachePolicy(ABC):
             blocks: the cached blocks of a group that grows, None for a missing one.
             length: an upper bound.
             num_tokens: tokens of the sequence.
-            has_state: whether the state at the end of a block is cached.
+            has_state: whether a sequence can start from the state after a number of blocks.
         """
 
     def copied(self, table: Sequence[int], first: int, is_shared: Callable[[int], bool]) -> list[int]:
@@ -77,7 +77,7 @@ class FullPolicy(CachePolicy):
 
     @override
     def usable_prefix(
-        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
     ) -> int:
         return _first_missing(blocks, 0, length)
 
@@ -113,7 +113,7 @@ class WindowPolicy(CachePolicy):
 
     @override
     def usable_prefix(
-        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
     ) -> int:
         # Every length from a missing block up to this one needs that block: its window begins no later.
         first = self.num_released(min(length * self._block_size, num_tokens - 1))
@@ -151,11 +151,11 @@ class StatePolicy(CachePolicy):
 
     @override
     def usable_prefix(
-        self, blocks: Sequence[Block | None], length: int, num_tokens: int, has_state: Callable[[Block], bool]
+        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
     ) -> int:
         # One token must be left to compute, from the state before it.
         length = min(length, (num_tokens - 1) // self._block_size)
-        while length and not ((block := blocks[length - 1]) is not None and has_state(block)):
+        while length and not has_state(length):
             length -= 1
         return length
 
@@ -185,6 +185,6 @@ def make_policy(kind: CacheKind, block_size: int, max_chunk: int) -> CachePolicy
     return StatePolicy(kind, block_size)
 
 
-def _first_missing(blocks: Sequence[Block | None], first: int, end: int) -> int:
+def _first_missing(blocks: Sequence[FoundBlock | None], first: int, end: int) -> int:
     """Return the index of the first missing block in `first ... end - 1`, or `end`."""
     return blocks.index(None, first, end) if None in blocks[first:end] else end

@@ -9,13 +9,10 @@ Deals in slots and keys only, and knows nothing of the device.
 
 from __future__ import annotations
 
-import math
-import typing
 from collections import OrderedDict
 from collections.abc import Container, Iterable
-from dataclasses import dataclass
 
-from nanovllm.engine.prefix_cache import Block, BlockKey
+from nanovllm.engine.prefix_cache import Block, BlockKey, HostBlock
 from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
@@ -25,26 +22,17 @@ for the results.
 """
 
 
-@dataclass(frozen=True)
-class HostBlock:
-    """A copy: its slot, and the identity of the block."""
-
-    slot: int
-    identity: int
-
-
 class HostCache:
     """Copies of blocks, least recently used first.
 
-    A prefix is loaded if it is long enough that loading it, and starting one small step later, is faster than computing
-    it. A step saves as much as the link copies while it runs or loads, by the rates measured at the start.
+    A prefix is loaded if loading it, and starting one small step later, is faster than computing it. A step saves as
+    much as the link copies while it runs or loads, by the rates measured at the start.
 
     Args:
         memory: provides the slots.
         block_size: tokens per block.
 
     Attributes:
-        min_loaded_blocks: shorter prefixes are computed again.
         num_saved, num_loaded: blocks so far.
         num_lost: blocks evicted before they were saved.
     """
@@ -56,13 +44,11 @@ class HostCache:
         self._num_used_slots = 0
         self._free_slots: list[int] = []
         self._copy_seconds = memory.block_bytes / memory.bytes_per_second
-        gain_seconds = block_size / memory.tokens_per_second - self._copy_seconds
-        self.min_loaded_blocks = max(1, math.ceil(memory.step_seconds / gain_seconds)) if gain_seconds > 0 else math.inf
         self.num_saved = self.num_loaded = self.num_lost = 0
 
     def lacks(self, block: Block) -> bool:
-        """Whether a block that others can find has no copy."""
-        return block.key is not None and block.key not in self._copies
+        """Whether a block that others can find much later has no copy."""
+        return block.key is not None and block.key not in self._copies and block.is_lasting
 
     def counters(self) -> dict[str, int]:
         """Return counts so far, the blocks held now, and the measured rates."""
@@ -75,16 +61,27 @@ class HostCache:
             "prefill_tokens_per_second": round(self._memory.tokens_per_second),
         }
 
-    def fetch(self, seq: Sequence, first: int, end: int) -> typing.Sequence[int]:
-        """Return the slots of a sequence's blocks from `first` up to `end`, if loading them is faster."""
+    def pays(self, num_blocks: int, num_loads: int) -> bool:
+        """Whether loading `num_loads` blocks, and starting later, is faster than computing `num_blocks` of a prompt."""
+        seconds = num_loads * self._copy_seconds + self._memory.step_seconds
+        return num_blocks * self._block_size / self._memory.tokens_per_second >= seconds
+
+    def fetch(self, seq: Sequence, first: int, end: int) -> list[HostBlock]:
+        """Return the copies of a sequence's blocks from `first` up to `end` to load, if that is faster."""
         copies = self._copies_of(seq, seq.block_tables[0].registered_identity, first, end)
-        if len(copies) < self.min_loaded_blocks:
-            return ()
-        # The tail of a prefix is dropped before its head, without which it cannot be found.
-        for key in reversed(copies):
-            self.touch(key)
+        if not self.pays(len(copies), len(copies)):
+            return []
+        self.note_loads(copies)
+        return copies
+
+    def note_loads(self, copies: list[HostBlock]) -> None:
+        """Count the loads of a prefix, and make its copies the most recently used.
+
+        Its tail is dropped before its head, without which it cannot be found.
+        """
+        for copy in reversed(copies):
+            self.touch(copy.key)
         self.num_loaded += len(copies)
-        return [copy.slot for copy in copies.values()]
 
     def is_enough(self, num_blocks: int) -> bool:
         """Whether a step that loads this number of blocks loads more than the link copies in a small step."""
@@ -92,29 +89,39 @@ class HostCache:
 
     def would_load(self, seq: Sequence, parent: int, first: int, end: int) -> bool:
         """Whether `fetch` would load anything; `parent` is the identity of the block before `first`."""
-        return len(self._copies_of(seq, parent, first, end)) >= self.min_loaded_blocks
+        copies = self._copies_of(seq, parent, first, end)
+        return bool(copies) and self.pays(len(copies), len(copies))
 
-    def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> dict[BlockKey, HostBlock]:
-        copies: dict[BlockKey, HostBlock] = {}
+    def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> list[HostBlock]:
+        copies: list[HostBlock] = []
         for i in range(first, end):
             tokens = seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
             key = parent, tokens, b"" if i else seq.request.cache_extra
             copy = self._copies.get(key)
             if copy is None:
                 break
-            copies[key] = copy
+            copies.append(copy)
             parent = copy.identity
         return copies
 
-    def identity(self, key: BlockKey) -> int | None:
-        """Return the identity by which later blocks refer to a block that has a copy."""
-        copy = self._copies.get(key)
-        return None if copy is None else copy.identity
+    def find(self, key: BlockKey) -> HostBlock | None:
+        """Return the copy of a block."""
+        return self._copies.get(key)
+
+    def find_all(self, keys: Iterable[BlockKey]) -> list[HostBlock]:
+        """Return the copies of a state's blocks; none unless all have one."""
+        copies = [self._copies.get(key) for key in keys]
+        return [] if None in copies else [copy for copy in copies if copy is not None]
 
     def touch(self, key: BlockKey) -> None:
         """Make a block's copy, if it has one, the most recently used."""
         if key in self._copies:
             self._copies.move_to_end(key)
+
+    def spend(self, key: BlockKey) -> None:
+        """Drop a block's copy, if it has one, before all others."""
+        if key in self._copies:
+            self._copies.move_to_end(key, last=False)
 
     def plan_saves(
         self, blocks: Iterable[Block], unconfirmed: Container[int], num_prompt_tokens: int, num_loads: int
@@ -129,12 +136,12 @@ class HostCache:
         saves: list[BlockTransfer] = []
         most = self._most_saves(num_prompt_tokens, num_loads)
         for block in blocks:
-            if block.key is None or block.key in self._copies or block.block_id in unconfirmed:
+            if block.key is None or block.key in self._copies or block.block_id in unconfirmed or not block.is_lasting:
                 continue
             slot = self._take_slot()
             if slot is None:
                 break
-            self._copies[block.key] = HostBlock(slot, block.identity)
+            self._copies[block.key] = HostBlock(block.key, slot, block.identity, block.is_decoded, block.num_uses)
             saves.append(BlockTransfer("save", block.block_id, slot))
             if len(saves) == most:
                 break

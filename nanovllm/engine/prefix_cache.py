@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, count
 
 BlockKey = tuple[int, bytes, bytes]
@@ -45,6 +46,33 @@ class Block:
         self.identity = ROOT_IDENTITY
         self.num_hits = self.num_uses = 0
         self.rank, self.is_state, self.is_decoded = USUAL, False, False
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the content may serve requests that come much later.
+
+        A replaced state does not, nor one within a block, which serves the outputs of one request.
+        """
+        return self.rank >= USUAL and not (self.is_state and self.key is not None and self.key[1])
+
+
+@dataclass(slots=True)
+class HostBlock:
+    """A copy of a block in host memory: its slot, and `Block`'s attributes of its content."""
+
+    key: BlockKey
+    slot: int
+    identity: int
+    is_decoded: bool = False
+    num_uses: int = 0
+
+    @property
+    def ref_count(self) -> int:
+        """Tables that have it: none."""
+        return 0
+
+
+FoundBlock = Block | HostBlock
 
 
 class BlockTable(list[int]):
@@ -191,13 +219,25 @@ class PrefixCache:
         """Return the tokens of a sequence's block."""
         return token_ids[index * self._block_size : (index + 1) * self._block_size].tobytes()
 
-    def match(self, root: int, token_ids: array[int], extra: bytes, most: int) -> list[Block | None]:
-        """Return at most `most` leading blocks of a prefix; None for an evicted block that others follow."""
-        matched: list[Block | None] = []
+    def match(
+        self,
+        root: int,
+        token_ids: array[int],
+        extra: bytes,
+        most: int,
+        find_copy: Callable[[BlockKey], HostBlock | None] | None = None,
+    ) -> list[FoundBlock | None]:
+        """Return at most `most` leading blocks of a prefix, or copies that `find_copy` finds of the ones not cached.
+
+        None stands for an evicted block that others follow.
+        """
+        matched: list[FoundBlock | None] = []
         identity = root
         for i in range(most):
             key = identity, self.block_tokens(token_ids, i), b"" if i else extra
-            block = self.blocks.get(key)
+            block: FoundBlock | None = self.blocks.get(key)
+            if block is None and find_copy is not None:
+                block = find_copy(key)
             if block is not None:
                 identity = block.identity
             elif self._evicted is None or (evicted := self._evicted.find(key)) is None:
@@ -213,7 +253,8 @@ class PrefixCache:
         block.is_state, block.is_decoded = is_state, False
         self.num_state_blocks += is_state
         if self._evicted is not None:
-            identity = self._evicted.on_registered(key)
+            evicted = self._evicted.on_registered(key)
+            identity = identity if evicted is None else evicted
         block.identity = next(self._identities) if identity is None else identity
         self.blocks[key] = block
 

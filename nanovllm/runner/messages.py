@@ -179,9 +179,10 @@ class ScheduledBatch:
 
     @property
     def given_blocks(self) -> set[int]:
-        """All blocks that this step gives to sequences, and that may be written to from now on."""
+        """All blocks that this step gives to sequences and kept states, and that may be written to from now on."""
         given = {block for request in self.new_requests for table in request.block_tables for block in table}
         given.update(new.block_id for new in self.new_blocks)
+        given.update(block for chunk in self.chunks for state in chunk.kept_states for block in state.block_ids)
         return given
 
 

@@ -45,9 +45,7 @@ def make_swap_space(
     Raises:
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.
     """
-    kind, *states = cache_kinds
-    if states:
-        raise ValueError(f"swap_space={config.swap_space}: blocks of models with states are not kept in host memory")
+    kind = cache_kinds[0]
     if isinstance(kind, WindowCache):
         raise ValueError(
             f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kind.window} "
@@ -68,7 +66,7 @@ def make_swap_space(
 
     def seconds(num_tokens: int, num_runs: int = 1) -> float:
         lens = [min(prompt_tokens, num_tokens - start) for start in range(0, num_tokens, prompt_tokens)]
-        batch = prompt_batch(lens, -(-prompt_tokens // config.kvcache_block_size))
+        batch = prompt_batch(lens, -(-prompt_tokens // config.kvcache_block_size), len(cache_kinds))
         fastest = _fastest(num_runs, lambda: run_step(batch))
         # All ranks must run the same steps.
         return communicator.all_reduce_min(int(fastest * 1e9)) / 1e9

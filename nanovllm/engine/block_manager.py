@@ -2,7 +2,8 @@
 
 Promises: a block is free, or in `ref_count` block tables; only blocks of the prefix cache are in more than one table,
 and no sequence writes to those; a freed block keeps its content, and can be found again, until it is reused; the least
-recently used goes first, the tail of a prefix before its head, except for preempted sequences (see `free`). Every
+recently used goes first, the tail of a prefix before its head, except for states (see `FreeBlocks`) and preempted
+sequences (see `free`). Every
 operation is O(1) per block. Outputs of one request also share the last block of its prompt, until they write to it.
 
 Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy per group
@@ -719,9 +720,7 @@ class BlockManager:
         return [self._cache.blocks[key] for key in keys] if all(key in self._cache.blocks for key in keys) else []
 
     def _find_states(self, parent: int) -> list[FoundBlock]:
-        """Return the blocks of the states at the end of the block with identity `parent`, or their copies, if all are
-        there.
-        """
+        """Return the blocks of the states after the block with identity `parent`, else their copies, if none lacks."""
         if self._are_cached(keys := self._state_keys(parent)):
             return [self._cache.blocks[key] for key in keys]
         return [] if self.host is None else [*self.host.find_all(keys)]

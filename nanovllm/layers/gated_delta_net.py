@@ -60,6 +60,7 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         super().__init__()
         assert config.delta_net is not None and shard.key_heads is not None
         sizes = self.sizes = config.delta_net
+        self.slice_size = sizes.value_size
         heads, by_head = shard.key_heads, config.architecture.delta_net == "heads"
         self.num_key_heads, self.value_heads = heads.size, heads.times(sizes.group)
         hidden_size, quant_config, value_size = config.hidden_size, config.quantization, sizes.group * sizes.value_size
@@ -83,7 +84,7 @@ class GatedDeltaNet(StateLayer, LoadableModule):
             nn.Parameter(torch.empty(self.value_heads.size, dtype=torch.float32), requires_grad=False) for _ in range(2)
         )
         self.norm = RMSNorm(sizes.value_size, config.rms_norm_eps)
-        self.out_proj = RowParallelLinear(
+        self.o_proj = RowParallelLinear(
             heads.times(value_size), hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
         )
 
@@ -109,8 +110,6 @@ class GatedDeltaNet(StateLayer, LoadableModule):
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
         super().bind(pool, places)
-        if pool.bytes.is_cuda and pool.view(torch.float32).elements.shape[2] % self.sizes.value_size:
-            raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
         sizes, filters = self.sizes, self.conv1d.weight.squeeze(1)
         self.rule = DeltaRule(
             self.num_key_heads, sizes.key_size, self.value_heads.size, sizes.value_size, filters, self.A_log,
@@ -123,27 +122,17 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         super().unbind()
         del self.rule
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm | None,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        rows: torch.Tensor | None,
-    ) -> Stream:
-        """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
-        if norm is not None and (not self.policy.fuses_norm(len(positions)) or norm.communicator.size > 1):
+    @override
+    def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
+        if norm is not None and (not self.policy.fuses_norm(x.shape[-2]) or norm.communicator.size > 1):
             x, residual = norm(x, residual)
             norm = None
         qkvz, total = self.in_proj_qkvz(x, norm, residual)
         # Few rows are normalised again by the other product's kernel.
         ba, _ = self.in_proj_ba(x if norm is None or total is None else total, norm)
-        out = self._mix(qkvz, ba).flatten(1)
-        if rows is None:
-            return self.out_proj(out, total)
-        return self.out_proj(out[rows], None if total is None else total[rows])
+        return self._apply_rule(qkvz, ba).flatten(1), total
 
-    def _mix(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+    def _apply_rule(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the delta rule, [num_tokens, value heads, value_size], and store the states."""
         num_heads = self.value_heads.size
         x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, (num_heads, self.sizes.value_size))

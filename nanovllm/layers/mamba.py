@@ -59,7 +59,7 @@ class Mamba(StateLayer, LoadableModule):
         super().__init__()
         assert config.mamba is not None and shard.mamba_groups is not None
         sizes, groups, quant_config = config.mamba, shard.mamba_groups, config.quantization
-        self.sizes, self.groups = sizes, groups
+        self.sizes, self.groups, self.slice_size = sizes, groups, sizes.head_size & -sizes.head_size
         self.heads = groups.times(sizes.num_heads // sizes.num_groups)
         inner, keys = self.heads.times(sizes.head_size), groups.times(sizes.state_size)
         channels: dict[str | None, Shard] = {"x": inner, "b": keys, "c": keys}
@@ -73,7 +73,7 @@ class Mamba(StateLayer, LoadableModule):
             nn.Parameter(torch.empty(self.heads.size), requires_grad=False) for _ in _HEAD_PARAMS
         )
         self.norm = ShardedNorm(inner)
-        self.out_proj = RowParallelLinear(
+        self.o_proj = RowParallelLinear(
             inner, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
         )
 
@@ -113,15 +113,8 @@ class Mamba(StateLayer, LoadableModule):
         super().unbind()
         del self.space
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm | None,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        rows: torch.Tensor | None,
-    ) -> Stream:
-        """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
+    @override
+    def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
         projected, total = self.in_proj(x, norm, residual)
         heads, size = self.heads.size, self.sizes.head_size
         z, channels, dt = projected.split([heads * size, self.channels, heads], 1)
@@ -130,6 +123,4 @@ class Mamba(StateLayer, LoadableModule):
             lambda own, states: mamba2_step(self.space, channels[own], dt[own], z[own], states),
             lambda own, states: mamba2_prompt(self.space, channels[own], dt[own], z[own], states),
         )
-        if rows is None:
-            return self.out_proj(out, total)
-        return self.out_proj(out[rows], None if total is None else total[rows])
+        return out, total

@@ -84,22 +84,12 @@ class ShortConv(StateLayer):
         super().unbind()
         del self.conv
 
-    def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm | None,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
-        rows: torch.Tensor | None,
-    ) -> Stream:
-        """Mix the tokens of `norm(x + residual)`; see `SelfAttention.forward`."""
+    @override
+    def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
         projected, total = self.in_proj(x, norm, residual)
         b, c, inner = projected.chunk(3, 1)
         gated = b * inner
-        out = c * self.run(len(gated), partial(self._step, gated), partial(self._prompt, gated))
-        if rows is None:
-            return self.o_proj(out, total)
-        return self.o_proj(out[rows], None if total is None else total[rows])
+        return c * self.run(len(gated), partial(self._step, gated), partial(self._prompt, gated)), total
 
     def _step(self, x: torch.Tensor, own: slice, states: StateRows) -> torch.Tensor:
         return causal_conv_step(x[own], self.conv1d.weight.squeeze(1), None, self.conv, states, silu=False)

@@ -11,6 +11,9 @@ from torch import nn
 
 from nanovllm.attention.kv_cache_spec import State
 from nanovllm.attention.metadata import get_step_metadata
+from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
     from nanovllm.kernels.mixers.state_pool import StatePool
@@ -23,17 +26,49 @@ class StateLayer(nn.Module, ABC):
     Attributes:
         pool: the memory of all states; bound by the runner.
         places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
+        slice_size: float32 elements that kernels read from one part of a block, at multiples of this number.
+        o_proj: the last product.
     """
 
     pool: StatePool
     places: Mapping[str, int]
+    slice_size = 1
+    o_proj: RowParallelLinear
 
     @abstractmethod
     def state_spec(self, dtype: torch.dtype) -> State:
         """Return what the layer keeps of each sequence; dtype: of the activations."""
 
+    @abstractmethod
+    def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
+        """Mix the tokens of `norm(x + residual)`, and store the states.
+
+        Returns:
+            What `o_proj` takes, [num_tokens, inputs of this rank], and the residual to add its result to.
+        """
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: AllReduceRMSNorm | None,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> Stream:
+        """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
+        out, residual = self.mix(x, norm, residual)
+        if rows is not None:
+            out, residual = out[rows], None if residual is None else residual[rows]
+        return self.o_proj(out, residual)
+
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        """Give the layer the memory of states, and its places in each."""
+        """Give the layer the memory of states, and its places in each.
+
+        Raises:
+            ValueError: on a GPU a slice would lie in two parts of a block.
+        """
+        if pool.bytes.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
+            raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
         self.pool, self.places = pool, places
 
     def unbind(self) -> None:

@@ -21,7 +21,7 @@ class HybridForCausalLM(DecoderForCausalLM):
     packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping | {
         "in_proj_z": ("in_proj_qkvz", "z"), "in_proj_b": ("in_proj_ba", "b"), "in_proj_a": ("in_proj_ba", "a"),
     }  # fmt: skip
-    renamed_modules: ClassVar = {"linear_attn": "self_attn", "in_proj_qkv": "in_proj_qkvz"}
+    renamed_modules: ClassVar = {"linear_attn": "self_attn", "in_proj_qkv": "in_proj_qkvz", "out_proj": "o_proj"}
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)

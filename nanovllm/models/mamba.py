@@ -21,7 +21,7 @@ class MambaForCausalLM(DecoderForCausalLM):
     renamed_modules: ClassVar = {
         "mamba": "self_attn", "feed_forward": "mlp", "pre_ff_layernorm": "post_attention_layernorm",
         "final_layernorm": "norm", "block_sparse_moe": "mlp", "router": "gate", "input_linear": "gate_up_proj",
-        "output_linear": "down_proj",
+        "output_linear": "down_proj", "out_proj": "o_proj",
     }  # fmt: skip
 
     @override
@@ -52,7 +52,7 @@ class NemotronHForCausalLM(MambaForCausalLM):
     packed_modules_mapping: ClassVar = {
         name: target for name, target in MambaForCausalLM.packed_modules_mapping.items() if name != "up_proj"
     }
-    renamed_modules: ClassVar = {"embeddings": "embed_tokens", "norm_f": "norm"}
+    renamed_modules: ClassVar = {"embeddings": "embed_tokens", "norm_f": "norm", "out_proj": "o_proj"}
 
     @override
     def weight_targets(self, name: str) -> list[WeightTarget]:

@@ -76,7 +76,7 @@ class PythonProcess:
             self._process.terminate()
 
     def stop(self, wait: float = 0.0) -> None:
-        """Wait up to `seconds` for the exit, then kill the process; a second call does nothing."""
+        """Wait up to `wait` seconds for the exit, then kill the process; a second call does nothing."""
         if self.wait(wait) is None:
             with self._lock:
                 self._process.kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -436,3 +437,14 @@ def test_gates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("shape", "billions"), [("3.5-4B", 4.2), ("3.5-27B", 26.9), ("3.5-35B-A3B", 34.7)])
 def test_shapes_of_the_benchmark(shape: str, billions: float) -> None:
     assert round(count_parameters(ModelConfig.from_folder(shape_folder(shape))) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("name", ["dense", "bamba"])
+def test_slices_of_states_lie_in_one_part_of_a_block(references: dict[str, tuple[Path, Any]], name: str) -> None:
+    """A GPU's kernels compute an address for each slice; a part of 24 elements ends within one of 16."""
+    with torch.device("meta"):
+        layer = make_model(ModelConfig.from_folder(references[name][0]), Communicator()).state_layers[0]
+    view = SimpleNamespace(elements=torch.empty(1, 1, 24))
+    pool: Any = SimpleNamespace(bytes=SimpleNamespace(is_cuda=True), view=lambda dtype: view)
+    with pytest.raises(ValueError, match="kvcache_block_size is too small"):
+        layer.bind(pool, {})

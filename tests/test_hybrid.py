@@ -443,7 +443,7 @@ def test_shapes_of_the_benchmark(shape: str, billions: float) -> None:
 def test_slices_of_states_lie_in_one_part_of_a_block(references: dict[str, tuple[Path, Any]], name: str) -> None:
     """A GPU's kernels compute an address for each slice; a part of 24 elements ends within one of 16."""
     with torch.device("meta"):
-        layer = make_model(ModelConfig.from_folder(references[name][0]), Communicator()).state_layers[0]
+        layer = make_model(ModelConfig.from_folder(str(references[name][0])), Communicator()).state_layers[0]
     view = SimpleNamespace(elements=torch.empty(1, 1, 24))
     pool: Any = SimpleNamespace(bytes=SimpleNamespace(is_cuda=True), view=lambda dtype: view)
     with pytest.raises(ValueError, match="kvcache_block_size is too small"):

@@ -41,11 +41,7 @@ class StateLayer(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
-        """Mix the tokens of `norm(x + residual)`, and store the states.
-
-        Returns:
-            What `o_proj` takes, [num_tokens, inputs of this rank], and the residual to add its result to.
-        """
+        """Mix the tokens of `norm(x + residual)`; return the input of `o_proj`, and the residual that it adds to."""
 
     def forward(
         self,
@@ -62,11 +58,7 @@ class StateLayer(nn.Module, ABC):
         return self.o_proj(out, residual)
 
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        """Give the layer the memory of states, and its places in each.
-
-        Raises:
-            ValueError: on a GPU a slice would lie in two parts of a block.
-        """
+        """Give the layer the memory of states, and its places in each; a ValueError if blocks are too small for it."""
         if pool.bytes.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
             raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
         self.pool, self.places = pool, places
@@ -81,10 +73,7 @@ class StateLayer(nn.Module, ABC):
         step: Callable[[slice, StateRows], torch.Tensor],
         prompt: Callable[[slice, StateTiles], torch.Tensor],
     ) -> torch.Tensor:
-        """Return what `step` computes of the decode rows among a step's tokens, then what `prompt` does of the others.
-
-        Both take their tokens, and their states; only if there are some.
-        """
+        """Return the outputs of `step` for the decode rows among a step's tokens, and of `prompt` for its chunks."""
         metadata = get_step_metadata()
         states, num_decodes = metadata.states, metadata.num_decodes
         assert states is not None

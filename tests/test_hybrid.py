@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -85,6 +86,38 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
             assert completion.logprobs is not None
             for found, row in zip(completion.logprobs, logprobs, strict=True):
                 assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_engines_are_as_near_to_float32_as_transformers(
+    references: dict[str, tuple[Path, Any]], name: str
+) -> None:
+    folder, model = references[name]
+    rough = copy.deepcopy(model).bfloat16()
+    asked = prompts((1, 17, 70, 200, 33))
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    settings = SETTINGS | {"device": "cuda", "dtype": "bfloat16", "num_kvcache_blocks": 1000}
+    outputs = []
+    for chunk in (256, 19):
+        with LLM(str(folder), max_num_batched_tokens=chunk, **settings) as llm:
+            # The second time from kept states, in captured graphs.
+            outputs += [llm.generate(asked, params, use_tqdm=False) for _ in range(2)]
+    assert sum(output.num_cached_tokens for output in outputs[-1]) >= 16 + 64 + 192 + 32
+    errors = []
+    for output in (output for outputs_of_run in outputs for output in outputs_of_run):
+        (completion,) = output.outputs
+        assert completion.logprobs is not None
+        chosen, text = completion.token_ids, torch.tensor([[*output.prompt_token_ids, *completion.token_ids]])
+        found = torch.tensor([row[token].logprob for token, row in zip(chosen, completion.logprobs, strict=True)])
+        with torch.inference_mode():
+            exact, theirs = (
+                each(text).logits[0, -len(chosen) - 1 : -1].float().log_softmax(1)[range(len(chosen)), chosen]
+                for each in (model, rough)
+            )
+        errors.append(torch.stack((found - exact, theirs - exact)))
+    ours, others = torch.cat(errors, 1).norm(dim=1)
+    assert ours < 2 * others
 
 
 @pytest.mark.parametrize("name", ["dense", "lfm2-moe", "bamba"])

@@ -184,6 +184,7 @@ def _qkv_rope_store_kernel(
     in_head = True if PADDED == HALF else dims[None, :] < HALF
     position = tl.load(positions_ptr + token).to(tl.int64)
     low, high, cos, sin = _rotation(cos_sin_ptr, position, HALF, PADDED, ROTARY)
+    cos, sin = cos[None, :], sin[None, :]
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if HAS_NORM:
         q_first, q_second = tl.load(q_weight_ptr + low, mask=is_dim), tl.load(q_weight_ptr + high, mask=is_dim)
@@ -203,8 +204,8 @@ def _qkv_rope_store_kernel(
         first *= scale * tl.where(is_query, q_first[None, :], k_first[None, :]).to(tl.float32)
         second *= scale * tl.where(is_query, q_second[None, :], k_second[None, :]).to(tl.float32)
     dtype = query_ptr.dtype.element_ty
-    rotated_first = (first * cos[None, :] - second * sin[None, :]).to(dtype)
-    rotated_second = (second * cos[None, :] + first * sin[None, :]).to(dtype)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
 
     low, high = (heads * (2 * HALF))[:, None] + low[None, :], (heads * (2 * HALF))[:, None] + high[None, :]
     query = query_ptr + token * (NUM_HEADS * 2 * HALF)

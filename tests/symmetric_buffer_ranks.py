@@ -75,7 +75,9 @@ def make_steps(dtype: torch.dtype, device: str) -> list[Step]:
         for i, one_shot in enumerate((False, True, False)):
             rows = STEP_ROWS[(step + i) % 3]
             residual = randn(rows, SIZE) if (step + i) % 2 else None
-            parts, weight = [randn(rows, SIZE) for _ in range(NUM_RANKS)], randn(SIZE)
+            parts = [randn(rows, SIZE) for _ in range(NUM_RANKS)]
+            # Norms of some families keep their weights in float32.
+            weight = torch.randn(SIZE, generator=generator).to(device, torch.float32 if step else dtype)
             # Of 16 bits some rows are rounded, in groups or as a whole.
             rounding = (None, Rounding(32), Rounding(SIZE, for_scaled_mm=True))[
                 i if step and dtype.itemsize == 2 else 0

@@ -235,6 +235,15 @@ def _pack(first, second, dtype: tl.constexpr):
     return first.to(tl.int32, bitcast=True)
 
 
+@jit
+def _load_weight(weight_ptr, offsets, mask, dtype: tl.constexpr):
+    """Return the weights of the values in each word of a row of `dtype`; they may be kept in float32."""
+    if weight_ptr.dtype.element_ty == dtype:
+        return _unpack(tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0), dtype)
+    pairs = weight_ptr + 2 * offsets
+    return tl.load(pairs, mask=mask, other=0.0), tl.load(pairs + 1, mask=mask, other=0.0)
+
+
 @jit(do_not_specialize=["call_in_step"])
 def _one_shot_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, addresses_ptr, step_ptr, abort_ptr, eps, size, capacity,
@@ -253,7 +262,7 @@ def _one_shot_kernel(
     pairs = tl.arange(0, BLOCK // 2)
     pair_mask = pairs < pairs_per_row
     mask = offsets < words_per_row
-    weight = tl.load(weight_ptr.to(word_pointer) + offsets, mask=mask, other=0)
+    weight_first, weight_second = _load_weight(weight_ptr, offsets, mask, dtype)
     wait_for_previous(PDL)
     call = tl.load(step_ptr) * calls_per_step + call_in_step
     row_offsets = row.to(tl.int64) * words_per_row + offsets
@@ -283,7 +292,6 @@ def _one_shot_kernel(
     # The norm reads the rounded sum, which is what the next layer adds to.
     first, second = _unpack(words, dtype)
     scale = rsqrt(tl.sum(first * first + second * second, axis=0) / size + eps)
-    weight_first, weight_second = _unpack(weight, dtype)
     out = _pack(first * scale * weight_first, second * scale * weight_second, dtype)
     if GROUP:
         first, second = _unpack(out, dtype)

@@ -38,6 +38,11 @@ _NEMOTRON: dict[str, Any] = {key: value for key, value in _BASE.items() if not k
     "mamba_num_heads": 4, "mamba_head_dim": 80, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
     "layer_norm_epsilon": 0.01, "time_step_min": 1e-8,
 }  # fmt: skip
+_FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 128, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8, "mlp_multipliers": [0.9, 0.5], "ssm_multipliers": [1.4, 0.75, 1.25, 0.5, 0.9],
+}  # fmt: skip
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", _BASE | _MOE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _ROPE,
@@ -83,6 +88,12 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_n_groups": 1,
     }),
     "nemotron": ("NemotronH", _NEMOTRON | {"layers_block_type": [_L, "mlp", _F, "mlp"]}),
+    "falcon": ("FalconH1", _MAMBA | _FALCON | {"num_hidden_layers": 3}),
+    # With a norm after the gate.
+    "falcon-odd": ("FalconH1", _MAMBA | _FALCON | {
+        "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False,
+        "num_key_value_heads": 1, "tie_word_embeddings": True,
+    }),
     # Two mixers after one another; an MLP first, and attention last.
     "nemotron-odd": ("NemotronH", _NEMOTRON | {
         "layers_block_type": ["mlp", _L, _L, "mlp", _F], "use_conv_bias": False, "head_dim": 48, "n_groups": 1,

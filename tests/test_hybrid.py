@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ from nanovllm.configs.model import DeltaNetConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels import gates, qkv_rope_store
+from nanovllm.kernels.e4m3 import dequantize_ref
 from nanovllm.kernels.mixers.state_pool import StatePool
 from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
@@ -31,6 +33,7 @@ from nanovllm.models import count_parameters, load_model, make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import shard_of
+from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.utils.checks import UnsupportedError
 from nanovllm.weights.slices import WeightTarget
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
@@ -38,6 +41,7 @@ from tests.hybrid_models import make_model as make_reference
 from tests.test_host_cache import saves_every_step
 from tests.test_kernels import DEVICE, DTYPES, check_error, randn
 from tests.test_kernels import by_triton as triton_form
+from tests.test_live_weights import save_adapter
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
@@ -87,7 +91,7 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
                 assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
 
 
-@pytest.mark.parametrize("name", ["dense", "lfm2-moe", "bamba"])
+@pytest.mark.parametrize("name", ["dense", "lfm2-moe", "bamba", "falcon"])
 def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]], name: str) -> None:
     folder, model = references[name]
     asked = prompts((40, 70, 33, 50))
@@ -129,6 +133,7 @@ RANKS = [
     ("lfm2-moe", {}),
     ("bamba", {}),
     ("nemotron", {}),
+    ("falcon", {}),
 ]
 
 
@@ -244,6 +249,34 @@ def test_norms_and_decays_stay_float32(references: dict[str, tuple[Path, Any]]) 
     assert {value.dtype for key, value in drawn.items() if "norm" in key} == {torch.float32, torch.bfloat16}
 
 
+def test_factors_become_part_of_weights(references: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """Weights as they are stored, quantised ones, and an adapter's updates, which are taken out again."""
+    folder, model = references["falcon"]
+    stored = model.state_dict()["model.layers.1.feed_forward.down_proj.weight"]
+    weight = load_model(
+        ModelConfig.from_folder(str(folder)).with_quantization("fp8"), Communicator(), Config(str(folder)), str(folder),
+        256, torch.float32, CPU,
+    ).model.get_submodule("layers.1.mlp.down_proj.weight")  # fmt: skip
+    assert isinstance(weight, Fp8Weight)
+    torch.testing.assert_close(dequantize_ref(weight.matrix, torch.float32), 0.5 * stored, rtol=0.07, atol=1e-3)
+    base = {key.replace("feed_forward", "mlp"): value for key, value in model.state_dict().items()}
+    changed = {key.replace("mlp", "feed_forward"): value for key, value in save_adapter(tmp_path, base, 1).items()}
+    merged = copy.deepcopy(model)
+    merged.load_state_dict(changed)
+    prompt, params = prompts((30,))[0], SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
+    with LLM(str(folder), **SETTINGS) as llm:
+        for reference in (merged, model):
+            if reference is merged:
+                llm.load_weights(str(tmp_path))
+            else:
+                assert llm.unload_adapter()
+            assert llm.reset_prefix_cache()
+            completion = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+            (token,), logprobs = complete(reference, prompt, 1)
+            assert completion.logprobs is not None
+            assert abs(completion.logprobs[0][token].logprob - logprobs[0, token].item()) < 1e-4
+
+
 def test_update_of_weights(references: dict[str, tuple[Path, Any]]) -> None:
     """Weights by the names of transformers' modules, as trainers send them."""
     folder, model = references["next-odd"]
@@ -295,6 +328,8 @@ def test_configs() -> None:
         ("Bamba", {"mamba_d_state": 48}, "mamba_d_state=48"),
         ("NemotronH", {"layers_block_type": ["linear_attention", "moe"]}, "moe"),
         ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("FalconH1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
+        ("FalconH1", {"projectors_bias": True}, "projectors_bias"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             ModelConfig.from_hf(getattr(transformers, f"{family}Config")(**given))
@@ -343,11 +378,11 @@ def test_ignored_layers_go_by_their_names_in_checkpoints() -> None:
 
 FP8_SIZES = {
     "hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128, "intermediate_size": 128,
+    "shared_expert_intermediate_size": 128, "intermediate_size": 128, "mamba_d_state": 128, "mamba_n_groups": 1,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["next", "dense"])
+@pytest.mark.parametrize("name", ["next", "dense", "falcon"])
 def test_checkpoints_in_e4m3(name: str, tmp_path: Path) -> None:
     """Blocks with one scale, where nothing is converted that is in the list; the reference has what they mean."""
     model = make_reference(name, **FP8_SIZES)
@@ -364,7 +399,7 @@ def test_checkpoints_in_e4m3(name: str, tmp_path: Path) -> None:
         stored[key] = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
         stored[f"{key}_scale_inv"] = scales
         meant[key] = (values.float() * scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
-    assert any("linear_attn.in_proj" in key for key in meant) and not any("in_proj_b" in key for key in meant)
+    assert any(".in_proj" in key for key in meant) and not any("in_proj_b" in key for key in meant)
     save_file(load_file(tmp_path / "model.safetensors") | meant, tmp_path / "model.safetensors")
     reference = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
     save_file(stored, tmp_path / "model.safetensors")

@@ -32,13 +32,15 @@ from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
-    from nanovllm.configs.model import ModelConfig
+    from nanovllm.configs.model import LayerConfig, ModelConfig
+    from nanovllm.configs.rope import RopeConfig
     from nanovllm.layers.fused_experts import SparseMLP
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
     from nanovllm.layers.mamba import Mamba
     from nanovllm.layers.short_conv import ShortConv
 
-    Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | Mamba | ShortConv"
+    StateMixer: TypeAlias = GatedDeltaNet | Mamba | ShortConv
+    Mixer: TypeAlias = "SelfAttention | StateMixer | ParallelMixer"
 
 
 class SelfAttention(nn.Module):
@@ -111,6 +113,28 @@ class SelfAttention(nn.Module):
         if rows is not None and residual is not None:
             residual = residual[rows]
         return self.o_proj(out, residual)
+
+
+class ParallelMixer(nn.Module):
+    """Attention and a layer with a state, of the same input (Hymba, arXiv:2411.13676); their outputs are added up."""
+
+    def __init__(self, attention: SelfAttention, mamba: StateMixer) -> None:
+        super().__init__()
+        self.attention, self.mamba = attention, mamba
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: AllReduceRMSNorm,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> Stream:
+        """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
+        x, total = norm(x, residual)
+        attended, _ = self.attention(x, None, None, positions, rows)
+        mixed, _ = self.mamba(x, None, None, positions, rows)
+        return attended + mixed, total if rows is None else total[rows]
 
 
 class MLP(nn.Module):
@@ -237,23 +261,18 @@ class Decoder(nn.Module):
         make_layer = PostNormDecoderLayer if is_post_norm else DecoderLayer
         reducer = communicator if is_post_norm else None
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
-        ropes = {layer.rope for layer in config.layers if not (layer.is_linear or layer.is_mlp)}
+        ropes = {layer.rope for layer in config.layers if layer.attends}
         rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in ropes}
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
-            prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
-            attention: Mixer | None = None
-            if layer.is_linear:
-                attention = _make_mixer(config, shard, prefix)
-            elif not layer.is_mlp:
-                rotary = rotaries[layer.rope]
-                attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
+            prefix = f"model.layers.{number}"
+            mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
             if config.architecture.has_single_blocks:
-                self.layers.append(_make_single_layer(config, shard, communicator, attention, prefix))
+                self.layers.append(_make_single_layer(config, shard, communicator, mixer, prefix))
                 continue
-            assert attention is not None
+            assert mixer is not None
             mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
-            self.layers.append(make_layer(config, communicator, attention, mlp))
+            self.layers.append(make_layer(config, communicator, mixer, mlp))
         # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
         offset = config.architecture.norm_offset
@@ -271,8 +290,24 @@ class Decoder(nn.Module):
         return x, residual
 
 
-def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet | Mamba | ShortConv:
-    """Return what a layer with a state has in attention's place."""
+def _make_mixer(
+    config: ModelConfig,
+    shard: ModelShard,
+    communicator: Communicator,
+    layer: LayerConfig,
+    rotaries: dict[RopeConfig | None, RotaryEmbedding],
+    prefix: str,
+) -> Mixer | None:
+    """Return a layer's attention, its layer with a state, or both; None if it has neither."""
+    mixer = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
+    if not layer.attends:
+        return mixer
+    rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
+    attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
+    return attention if mixer is None else ParallelMixer(attention, mixer)
+
+
+def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateMixer:
     if config.delta_net is not None:
         from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
 

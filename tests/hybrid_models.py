@@ -94,6 +94,10 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False,
         "num_key_value_heads": 1, "tie_word_embeddings": True,
     }),
+    "nemotron-moe": ("NemotronH", _NEMOTRON | {
+        "layers_block_type": [_L, "moe", _F, "moe"], "n_routed_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 2.5,
+    }),
     # Two mixers after one another; an MLP first, and attention last.
     "nemotron-odd": ("NemotronH", _NEMOTRON | {
         "layers_block_type": ["mlp", _L, _L, "mlp", _F], "use_conv_bias": False, "head_dim": 48, "n_groups": 1,
@@ -119,7 +123,7 @@ def make_model(name: str, **changes: Any) -> Any:
 def randomize(model: torch.nn.Module) -> None:
     """Draw weights whose outputs vary and whose states remember."""
     for key, buffer in model.named_buffers():
-        if key.endswith("expert_bias"):
+        if key.endswith(("expert_bias", "e_score_correction_bias")):
             torch.nn.init.normal_(buffer, std=0.3)
     for key, param in model.named_parameters():
         if key.endswith("A_log"):

@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.metadata import StateMetadata, StepMetadata, set_step_metadata
-from nanovllm.cli.bench import shape_folder
+from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.config import Config
 from nanovllm.configs.model import DeltaNetConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
@@ -133,6 +133,8 @@ RANKS = [
     ("lfm2-moe", {}),
     ("bamba", {}),
     ("nemotron", {}),
+    ("nemotron-moe", {}),
+    ("nemotron-moe", {"enable_expert_parallel": True}),
     ("falcon", {}),
 ]
 
@@ -277,11 +279,12 @@ def test_factors_become_part_of_weights(references: dict[str, tuple[Path, Any]],
             assert abs(completion.logprobs[0][token].logprob - logprobs[0, token].item()) < 1e-4
 
 
-def test_update_of_weights(references: dict[str, tuple[Path, Any]]) -> None:
+@pytest.mark.parametrize("name", ["next-odd", "nemotron-moe"])
+def test_update_of_weights(references: dict[str, tuple[Path, Any]], name: str) -> None:
     """Weights by the names of transformers' modules, as trainers send them."""
-    folder, model = references["next-odd"]
+    folder, model = references[name]
     prompt = prompts((30,))
-    changed = make_reference("next-odd")
+    changed = make_reference(name)
     torch.manual_seed(5)
     randomize(changed)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -326,7 +329,8 @@ def test_configs() -> None:
     for family, given, message in (
         ("Lfm2", {"conv_bias": True}, "conv_bias"),
         ("Bamba", {"mamba_d_state": 48}, "mamba_d_state=48"),
-        ("NemotronH", {"layers_block_type": ["linear_attention", "moe"]}, "moe"),
+        ("NemotronH", {"n_group": 2}, "n_group"),
+        ("NemotronH", {"moe_latent_size": 64}, "moe_latent_size"),
         ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ("FalconH1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
         ("FalconH1", {"projectors_bias": True}, "projectors_bias"),
@@ -472,6 +476,11 @@ def test_gates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("shape", "billions"), [("3.5-4B", 4.2), ("3.5-27B", 26.9), ("3.5-35B-A3B", 34.7)])
 def test_shapes_of_the_benchmark(shape: str, billions: float) -> None:
     assert round(count_parameters(ModelConfig.from_folder(shape_folder(shape))) / 1e9, 1) == billions
+
+
+def test_weights_of_experts_without_gates_are_counted(references: dict[str, tuple[Path, Any]]) -> None:
+    """Two matrices of one expert, in two layers."""
+    assert WeightCounts.of(ModelConfig.from_folder(str(references["nemotron-moe"][0]))).expert == 2 * 2 * 64 * 48
 
 
 @pytest.mark.parametrize("name", ["dense", "bamba"])

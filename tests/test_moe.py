@@ -17,6 +17,7 @@ from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm
 from nanovllm.kernels.moe import route as route_op
+from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
 from nanovllm.kernels.moe.route import Routing, SigmoidScores, route_ref
@@ -49,11 +50,13 @@ def make_experts(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return gate_up, randn(num_experts, hidden, size, dtype=dtype) * size**-0.5
 
 
-def check_experts(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first: int) -> None:
-    out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, first)
+def check_experts(
+    x: torch.Tensor, routing: Routing, up: torch.Tensor, down: torch.Tensor, first: int, activation: Activation = "silu"
+) -> None:
+    out = by_triton(experts_op.fused_experts)(x, routing, up, down, first, activation=activation)
     out = out.float().sum(0) if out.dim() == 3 else out
-    same = fused_experts_ref(x, routing, gate_up, down, first)
-    exact = fused_experts_ref(x.double(), routing, gate_up.double(), down.double(), first)
+    same = fused_experts_ref(x, routing, up, down, first, activation=activation)
+    exact = fused_experts_ref(x.double(), routing, up.double(), down.double(), first, activation=activation)
     check_error(out, same, exact.float())
 
 
@@ -66,6 +69,8 @@ def test_kernels(rows: int, mixture: tuple[int, int], dtype: torch.dtype) -> Non
     check_experts(x, routing, gate_up, down, 0)
     # A rank's experts, with others' before and after.
     check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
+    # Of some experts, without gates.
+    check_experts(x, routing, gate_up[1:, : SIZES[1]].contiguous(), down[1:].contiguous(), 1, "relu2")
 
 
 @pytest.mark.parametrize("rows", [9, 17])

@@ -40,8 +40,8 @@ class Architecture:
         delta_net: order in which projections of gated delta nets are stored: one after the other ("parts"), or key head
             by key head ("heads").
         partial_ropes: whether a part of each head may be rotated.
-        has_single_blocks: whether a layer is attention, a mixer or an MLP with one norm; such MLPs are
-            `down(relu(up(x))**2)`, without a gate.
+        has_single_blocks: whether a layer is attention, a mixer, an MLP or a mixture with one norm; such MLPs and
+            experts are `down(relu(up(x))**2)`, without a gate.
         is_wrapper: whether config and weights are the text half of a larger model, which is all that is loaded.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
@@ -102,7 +102,7 @@ _ROWS = (
         model="mamba.MambaForCausalLM",
     ),
     Architecture(
-        "NemotronHForCausalLM", ropes="none", mixer="mamba", has_single_blocks=True,
+        "NemotronHForCausalLM", has_experts=True, ropes="none", mixer="mamba", has_single_blocks=True,
         model="mamba.NemotronHForCausalLM",
     ),
     Architecture("FalconH1ForCausalLM", mixer="mamba", model="mamba.FalconH1ForCausalLM"),
@@ -403,7 +403,7 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
     kinds = {"full_attention"} | ({"sliding_attention"} if architecture.mixer is None else _LINEAR[architecture.mixer])
     name, act = ("mlp_hidden_act", "relu2") if architecture.has_single_blocks else ("hidden_act", "silu")
-    kinds |= {"mlp"} if architecture.has_single_blocks else set()
+    kinds |= {"mlp", "moe"} if architecture.has_single_blocks else set()
     hidden_act = getattr(hf, name, act)
     unsupported = {
         name: hidden_act != act and hidden_act,
@@ -412,6 +412,9 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
         "projectors_bias": getattr(hf, "projectors_bias", False),
         "mamba_norm_before_gate": getattr(hf, "mamba_rms_norm", False) and hf.mamba_norm_before_gate,
         "use_bias": architecture.has_single_blocks and hf.use_bias,
+        "moe_latent_size": getattr(hf, "moe_latent_size", None),
+        # Experts are chosen among all, not first among groups.
+        "n_group": getattr(hf, "n_group", 1) != 1 and hf.n_group,
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
@@ -466,6 +469,8 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
     if not has_rope or architecture.ropes == "none":
         rotating = [0] * count
     experts = [_has_experts(hf, architecture) and is_sparse(hf, i) for i in range(count)]
+    if architecture.has_single_blocks:
+        experts = [kind == "moe" for kind in kinds]
     return tuple(
         LayerConfig(
             window if kind == "sliding_attention" else None,
@@ -496,7 +501,9 @@ def _norm_eps(hf: Any) -> float:
 
 
 def _has_experts(hf: Any, architecture: Architecture) -> bool:
-    """Return whether a model has mixtures; Granite's smallest ones have none."""
+    """Return whether a model has mixtures; Granite's smallest ones have none, nor have most of Nemotron-H's."""
+    if architecture.has_single_blocks:
+        return "moe" in hf.layer_types
     return architecture.has_experts and not (architecture.mixer == "mamba" and hf.num_local_experts == 0)
 
 
@@ -519,6 +526,7 @@ class ExpertsConfig:
         shared_size: of the expert that computes every token; 0: there is none.
         gates_shared: whether that expert is scaled by a gate of its own.
         sigmoid: how sigmoids of logits become a token's weights; None: a softmax does.
+        activation: see `kernels.moe.activation`.
     """
 
     num_experts: int
@@ -529,6 +537,7 @@ class ExpertsConfig:
     shared_size: int = 0
     gates_shared: bool = True
     sigmoid: SigmoidRouting | None = None
+    activation: Literal["silu", "relu2"] = "silu"
 
     @classmethod
     def from_hf(cls, hf: Any) -> ExpertsConfig:
@@ -542,7 +551,8 @@ class ExpertsConfig:
             # transformers' code of some families treats that as a model without mixtures.
             raise UnsupportedError("num_experts=0 is not supported")
         size = getattr(hf, "moe_intermediate_size", None) or getattr(hf, "intermediate_size", None)
-        plain = getattr(hf, "shared_intermediate_size", None)
+        names = "shared_intermediate_size", "moe_shared_expert_intermediate_size"
+        plain = next(filter(None, (getattr(hf, name, None) for name in names)), None)
         shared = plain or getattr(hf, "shared_expert_intermediate_size", None) or 0
         return cls(
             num_experts=num_experts,
@@ -552,7 +562,8 @@ class ExpertsConfig:
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
             gates_shared=plain is None,
-            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "use_expert_bias") else None,
+            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "routed_scaling_factor") else None,
+            activation="relu2" if getattr(hf, "mlp_hidden_act", None) == "relu2" else "silu",
         )
 
 
@@ -573,7 +584,8 @@ class SigmoidRouting:
     @classmethod
     def from_hf(cls, hf: Any) -> SigmoidRouting:
         """Convert a transformers config."""
-        return cls(bool(hf.use_expert_bias), 1e-6, float(hf.routed_scaling_factor))
+        is_lfm2 = hasattr(hf, "use_expert_bias")
+        return cls(not is_lfm2 or hf.use_expert_bias, 1e-6 if is_lfm2 else 1e-20, float(hf.routed_scaling_factor))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts (Shazeer et al. 2017, arXiv:1701.06538), without limits to what an expert takes."""
+"""A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), without limits to what an expert takes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing_extensions import override
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels import ops
+from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, SigmoidScores, route
 from nanovllm.kernels.rms_norm import Norm
@@ -91,13 +92,16 @@ class FusedExperts(nn.Module):
 
     def __init__(
         self, hidden_size: int, shard: ExpertsShard, communicator: Communicator,
-        *, quant_config: QuantizationConfig | None = None, prefix: str = "",
+        *, activation: Activation = "silu", quant_config: QuantizationConfig | None = None, prefix: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden, size = Shard.whole(hidden_size), shard.intermediate
-        self.gate_up_proj = _ExpertsLinear(
-            shard.experts, MatrixShard({"gate": size, "up": size}, hidden), quant_config, f"{prefix}.gate_up_proj"
-        )
+        hidden, size, self.activation = Shard.whole(hidden_size), shard.intermediate, activation
+        is_gated = activation == "silu"
+        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if is_gated else {None: size}
+        name = "gate_up_proj" if is_gated else "up_proj"
+        first = _ExpertsLinear(shard.experts, MatrixShard(outputs, hidden), quant_config, f"{prefix}.{name}")
+        self.gate_up_proj: _ExpertsLinear | None = first if is_gated else None
+        self.up_proj: _ExpertsLinear | None = None if is_gated else first
         self.down_proj = _ExpertsLinear(
             shard.experts, MatrixShard({None: hidden}, size), quant_config, f"{prefix}.down_proj"
         )
@@ -105,8 +109,10 @@ class FusedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
-        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start, gate_up.policy)
+        first, down = self.up_proj if self.gate_up_proj is None else self.gate_up_proj, self.down_proj.weight
+        assert first is not None
+        up = first.weight
+        out = fused_experts(x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation)
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
 
 
@@ -119,7 +125,7 @@ class TokenGate(LoadableModule):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of SwiGLU experts; a router chooses some for each token.
+    """A mixture of experts; a router chooses some for each token.
 
     shared_expert: the MLP that computes every token, maybe scaled by a gate; None if there is none.
     """
@@ -136,7 +142,7 @@ class SparseMLP(nn.Module):
         assert config.experts is not None and shard.experts is not None
         self.gate = Router(config.hidden_size, config.experts)
         self.experts = FusedExperts(
-            config.hidden_size, shard.experts, communicator,
+            config.hidden_size, shard.experts, communicator, activation=config.experts.activation,
             quant_config=config.quantization, prefix=f"{prefix}.experts",
         )  # fmt: skip
         self.shared_expert = shared_expert

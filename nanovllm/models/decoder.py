@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     StateMixer: TypeAlias = GatedDeltaNet | Mamba | ShortConv
     Mixer: TypeAlias = "SelfAttention | StateMixer | ParallelMixer"
+    FeedForward: TypeAlias = "MLP | Relu2MLP | SparseMLP"
 
 
 class SelfAttention(nn.Module):
@@ -176,7 +177,9 @@ class Relu2MLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
 
-    def forward(self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None) -> Stream:
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> Stream:
         """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
         up, residual = self.up_proj(x, norm, residual)
         return self.down_proj(up.relu().square(), residual)
@@ -190,7 +193,7 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         communicator: Communicator,
         attention: Mixer,
-        mlp: MLP | SparseMLP,
+        mlp: FeedForward,
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
@@ -214,7 +217,7 @@ class PostNormDecoderLayer(nn.Module):
         config: ModelConfig,
         communicator: Communicator,
         attention: Mixer,
-        mlp: MLP | SparseMLP,
+        mlp: FeedForward,
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
@@ -235,17 +238,20 @@ class PostNormDecoderLayer(nn.Module):
 
 
 class SingleDecoderLayer(nn.Module):
-    """Attention, a layer with a state, or an MLP without a gate, after a norm and added to the residual stream."""
+    """Attention, a layer with a state, or an MLP, after a norm and added to the residual stream; mixes: not an MLP."""
 
-    def __init__(self, config: ModelConfig, communicator: Communicator, mixer: Mixer | Relu2MLP) -> None:
+    def __init__(
+        self, config: ModelConfig, communicator: Communicator, mixer: Mixer | FeedForward, mixes: bool
+    ) -> None:
         super().__init__()
-        self.norm, self.mixer = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator), mixer
+        self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        self.mixer, self.mixes = mixer, mixes
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
     ) -> Stream:
         """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
-        if not isinstance(self.mixer, Relu2MLP):
+        if self.mixes:
             return self.mixer(x, self.norm, residual, positions, rows)
         if rows is not None:
             x, residual = x[..., rows, :], None if residual is None else residual[rows]
@@ -267,12 +273,13 @@ class Decoder(nn.Module):
         for number, layer in enumerate(config.layers):
             prefix = f"model.layers.{number}"
             mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
+            make_mlp = partial(_make_mlp, config, shard, communicator, layer.has_experts)
             if config.architecture.has_single_blocks:
-                self.layers.append(_make_single_layer(config, shard, communicator, mixer, prefix))
+                block = make_mlp(f"{prefix}.mixer") if mixer is None else mixer
+                self.layers.append(SingleDecoderLayer(config, communicator, block, mixes=mixer is not None))
                 continue
             assert mixer is not None
-            mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
-            self.layers.append(make_layer(config, communicator, mixer, mlp))
+            self.layers.append(make_layer(config, communicator, mixer, make_mlp(f"{prefix}.mlp")))
         # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
         offset = config.architecture.norm_offset
@@ -321,23 +328,17 @@ def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> St
     return ShortConv(config, shard, f"{prefix}.conv")
 
 
-def _make_single_layer(
-    config: ModelConfig, shard: ModelShard, communicator: Communicator, mixer: Mixer | None, prefix: str
-) -> SingleDecoderLayer:
-    mlp = Relu2MLP(config, shard.intermediate, f"{prefix}.mixer") if mixer is None else mixer
-    return SingleDecoderLayer(config, communicator, mlp)
-
-
 def _make_mlp(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
-) -> MLP | SparseMLP:
+) -> FeedForward:
+    make = Relu2MLP if config.architecture.has_single_blocks else MLP
     if not has_experts:
-        return MLP(config, shard.intermediate, prefix)
+        return make(config, shard.intermediate, prefix)
     from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
 
     assert shard.experts is not None
     size = shard.experts.shared
-    shared_expert = None if size is None else MLP(config, size, f"{prefix}.shared_expert")
+    shared_expert = None if size is None else make(config, size, f"{prefix}.shared_expert")
     return SparseMLP(config, shard, communicator, prefix, shared_expert)
 
 

@@ -48,12 +48,15 @@ class MambaForCausalLM(DecoderForCausalLM):
 
 
 class NemotronHForCausalLM(MambaForCausalLM):
-    """A decoder of layers with one block each: Mamba-2, attention, or an MLP without a gate."""
+    """A decoder of layers with one block each: Mamba-2, attention, or an MLP without a gate, or a mixture of them."""
 
     packed_modules_mapping: ClassVar = {
         name: target for name, target in MambaForCausalLM.packed_modules_mapping.items() if name != "up_proj"
     }
-    renamed_modules: ClassVar = {"embeddings": "embed_tokens", "norm_f": "norm", "out_proj": "o_proj"}
+    renamed_modules: ClassVar = {
+        "embeddings": "embed_tokens", "norm_f": "norm", "out_proj": "o_proj", "shared_experts": "shared_expert",
+        "e_score_correction_bias": "expert_bias",
+    }  # fmt: skip
 
     @override
     def weight_targets(self, name: str) -> list[WeightTarget]:

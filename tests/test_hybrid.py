@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -378,47 +377,6 @@ def test_ignored_layers_go_by_their_names_in_checkpoints() -> None:
     assert config("in_proj_qkv", "in_proj_z").ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
     with pytest.raises(ValueError, match="but not all"):
         config("in_proj_z").ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
-
-
-FP8_SIZES = {
-    "hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128, "intermediate_size": 128, "mamba_d_state": 128, "mamba_n_groups": 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["next", "dense", "falcon"])
-def test_checkpoints_in_e4m3(name: str, tmp_path: Path) -> None:
-    """Blocks with one scale, where nothing is converted that is in the list; the reference has what they mean."""
-    model = make_reference(name, **FP8_SIZES)
-    model.save_pretrained(tmp_path)
-    stored, meant = load_file(tmp_path / "model.safetensors"), {}
-    for key, value in list(stored.items()):
-        if not re.search(r"(_proj|in_proj_qkvz?|in_proj_z)\.weight$", key):
-            continue
-        rows, columns = value.shape
-        padded = torch.nn.functional.pad(value, (0, -columns % 128, 0, -rows % 128))
-        blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
-        scales = blocks.abs().amax((1, 3)) / 448
-        values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-        stored[key] = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
-        stored[f"{key}_scale_inv"] = scales
-        meant[key] = (values.float() * scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
-    assert any(".in_proj" in key for key in meant) and not any("in_proj_b" in key for key in meant)
-    save_file(load_file(tmp_path / "model.safetensors") | meant, tmp_path / "model.safetensors")
-    reference = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    save_file(stored, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    ignored = ["lm_head", "in_proj_ba", "in_proj_a", "in_proj_b"]
-    config["quantization_config"] = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-        "modules_to_not_convert": ignored,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    prompt = prompts((30,))[0]
-    with LLM(str(tmp_path), **SETTINGS) as llm:
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-    assert list(output.outputs[0].token_ids) == complete(reference, prompt, 6)[0]
 
 
 def test_names_that_are_near(references: dict[str, tuple[Path, Any]]) -> None:

@@ -43,6 +43,10 @@ _FALCON: dict[str, Any] = {
     "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2,
     "ssm_out_multiplier": 0.8, "mlp_multipliers": [0.9, 0.5], "ssm_multipliers": [1.4, 0.75, 1.25, 0.5, 0.9],
 }  # fmt: skip
+_NEMOTRON_MOE: dict[str, Any] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 80,
+}  # fmt: skip
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", _BASE | _MOE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _ROPE,
@@ -94,13 +98,11 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False,
         "num_key_value_heads": 1, "tie_word_embeddings": True,
     }),
-    "nemotron-moe": ("NemotronH", _NEMOTRON | {
-        "layers_block_type": [_L, "moe", _F, "moe"], "n_routed_experts": 6, "num_experts_per_tok": 3,
-        "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 80, "routed_scaling_factor": 2.5,
-    }),
-    # Two mixers after one another; an MLP first, and attention last.
-    "nemotron-odd": ("NemotronH", _NEMOTRON | {
-        "layers_block_type": ["mlp", _L, _L, "mlp", _F], "use_conv_bias": False, "head_dim": 48, "n_groups": 1,
+    "nemotron-moe": ("NemotronH", _NEMOTRON | _NEMOTRON_MOE | {"layers_block_type": [_L, "moe", _F, "moe"]}),
+    # Two mixers after one another; an MLP first, and attention last; experts of projections.
+    "nemotron-odd": ("NemotronH", _NEMOTRON | _NEMOTRON_MOE | {
+        "layers_block_type": ["mlp", _L, _L, "moe", _F], "use_conv_bias": False, "head_dim": 48,
+        "moe_latent_size": 32,
     }),
 }  # fmt: skip
 NAMES = list(_SHAPES)

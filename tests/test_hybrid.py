@@ -132,7 +132,7 @@ RANKS = [
     ("lfm2-moe", {}),
     ("bamba", {}),
     ("nemotron", {}),
-    ("nemotron-moe", {}),
+    ("nemotron-odd", {}),
     ("nemotron-moe", {"enable_expert_parallel": True}),
     ("falcon", {}),
 ]
@@ -329,7 +329,6 @@ def test_configs() -> None:
         ("Lfm2", {"conv_bias": True}, "conv_bias"),
         ("Bamba", {"mamba_d_state": 48}, "mamba_d_state=48"),
         ("NemotronH", {"n_group": 2}, "n_group"),
-        ("NemotronH", {"moe_latent_size": 64}, "moe_latent_size"),
         ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
         ("FalconH1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
         ("FalconH1", {"projectors_bias": True}, "projectors_bias"),
@@ -439,6 +438,7 @@ def test_shapes_of_the_benchmark(shape: str, billions: float) -> None:
 def test_weights_of_experts_without_gates_are_counted(references: dict[str, tuple[Path, Any]]) -> None:
     """Two matrices of one expert, in two layers."""
     assert WeightCounts.of(ModelConfig.from_folder(str(references["nemotron-moe"][0]))).expert == 2 * 2 * 64 * 48
+    assert WeightCounts.of(ModelConfig.from_folder(str(references["nemotron-odd"][0]))).expert == 2 * 32 * 48
 
 
 @pytest.mark.parametrize("name", ["dense", "bamba"])

@@ -26,14 +26,14 @@ SIZES = {
 LINEAR = r"(_proj|in_proj_qkvz?|in_proj_z)\.weight$"
 KEPT = (
     "input_layernorm", "linear_attn.A_log", "linear_attn.conv1d", "linear_attn.dt_bias", "linear_attn.in_proj_a",
-    "linear_attn.in_proj_b", "linear_attn.in_proj_ba", "linear_attn.norm", "mlp.gate", "mlp.shared_expert_gate",
+    "linear_attn.in_proj_b", "linear_attn.norm", "mlp.gate", "mlp.shared_expert_gate",
 )  # fmt: skip
-"""Modules of a layer that Qwen's checkpoints name, though not all of them are in every one."""
+"""What Qwen's checkpoints keep of a layer."""
 
 
-def blocks(prefix: str) -> Format:
-    """Qwen's own: blocks with scales in bfloat16."""
-    kept = [f"{prefix}.layers.{layer}.{name}" for layer in range(4) for name in KEPT]
+def blocks(prefix: str, *others: str) -> Format:
+    """Qwen's own: blocks with scales in bfloat16; others: kept, too."""
+    kept = [f"{prefix}.layers.{layer}.{name}" for layer in range(4) for name in (*KEPT, *others)]
     ignored = ["lm_head", f"{prefix}.embed_tokens", "model.visual.merger.linear_fc1", "mtp.fc", *kept]
     config = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ignored}
     return Format(config, (128, 128), "weight_scale_inv", dtype=torch.bfloat16, ignored="^$", layers=LINEAR)
@@ -79,7 +79,7 @@ def stacked(folder: Path) -> None:
 
 
 CASES: dict[str, tuple[str, Format, Callable[[Path], None] | None]] = {
-    "next": ("next", blocks("model"), None),
+    "next": ("next", blocks("model", "linear_attn.in_proj_ba"), None),
     "dense": ("dense", blocks("model.language_model"), wrapped),
     "moe": ("moe", blocks("model.language_model"), wrapped),
     "stacked experts": ("moe", blocks("model"), stacked),

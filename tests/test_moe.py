@@ -177,6 +177,7 @@ def test_what_the_ranks_hold_adds_up(size: int, is_parallel: bool) -> None:
     total = torch.zeros(20, 80)
     for rank in range(size):
         module = FusedExperts(80, experts_shard(config, rank, size), Communicator())
+        assert module.gate_up_proj is not None
         for layer in (module.gate_up_proj, module.down_proj):
             slices = layer.weight.weight_slices("weight")
             assert len(slices) == 5 * len(layer.weight.shard.outputs)

@@ -187,7 +187,7 @@ class WeightCounts:
         if experts is None:
             return cls(dense, head, 0, 1, 1)
         matrices = 3 if experts.activation == "silu" else 2
-        each = matrices * model.hidden_size * experts.intermediate_size
+        each = matrices * (experts.latent_size or model.hidden_size) * experts.intermediate_size
         expert = each * sum(layer.has_experts for layer in model.layers)
         return cls(dense - experts.num_experts * expert, head, expert, experts.num_experts, experts.top_k)
 

@@ -412,7 +412,6 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
         "projectors_bias": getattr(hf, "projectors_bias", False),
         "mamba_norm_before_gate": getattr(hf, "mamba_rms_norm", False) and hf.mamba_norm_before_gate,
         "use_bias": architecture.has_single_blocks and hf.use_bias,
-        "moe_latent_size": getattr(hf, "moe_latent_size", None),
         # Experts are chosen among all, not first among groups.
         "n_group": getattr(hf, "n_group", 1) != 1 and hf.n_group,
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
@@ -527,6 +526,7 @@ class ExpertsConfig:
         gates_shared: whether that expert is scaled by a gate of its own.
         sigmoid: how sigmoids of logits become a token's weights; None: a softmax does.
         activation: see `kernels.moe.activation`.
+        latent_size: of what experts take and return, projections of hidden states; None: hidden states.
     """
 
     num_experts: int
@@ -538,6 +538,7 @@ class ExpertsConfig:
     gates_shared: bool = True
     sigmoid: SigmoidRouting | None = None
     activation: Literal["silu", "relu2"] = "silu"
+    latent_size: int | None = None
 
     @classmethod
     def from_hf(cls, hf: Any) -> ExpertsConfig:
@@ -562,8 +563,9 @@ class ExpertsConfig:
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
             gates_shared=plain is None,
-            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "routed_scaling_factor") else None,
+            sigmoid=SigmoidRouting.from_hf(hf) if hf.model_type in ("lfm2_moe", "nemotron_h") else None,
             activation="relu2" if getattr(hf, "mlp_hidden_act", None) == "relu2" else "silu",
+            latent_size=getattr(hf, "moe_latent_size", None),
         )
 
 
@@ -584,7 +586,7 @@ class SigmoidRouting:
     @classmethod
     def from_hf(cls, hf: Any) -> SigmoidRouting:
         """Convert a transformers config."""
-        is_lfm2 = hasattr(hf, "use_expert_bias")
+        is_lfm2 = hf.model_type == "lfm2_moe"
         return cls(not is_lfm2 or hf.use_expert_bias, 1e-6 if is_lfm2 else 1e-20, float(hf.routed_scaling_factor))
 
 

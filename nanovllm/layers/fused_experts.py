@@ -16,6 +16,7 @@ from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, SigmoidScores, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import make_experts_weight
@@ -140,11 +141,18 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None
-        self.gate = Router(config.hidden_size, config.experts)
+        hidden_size, latent_size, quant_config = config.hidden_size, config.experts.latent_size, config.quantization
+        self.gate = Router(hidden_size, config.experts)
         self.experts = FusedExperts(
-            config.hidden_size, shard.experts, communicator, activation=config.experts.activation,
-            quant_config=config.quantization, prefix=f"{prefix}.experts",
+            latent_size or hidden_size, shard.experts, communicator, activation=config.experts.activation,
+            quant_config=quant_config, prefix=f"{prefix}.experts",
         )  # fmt: skip
+        self.fc1_latent_proj: ReplicatedLinear | None = None
+        self.fc2_latent_proj: ReplicatedLinear | None = None
+        if latent_size is not None:
+            name = f"{prefix}.fc%d_latent_proj"
+            self.fc1_latent_proj = ReplicatedLinear(hidden_size, latent_size, quant_config, name % 1)
+            self.fc2_latent_proj = ReplicatedLinear(latent_size, hidden_size, quant_config, name % 2)
         self.shared_expert = shared_expert
         if shared_expert is not None:
             self.shared_expert_gate = TokenGate(config.hidden_size) if config.experts.gates_shared else None
@@ -154,7 +162,11 @@ class SparseMLP(nn.Module):
     ) -> Stream:
         """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
         rows, routing, residual = self.gate(x, norm, residual)
-        out = self.experts(rows, routing)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            out = self.experts(rows, routing)
+        else:
+            out = self.experts(self.fc1_latent_proj(rows)[0], routing)
+            out = self.fc2_latent_proj(out if out.dim() == 2 else out.sum(0))[0]
         if self.shared_expert is not None:
             gate = self.shared_expert_gate
             out = ops.add_gated(rows, None if gate is None else gate.weight, self.shared_expert(rows)[0], out)

@@ -119,6 +119,18 @@ def test_route(rows: int, dtype: torch.dtype, renormalize: bool, sigmoid: float 
         assert weights == pytest.approx((row[chosen].exp() / total).tolist(), rel=1e-3)
 
 
+@pytest.mark.parametrize("rows", [1, 19])
+def test_exact_logits(rows: int) -> None:
+    """Sums in float32 of what is stored in 16 bits."""
+    weight, x = (randn(n, 80, dtype=DTYPES[-1]) * 0.3 for n in (24, rows))
+    scores = SigmoidScores(None, 0.0, 1.0, is_exact=True)
+    for form in (by_triton(route_op.route), route_ref):
+        got = form(x, weight, 4, False, sigmoid=scores)[0]
+        best, experts = (x.double() @ weight.double().T).sigmoid().sort(dim=1, descending=True)
+        assert torch.equal(got.experts.long(), experts[:, :4])
+        torch.testing.assert_close(got.weights, best[:, :4].float(), rtol=1e-5, atol=0)
+
+
 def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     # More chunks than are added up at a time, and the last one not full.
     monkeypatch.setattr(grouped_gemm, "_CHUNK", 16)

@@ -577,17 +577,21 @@ class SigmoidRouting:
         has_bias: whether a number for each expert is added to its sigmoid when experts are chosen.
         eps: added to the sum that weights are divided by, if they are.
         factor: of the weights.
+        is_exact: whether logits are not rounded to the model's dtype.
     """
 
     has_bias: bool
     eps: float
     factor: float
+    is_exact: bool
 
     @classmethod
     def from_hf(cls, hf: Any) -> SigmoidRouting:
         """Convert a transformers config."""
-        is_lfm2 = hf.model_type == "lfm2_moe"
-        return cls(not is_lfm2 or hf.use_expert_bias, 1e-6 if is_lfm2 else 1e-20, float(hf.routed_scaling_factor))
+        factor = float(hf.routed_scaling_factor)
+        if hf.model_type == "lfm2_moe":
+            return cls(bool(hf.use_expert_bias), 1e-6, factor, is_exact=False)
+        return cls(True, 1e-20, factor, is_exact=True)
 
 
 @dataclass(frozen=True)

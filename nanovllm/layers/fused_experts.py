@@ -68,7 +68,7 @@ class Router(LoadableModule):
         """
         how, sigmoid = self.sigmoid, None
         if how is not None:
-            sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor)
+            sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
         if norm is not None and norm.communicator.size == 1:
             params = Norm(norm.weight, norm.eps)
             routing, rows, total = route(x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid)

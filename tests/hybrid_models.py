@@ -38,6 +38,15 @@ _NEMOTRON: dict[str, Any] = {key: value for key, value in _BASE.items() if not k
     "mamba_num_heads": 4, "mamba_head_dim": 80, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
     "layer_norm_epsilon": 0.01, "time_step_min": 1e-8,
 }  # fmt: skip
+_FALCON: dict[str, Any] = {
+    "mamba_d_ssm": 128, "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4, "key_multiplier": 0.6,
+    "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8, "mlp_multipliers": [0.9, 0.5], "ssm_multipliers": [1.4, 0.75, 1.25, 0.5, 0.9],
+}  # fmt: skip
+_NEMOTRON_MOE: dict[str, Any] = {
+    "n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "routed_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 80,
+}  # fmt: skip
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("Qwen3Next", _BASE | _MOE | {
         "num_hidden_layers": 4, "layer_types": [_L, _L, _L, _F], "rope_parameters": _ROPE,
@@ -83,9 +92,17 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_n_groups": 1,
     }),
     "nemotron": ("NemotronH", _NEMOTRON | {"layers_block_type": [_L, "mlp", _F, "mlp"]}),
-    # Two mixers after one another; an MLP first, and attention last.
-    "nemotron-odd": ("NemotronH", _NEMOTRON | {
-        "layers_block_type": ["mlp", _L, _L, "mlp", _F], "use_conv_bias": False, "head_dim": 48, "n_groups": 1,
+    "falcon": ("FalconH1", _MAMBA | _FALCON | {"num_hidden_layers": 3}),
+    # With a norm after the gate.
+    "falcon-odd": ("FalconH1", _MAMBA | _FALCON | {
+        "num_hidden_layers": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_conv_bias": False,
+        "num_key_value_heads": 1, "tie_word_embeddings": True,
+    }),
+    "nemotron-moe": ("NemotronH", _NEMOTRON | _NEMOTRON_MOE | {"layers_block_type": [_L, "moe", _F, "moe"]}),
+    # Two mixers after one another; an MLP first, and attention last; experts of projections.
+    "nemotron-odd": ("NemotronH", _NEMOTRON | _NEMOTRON_MOE | {
+        "layers_block_type": ["mlp", _L, _L, "moe", _F], "use_conv_bias": False, "head_dim": 48,
+        "moe_latent_size": 32,
     }),
 }  # fmt: skip
 NAMES = list(_SHAPES)
@@ -108,7 +125,7 @@ def make_model(name: str, **changes: Any) -> Any:
 def randomize(model: torch.nn.Module) -> None:
     """Draw weights whose outputs vary and whose states remember."""
     for key, buffer in model.named_buffers():
-        if key.endswith("expert_bias"):
+        if key.endswith(("expert_bias", "e_score_correction_bias")):
             torch.nn.init.normal_(buffer, std=0.3)
     for key, param in model.named_parameters():
         if key.endswith("A_log"):

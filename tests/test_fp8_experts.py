@@ -15,6 +15,7 @@ from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows_ref
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm as grouped_op
 from nanovllm.kernels.moe import route as route_op
+from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import Tile, sort_slots
 from nanovllm.kernels.moe.route import Routing
@@ -79,6 +80,10 @@ def make_stack(num_experts: int, outs: int, ins: int, block: tuple[int, int]) ->
     return made[0]._replace(values=values, scales=scales)
 
 
+WIDTHS: dict[Activation, int] = {"silu": 512, "relu2": 256}
+"""Activations -> outputs of the product before them."""
+
+
 def make_routing(rows: int, num_experts: int, top_k: int) -> Routing:
     chosen = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(rows)]).int()
     return Routing(chosen.to(DEVICE), torch.rand(rows, top_k, device=DEVICE) + 0.1, num_experts)
@@ -91,12 +96,13 @@ def make_routing(rows: int, num_experts: int, top_k: int) -> Routing:
 def test_kernels(rows: int, block: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are not rounded, of a rank's experts with others' before and after."""
     monkeypatch.setattr(KernelPolicy, "rounds_rows", lambda *args: False)
-    gate_up, down = make_stack(3, 512, 140, block), make_stack(3, 140, 256, block)
-    routing, x = make_routing(rows, 5, 3), randn(rows, 140, dtype=dtype)
-    out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, 1)
-    same = fused_experts_ref(x, routing, gate_up, down, 1)
-    exact = fused_experts_ref(x.double(), routing, gate_up, down, 1)
-    check_error(out.float().sum(0) if out.dim() == 3 else out, same, exact.float())
+    down, routing, x = make_stack(3, 140, 256, block), make_routing(rows, 5, 3), randn(rows, 140, dtype=dtype)
+    for activation, outs in WIDTHS.items():
+        up = make_stack(3, outs, 140, block)
+        out = by_triton(experts_op.fused_experts)(x, routing, up, down, 1, activation=activation)
+        same = fused_experts_ref(x, routing, up, down, 1, activation=activation)
+        exact = fused_experts_ref(x.double(), routing, up, down, 1, activation=activation)
+        check_error(out.float().sum(0) if out.dim() == 3 else out, same, exact.float())
 
 
 TILES = Tile(32, 256, FP8_INS, 8), Tile(128, 128, FP8_INS, 8)
@@ -129,7 +135,7 @@ def test_products_of_rows_in_e4m3(
     buffer = torch.full((num_rows + 1, outs), torch.nan, dtype=dtype, device=DEVICE)
     out = buffer[:-1]
     given = x if gated else x._replace(values=x.values[order.slots.long()], scales=x.scales[order.slots.long()])
-    grouped_op.grouped_gemm(given, routing, order, weight, out, gated)
+    grouped_op.grouped_gemm(given, routing, order, weight, out, "silu" if gated else None)
     out = out[order.slots.long().argsort()] if gated else out
     wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
     exact = torch.empty(num_rows, outs, dtype=torch.float64, device=DEVICE)
@@ -146,14 +152,16 @@ def test_products_of_rows_in_e4m3(
 def test_many_rows_are_rounded_before_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank has experts 1 to 3 of 5."""
     monkeypatch.setattr(KernelPolicy, "rounds_rows", lambda *args: True)
-    gate_up, down = make_stack(3, 512, 140, (128, 128)), make_stack(3, 140, 256, (128, 128))
-    routing, x = make_routing(17, 5, 2), randn(17, 140, dtype=DTYPES[-1])
-    out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, 1).float().sum(0)
-    # By how much it is off the rule, where a value beside a tie is rounded otherwise, and off the plain products.
-    rounded, plain = (
-        (out - fused_experts_ref(x, routing, gate_up, down, 1, rounds)).norm() / out.norm() for rounds in (True, False)
-    )
-    assert 5 * rounded < plain
+    down, routing, x = make_stack(3, 140, 256, (128, 128)), make_routing(17, 5, 2), randn(17, 140, dtype=DTYPES[-1])
+    for activation, outs in WIDTHS.items():
+        up = make_stack(3, outs, 140, (128, 128))
+        out = by_triton(experts_op.fused_experts)(x, routing, up, down, 1, activation=activation).float().sum(0)
+        # By how much it is off the rule, where a value beside a tie is rounded otherwise, and off the plain products.
+        rounded, plain = (
+            (out - fused_experts_ref(x, routing, up, down, 1, rounds, activation)).norm() / out.norm()
+            for rounds in (True, False)
+        )
+        assert 5 * rounded < plain
 
 
 @pytest.mark.skipif(GPU, reason="has the interpreter run the kernels on the CPU's tensors")

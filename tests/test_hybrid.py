@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.metadata import StateMetadata, StepMetadata, set_step_metadata
-from nanovllm.cli.bench import shape_folder
+from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.config import Config
 from nanovllm.configs.model import DeltaNetConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels import gates, qkv_rope_store
+from nanovllm.kernels.e4m3 import dequantize_ref
 from nanovllm.kernels.mixers.state_pool import StatePool
 from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
@@ -32,6 +32,7 @@ from nanovllm.models import count_parameters, load_model, make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import shard_of
+from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.utils.checks import UnsupportedError
 from nanovllm.weights.slices import WeightTarget
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
@@ -39,6 +40,7 @@ from tests.hybrid_models import make_model as make_reference
 from tests.test_host_cache import saves_every_step
 from tests.test_kernels import DEVICE, DTYPES, check_error, randn
 from tests.test_kernels import by_triton as triton_form
+from tests.test_live_weights import save_adapter
 
 CPU = torch.device("cpu")
 SETTINGS: dict[str, Any] = {
@@ -120,7 +122,7 @@ def test_bf16_engines_are_as_near_to_float32_as_transformers(
     assert ours < 2 * others
 
 
-@pytest.mark.parametrize("name", ["dense", "lfm2-moe", "bamba"])
+@pytest.mark.parametrize("name", ["dense", "lfm2-moe", "bamba", "falcon"])
 def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]], name: str) -> None:
     folder, model = references[name]
     asked = prompts((40, 70, 33, 50))
@@ -162,6 +164,9 @@ RANKS = [
     ("lfm2-moe", {}),
     ("bamba", {}),
     ("nemotron", {}),
+    ("nemotron-odd", {}),
+    ("nemotron-moe", {"enable_expert_parallel": True}),
+    ("falcon", {}),
 ]
 
 
@@ -277,11 +282,40 @@ def test_norms_and_decays_stay_float32(references: dict[str, tuple[Path, Any]]) 
     assert {value.dtype for key, value in drawn.items() if "norm" in key} == {torch.float32, torch.bfloat16}
 
 
-def test_update_of_weights(references: dict[str, tuple[Path, Any]]) -> None:
+def test_factors_become_part_of_weights(references: dict[str, tuple[Path, Any]], tmp_path: Path) -> None:
+    """Weights as they are stored, quantised ones, and an adapter's updates, which are taken out again."""
+    folder, model = references["falcon"]
+    stored = model.state_dict()["model.layers.1.feed_forward.down_proj.weight"]
+    weight = load_model(
+        ModelConfig.from_folder(str(folder)).with_quantization("fp8"), Communicator(), Config(str(folder)), str(folder),
+        256, torch.float32, CPU,
+    ).model.get_submodule("layers.1.mlp.down_proj.weight")  # fmt: skip
+    assert isinstance(weight, Fp8Weight)
+    torch.testing.assert_close(dequantize_ref(weight.matrix, torch.float32), 0.5 * stored, rtol=0.07, atol=1e-3)
+    base = {key.replace("feed_forward", "mlp"): value for key, value in model.state_dict().items()}
+    changed = {key.replace("mlp", "feed_forward"): value for key, value in save_adapter(tmp_path, base, 1).items()}
+    merged = copy.deepcopy(model)
+    merged.load_state_dict(changed)
+    prompt, params = prompts((30,))[0], SamplingParams(temperature=0, max_tokens=1, logprobs=0, ignore_eos=True)
+    with LLM(str(folder), **SETTINGS) as llm:
+        for reference in (merged, model):
+            if reference is merged:
+                llm.load_weights(str(tmp_path))
+            else:
+                assert llm.unload_adapter()
+            assert llm.reset_prefix_cache()
+            completion = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+            (token,), logprobs = complete(reference, prompt, 1)
+            assert completion.logprobs is not None
+            assert abs(completion.logprobs[0][token].logprob - logprobs[0, token].item()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["next-odd", "nemotron-moe"])
+def test_update_of_weights(references: dict[str, tuple[Path, Any]], name: str) -> None:
     """Weights by the names of transformers' modules, as trainers send them."""
-    folder, model = references["next-odd"]
+    folder, model = references[name]
     prompt = prompts((30,))
-    changed = make_reference("next-odd")
+    changed = make_reference(name)
     torch.manual_seed(5)
     randomize(changed)
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -326,8 +360,10 @@ def test_configs() -> None:
     for family, given, message in (
         ("Lfm2", {"conv_bias": True}, "conv_bias"),
         ("Bamba", {"mamba_d_state": 48}, "mamba_d_state=48"),
-        ("NemotronH", {"layers_block_type": ["linear_attention", "moe"]}, "moe"),
+        ("NemotronH", {"n_group": 2}, "n_group"),
         ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ("FalconH1", {"mamba_rms_norm": True}, "mamba_norm_before_gate"),
+        ("FalconH1", {"projectors_bias": True}, "projectors_bias"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             ModelConfig.from_hf(getattr(transformers, f"{family}Config")(**given))
@@ -372,47 +408,6 @@ def test_ignored_layers_go_by_their_names_in_checkpoints() -> None:
     assert config("in_proj_qkv", "in_proj_z").ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
     with pytest.raises(ValueError, match="but not all"):
         config("in_proj_z").ignores(f"{parent}.in_proj_qkvz", ["q", "k", "v", "z"])
-
-
-FP8_SIZES = {
-    "hidden_size": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128, "intermediate_size": 128,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["next", "dense"])
-def test_checkpoints_in_e4m3(name: str, tmp_path: Path) -> None:
-    """Blocks with one scale, where nothing is converted that is in the list; the reference has what they mean."""
-    model = make_reference(name, **FP8_SIZES)
-    model.save_pretrained(tmp_path)
-    stored, meant = load_file(tmp_path / "model.safetensors"), {}
-    for key, value in list(stored.items()):
-        if not re.search(r"(_proj|in_proj_qkvz?|in_proj_z)\.weight$", key):
-            continue
-        rows, columns = value.shape
-        padded = torch.nn.functional.pad(value, (0, -columns % 128, 0, -rows % 128))
-        blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
-        scales = blocks.abs().amax((1, 3)) / 448
-        values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
-        stored[key] = values.flatten(2).flatten(0, 1)[:rows, :columns].contiguous()
-        stored[f"{key}_scale_inv"] = scales
-        meant[key] = (values.float() * scales[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
-    assert any("linear_attn.in_proj" in key for key in meant) and not any("in_proj_b" in key for key in meant)
-    save_file(load_file(tmp_path / "model.safetensors") | meant, tmp_path / "model.safetensors")
-    reference = type(model).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    save_file(stored, tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text())
-    ignored = ["lm_head", "in_proj_ba", "in_proj_a", "in_proj_b"]
-    config["quantization_config"] = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-        "modules_to_not_convert": ignored,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    prompt = prompts((30,))[0]
-    with LLM(str(tmp_path), **SETTINGS) as llm:
-        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-        (output,) = llm.generate([prompt], params, use_tqdm=False)
-    assert list(output.outputs[0].token_ids) == complete(reference, prompt, 6)[0]
 
 
 def test_names_that_are_near(references: dict[str, tuple[Path, Any]]) -> None:
@@ -470,6 +465,12 @@ def test_gates(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("shape", "billions"), [("3.5-4B", 4.2), ("3.5-27B", 26.9), ("3.5-35B-A3B", 34.7)])
 def test_shapes_of_the_benchmark(shape: str, billions: float) -> None:
     assert round(count_parameters(ModelConfig.from_folder(shape_folder(shape))) / 1e9, 1) == billions
+
+
+def test_weights_of_experts_without_gates_are_counted(references: dict[str, tuple[Path, Any]]) -> None:
+    """Two matrices of one expert, in two layers."""
+    assert WeightCounts.of(ModelConfig.from_folder(str(references["nemotron-moe"][0]))).expert == 2 * 2 * 64 * 48
+    assert WeightCounts.of(ModelConfig.from_folder(str(references["nemotron-odd"][0]))).expert == 2 * 32 * 48
 
 
 @pytest.mark.parametrize("name", ["dense", "bamba"])

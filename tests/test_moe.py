@@ -17,6 +17,7 @@ from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm
 from nanovllm.kernels.moe import route as route_op
+from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
 from nanovllm.kernels.moe.route import Routing, SigmoidScores, route_ref
@@ -49,11 +50,13 @@ def make_experts(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return gate_up, randn(num_experts, hidden, size, dtype=dtype) * size**-0.5
 
 
-def check_experts(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, first: int) -> None:
-    out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, first)
+def check_experts(
+    x: torch.Tensor, routing: Routing, up: torch.Tensor, down: torch.Tensor, first: int, activation: Activation = "silu"
+) -> None:
+    out = by_triton(experts_op.fused_experts)(x, routing, up, down, first, activation=activation)
     out = out.float().sum(0) if out.dim() == 3 else out
-    same = fused_experts_ref(x, routing, gate_up, down, first)
-    exact = fused_experts_ref(x.double(), routing, gate_up.double(), down.double(), first)
+    same = fused_experts_ref(x, routing, up, down, first, activation=activation)
+    exact = fused_experts_ref(x.double(), routing, up.double(), down.double(), first, activation=activation)
     check_error(out, same, exact.float())
 
 
@@ -66,6 +69,8 @@ def test_kernels(rows: int, mixture: tuple[int, int], dtype: torch.dtype) -> Non
     check_experts(x, routing, gate_up, down, 0)
     # A rank's experts, with others' before and after.
     check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
+    # Of some experts, without gates.
+    check_experts(x, routing, gate_up[1:, : SIZES[1]].contiguous(), down[1:].contiguous(), 1, "relu2")
 
 
 @pytest.mark.parametrize("rows", [9, 17])
@@ -112,6 +117,18 @@ def test_route(rows: int, dtype: torch.dtype, renormalize: bool, sigmoid: float 
         assert chosen == [expert for _, expert in sorted(zip((-row).tolist(), range(24), strict=True))[:4]]
         total = row[chosen].exp().sum() if renormalize else row.exp().sum()
         assert weights == pytest.approx((row[chosen].exp() / total).tolist(), rel=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 19])
+def test_exact_logits(rows: int) -> None:
+    """Sums in float32 of what is stored in 16 bits."""
+    weight, x = (randn(n, 80, dtype=DTYPES[-1]) * 0.3 for n in (24, rows))
+    scores = SigmoidScores(None, 0.0, 1.0, is_exact=True)
+    for form in (by_triton(route_op.route), route_ref):
+        got = form(x, weight, 4, False, sigmoid=scores)[0]
+        best, experts = (x.double() @ weight.double().T).sigmoid().sort(dim=1, descending=True)
+        assert torch.equal(got.experts.long(), experts[:, :4])
+        torch.testing.assert_close(got.weights, best[:, :4].float(), rtol=1e-5, atol=0)
 
 
 def test_slots_are_sorted_by_expert_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,6 +189,7 @@ def test_what_the_ranks_hold_adds_up(size: int, is_parallel: bool) -> None:
     total = torch.zeros(20, 80)
     for rank in range(size):
         module = FusedExperts(80, experts_shard(config, rank, size), Communicator())
+        assert module.gate_up_proj is not None
         for layer in (module.gate_up_proj, module.down_proj):
             slices = layer.weight.weight_slices("weight")
             assert len(slices) == 5 * len(layer.weight.shard.outputs)

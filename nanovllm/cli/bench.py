@@ -186,7 +186,9 @@ class WeightCounts:
         dense = count_parameters(model) - head * (1 if model.tie_word_embeddings else 2)
         if experts is None:
             return cls(dense, head, 0, 1, 1)
-        expert = 3 * model.hidden_size * experts.intermediate_size * sum(layer.has_experts for layer in model.layers)
+        matrices = 3 if experts.activation == "silu" else 2
+        each = matrices * (experts.latent_size or model.hidden_size) * experts.intermediate_size
+        expert = each * sum(layer.has_experts for layer in model.layers)
         return cls(dense - experts.num_experts * expert, head, expert, experts.num_experts, experts.top_k)
 
     @property

@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanovllm.config import ModelImpl, Pooling, Quantization
@@ -40,8 +40,8 @@ class Architecture:
         delta_net: order in which projections of gated delta nets are stored: one after the other ("parts"), or key head
             by key head ("heads").
         partial_ropes: whether a part of each head may be rotated.
-        has_single_blocks: whether a layer is attention, a mixer or an MLP with one norm; such MLPs are
-            `down(relu(up(x))**2)`, without a gate.
+        has_single_blocks: whether a layer is attention, a mixer, an MLP or a mixture with one norm; such MLPs and
+            experts are `down(relu(up(x))**2)`, without a gate.
         is_wrapper: whether config and weights are the text half of a larger model, which is all that is loaded.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
@@ -102,9 +102,10 @@ _ROWS = (
         model="mamba.MambaForCausalLM",
     ),
     Architecture(
-        "NemotronHForCausalLM", ropes="none", mixer="mamba", has_single_blocks=True,
+        "NemotronHForCausalLM", has_experts=True, ropes="none", mixer="mamba", has_single_blocks=True,
         model="mamba.NemotronHForCausalLM",
     ),
+    Architecture("FalconH1ForCausalLM", mixer="mamba", model="mamba.FalconH1ForCausalLM"),
 )  # fmt: skip
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")
@@ -115,8 +116,11 @@ _MAX_POSITION = 2**20
 """Default for configs without a limit."""
 _MAX_HEAD_DIM = 512
 _STATE_SIZES = (16, 32, 64, 128, 256)
-_LINEAR = {"delta_net": "linear_attention", "short_conv": "conv", "mamba": "linear_attention"}
-"""Mixers -> types of layers with them, by transformers' names."""
+_LINEAR = {
+    "delta_net": {"linear_attention"}, "short_conv": {"conv"}, "mamba": {"linear_attention", "hybrid"},
+}  # fmt: skip
+"""Mixers -> types of layers with them, by transformers' names; a hybrid one attends, too."""
+_ATTENDING = {"full_attention", "sliding_attention", "hybrid"}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SIZES = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -132,15 +136,16 @@ class LayerConfig:
         window: tokens that a query sees, its own included; None for all.
         rope: the rotation of queries and keys; None for no rotation.
         has_experts: whether the MLP is a mixture of experts.
-        is_linear: whether it has the architecture's `mixer`, and so a state, instead of attention.
-        is_mlp: whether it is an MLP alone, in a model of single blocks.
+        is_linear: whether it has the architecture's `mixer`, and so a state.
+        attends: whether it has attention; next to a mixer both take the same input, and their outputs are added up. A
+            layer with neither is an MLP alone, in a model of single blocks.
     """
 
     window: int | None = None
     rope: RopeConfig | None = None
     has_experts: bool = False
     is_linear: bool = False
-    is_mlp: bool = False
+    attends: bool = True
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,7 @@ class ModelConfig:
         has_mlp = not all(layer.has_experts for layer in layers)
         size = _intermediate_size(hf, has_mlp)
         short_conv, mamba = architecture.mixer == "short_conv", architecture.mixer == "mamba"
-        multipliers = Multipliers.from_hf(hf) if mamba and hasattr(hf, "residual_multiplier") else None
+        multipliers = Multipliers.from_hf(hf) if mamba and hasattr(hf, "embedding_multiplier") else None
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
@@ -396,15 +401,19 @@ def _check_supported(hf: Any, architecture: Architecture) -> None:
     if hf.num_attention_heads % hf.num_key_value_heads:
         heads, kv_heads = hf.num_attention_heads, hf.num_key_value_heads
         raise ValueError(f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}")
-    kinds = {"full_attention", "sliding_attention" if architecture.mixer is None else _LINEAR[architecture.mixer]}
+    kinds = {"full_attention"} | ({"sliding_attention"} if architecture.mixer is None else _LINEAR[architecture.mixer])
     name, act = ("mlp_hidden_act", "relu2") if architecture.has_single_blocks else ("hidden_act", "silu")
-    kinds |= {"mlp"} if architecture.has_single_blocks else set()
+    kinds |= {"mlp", "moe"} if architecture.has_single_blocks else set()
     hidden_act = getattr(hf, name, act)
     unsupported = {
         name: hidden_act != act and hidden_act,
         "conv_bias": architecture.mixer == "short_conv" and hf.conv_bias,
         "mamba_proj_bias": getattr(hf, "mamba_proj_bias", False),
+        "projectors_bias": getattr(hf, "projectors_bias", False),
+        "mamba_norm_before_gate": getattr(hf, "mamba_rms_norm", False) and hf.mamba_norm_before_gate,
         "use_bias": architecture.has_single_blocks and hf.use_bias,
+        # Experts are chosen among all, not first among groups.
+        "n_group": getattr(hf, "n_group", 1) != 1 and hf.n_group,
         "attention_bias": not architecture.qkv_bias and getattr(hf, "attention_bias", False),
         "attention_out_bias": getattr(hf, "attention_out_bias", False),
         "mlp_bias": getattr(hf, "mlp_bias", False),
@@ -452,20 +461,22 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
         check_int("sliding_window", window, 1)
     ropes = {
         kind: read_rope(hf, kind if architecture.scaled_ropes != "all" else None, architecture.partial_ropes)
-        for kind in set(kinds) & {"full_attention", "sliding_attention"}
+        for kind in set(kinds) & _ATTENDING
     }
     # Granite's may have no rotary embedding.
     has_rope = not (architecture.mixer == "mamba" and getattr(hf, "position_embedding_type", "rope") != "rope")
     if not has_rope or architecture.ropes == "none":
         rotating = [0] * count
     experts = [_has_experts(hf, architecture) and is_sparse(hf, i) for i in range(count)]
+    if architecture.has_single_blocks:
+        experts = [kind == "moe" for kind in kinds]
     return tuple(
         LayerConfig(
             window if kind == "sliding_attention" else None,
             ropes.get(kind) if rotates else None,
             has_experts,
-            kind in _LINEAR.values(),
-            kind == "mlp",
+            any(kind in linear for linear in _LINEAR.values()),
+            kind in _ATTENDING,
         )
         for kind, rotates, has_experts in zip(kinds, rotating, experts, strict=True)
     )
@@ -489,7 +500,9 @@ def _norm_eps(hf: Any) -> float:
 
 
 def _has_experts(hf: Any, architecture: Architecture) -> bool:
-    """Return whether a model has mixtures; Granite's smallest ones have none."""
+    """Return whether a model has mixtures; Granite's smallest ones have none, nor have most of Nemotron-H's."""
+    if architecture.has_single_blocks:
+        return "moe" in hf.layer_types
     return architecture.has_experts and not (architecture.mixer == "mamba" and hf.num_local_experts == 0)
 
 
@@ -512,6 +525,8 @@ class ExpertsConfig:
         shared_size: of the expert that computes every token; 0: there is none.
         gates_shared: whether that expert is scaled by a gate of its own.
         sigmoid: how sigmoids of logits become a token's weights; None: a softmax does.
+        activation: see `kernels.moe.activation`.
+        latent_size: of what experts take and return, projections of hidden states; None: hidden states.
     """
 
     num_experts: int
@@ -522,6 +537,8 @@ class ExpertsConfig:
     shared_size: int = 0
     gates_shared: bool = True
     sigmoid: SigmoidRouting | None = None
+    activation: Literal["silu", "relu2"] = "silu"
+    latent_size: int | None = None
 
     @classmethod
     def from_hf(cls, hf: Any) -> ExpertsConfig:
@@ -535,7 +552,8 @@ class ExpertsConfig:
             # transformers' code of some families treats that as a model without mixtures.
             raise UnsupportedError("num_experts=0 is not supported")
         size = getattr(hf, "moe_intermediate_size", None) or getattr(hf, "intermediate_size", None)
-        plain = getattr(hf, "shared_intermediate_size", None)
+        names = "shared_intermediate_size", "moe_shared_expert_intermediate_size"
+        plain = next(filter(None, (getattr(hf, name, None) for name in names)), None)
         shared = plain or getattr(hf, "shared_expert_intermediate_size", None) or 0
         return cls(
             num_experts=num_experts,
@@ -545,7 +563,9 @@ class ExpertsConfig:
             renormalize=bool(getattr(hf, "norm_topk_prob", True)),
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
             gates_shared=plain is None,
-            sigmoid=SigmoidRouting.from_hf(hf) if hasattr(hf, "use_expert_bias") else None,
+            sigmoid=SigmoidRouting.from_hf(hf) if hf.model_type in ("lfm2_moe", "nemotron_h") else None,
+            activation="relu2" if getattr(hf, "mlp_hidden_act", None) == "relu2" else "silu",
+            latent_size=getattr(hf, "moe_latent_size", None),
         )
 
 
@@ -557,16 +577,21 @@ class SigmoidRouting:
         has_bias: whether a number for each expert is added to its sigmoid when experts are chosen.
         eps: added to the sum that weights are divided by, if they are.
         factor: of the weights.
+        is_exact: whether logits are not rounded to the model's dtype.
     """
 
     has_bias: bool
     eps: float
     factor: float
+    is_exact: bool
 
     @classmethod
     def from_hf(cls, hf: Any) -> SigmoidRouting:
         """Convert a transformers config."""
-        return cls(bool(hf.use_expert_bias), 1e-6, float(hf.routed_scaling_factor))
+        factor = float(hf.routed_scaling_factor)
+        if hf.model_type == "lfm2_moe":
+            return cls(bool(hf.use_expert_bias), 1e-6, factor, is_exact=False)
+        return cls(True, 1e-20, factor, is_exact=True)
 
 
 @dataclass(frozen=True)
@@ -622,6 +647,7 @@ class MambaConfig:
         has_conv_bias: whether the convolution has a bias.
         step_limits: least and largest step size.
         norm_eps: of the output's norm.
+        has_norm: whether there is one.
     """
 
     num_heads: int
@@ -632,6 +658,7 @@ class MambaConfig:
     has_conv_bias: bool
     step_limits: tuple[float, float]
     norm_eps: float
+    has_norm: bool = True
 
     @classmethod
     def from_hf(cls, hf: Any) -> MambaConfig:
@@ -653,34 +680,54 @@ class MambaConfig:
             raise UnsupportedError(f"{names[3]}={state_size} is not supported: only {_STATE_SIZES}")
         least, most = hf.time_step_limit or (0.0, math.inf)
         return cls(
-            heads, head_size, groups, state_size, width, has_bias, (float(least), float(most)), _norm_eps(hf)
+            heads, head_size, groups, state_size, width, has_bias, (float(least), float(most)), _norm_eps(hf),
+            bool(getattr(hf, "mamba_rms_norm", True)),
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Constant factors of Granite's models.
+    """Constant factors of Granite's models, and of Falcon-H1's, which has others for each projection.
 
-    The residual stream is kept divided by the factor of the branches that are added to it, since norms of it, with an
-    epsilon divided by the factor's square, are the same.
+    Granite's residual stream is kept divided by the factor of the branches that are added to it, since norms of it,
+    with an epsilon divided by the factor's square, are the same.
 
     Attributes:
         embedding: of embeddings, divided by `residual`.
         residual: of branches.
         attention: of the scores of queries and keys, instead of the root of their size.
         logits: what logits are divided by.
+        weights: of stored weights, by the last two names of the module and the part of its weight.
     """
 
     embedding: float
     residual: float
     attention: float
     logits: float
+    weights: Mapping[tuple[str, str | None], float] = field(default_factory=dict)
 
     @classmethod
     def from_hf(cls, hf: Any) -> Multipliers:
         """Convert a transformers config."""
+        if hf.model_type == "falcon_h1":
+            return cls._of_falcon(hf)
         residual = hf.residual_multiplier
         return cls(hf.embedding_multiplier / residual, residual, hf.attention_multiplier, hf.logits_scaling)
+
+    @classmethod
+    def _of_falcon(cls, hf: Any) -> Multipliers:
+        # Queries, keys and values have the factor of their input.
+        values = hf.attention_in_multiplier
+        gate, down = hf.mlp_multipliers
+        parts = zip(("z", "x", "b", "c", "dt"), hf.ssm_multipliers, strict=True)
+        weights: dict[tuple[str, str | None], float] = {
+            **{("mamba.in_proj", part): hf.ssm_in_multiplier * factor for part, factor in parts},
+            ("mamba.o_proj", None): hf.ssm_out_multiplier,
+            ("attention.o_proj", None): hf.attention_out_multiplier * values,
+            ("mlp.gate_up_proj", "gate"): gate, ("mlp.down_proj", None): down,
+        }  # fmt: skip
+        scale = _head_dim(hf) ** -0.5 * hf.key_multiplier * values**2
+        return cls(hf.embedding_multiplier, 1.0, scale, 1 / hf.lm_head_multiplier, weights)
 
 
 def is_sparse(hf: Any, layer: int) -> bool:

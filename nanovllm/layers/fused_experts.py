@@ -1,4 +1,4 @@
-"""A mixture of SwiGLU experts (Shazeer et al. 2017, arXiv:1701.06538), without limits to what an expert takes."""
+"""A mixture of experts (Shazeer et al. 2017, arXiv:1701.06538), without limits to what an expert takes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing_extensions import override
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels import ops
+from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing, SigmoidScores, route
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import make_experts_weight
@@ -66,7 +68,7 @@ class Router(LoadableModule):
         """
         how, sigmoid = self.sigmoid, None
         if how is not None:
-            sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor)
+            sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
         if norm is not None and norm.communicator.size == 1:
             params = Norm(norm.weight, norm.eps)
             routing, rows, total = route(x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid)
@@ -91,13 +93,16 @@ class FusedExperts(nn.Module):
 
     def __init__(
         self, hidden_size: int, shard: ExpertsShard, communicator: Communicator,
-        *, quant_config: QuantizationConfig | None = None, prefix: str = "",
+        *, activation: Activation = "silu", quant_config: QuantizationConfig | None = None, prefix: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden, size = Shard.whole(hidden_size), shard.intermediate
-        self.gate_up_proj = _ExpertsLinear(
-            shard.experts, MatrixShard({"gate": size, "up": size}, hidden), quant_config, f"{prefix}.gate_up_proj"
-        )
+        hidden, size, self.activation = Shard.whole(hidden_size), shard.intermediate, activation
+        is_gated = activation == "silu"
+        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if is_gated else {None: size}
+        name = "gate_up_proj" if is_gated else "up_proj"
+        first = _ExpertsLinear(shard.experts, MatrixShard(outputs, hidden), quant_config, f"{prefix}.{name}")
+        self.gate_up_proj: _ExpertsLinear | None = first if is_gated else None
+        self.up_proj: _ExpertsLinear | None = None if is_gated else first
         self.down_proj = _ExpertsLinear(
             shard.experts, MatrixShard({None: hidden}, size), quant_config, f"{prefix}.down_proj"
         )
@@ -105,8 +110,10 @@ class FusedExperts(nn.Module):
 
     def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
-        gate_up, down = self.gate_up_proj.weight, self.down_proj.weight
-        out = fused_experts(x, routing, gate_up.matrices, down.matrices, gate_up.experts.start, gate_up.policy)
+        first, down = self.up_proj if self.gate_up_proj is None else self.gate_up_proj, self.down_proj.weight
+        assert first is not None
+        up = first.weight
+        out = fused_experts(x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation)
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
 
 
@@ -119,7 +126,7 @@ class TokenGate(LoadableModule):
 
 
 class SparseMLP(nn.Module):
-    """A mixture of SwiGLU experts; a router chooses some for each token.
+    """A mixture of experts; a router chooses some for each token.
 
     shared_expert: the MLP that computes every token, maybe scaled by a gate; None if there is none.
     """
@@ -134,11 +141,18 @@ class SparseMLP(nn.Module):
     ) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None
-        self.gate = Router(config.hidden_size, config.experts)
+        hidden_size, latent_size, quant_config = config.hidden_size, config.experts.latent_size, config.quantization
+        self.gate = Router(hidden_size, config.experts)
         self.experts = FusedExperts(
-            config.hidden_size, shard.experts, communicator,
-            quant_config=config.quantization, prefix=f"{prefix}.experts",
+            latent_size or hidden_size, shard.experts, communicator, activation=config.experts.activation,
+            quant_config=quant_config, prefix=f"{prefix}.experts",
         )  # fmt: skip
+        self.fc1_latent_proj: ReplicatedLinear | None = None
+        self.fc2_latent_proj: ReplicatedLinear | None = None
+        if latent_size is not None:
+            name = f"{prefix}.fc%d_latent_proj"
+            self.fc1_latent_proj = ReplicatedLinear(hidden_size, latent_size, quant_config, name % 1)
+            self.fc2_latent_proj = ReplicatedLinear(latent_size, hidden_size, quant_config, name % 2)
         self.shared_expert = shared_expert
         if shared_expert is not None:
             self.shared_expert_gate = TokenGate(config.hidden_size) if config.experts.gates_shared else None
@@ -148,7 +162,11 @@ class SparseMLP(nn.Module):
     ) -> Stream:
         """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
         rows, routing, residual = self.gate(x, norm, residual)
-        out = self.experts(rows, routing)
+        if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
+            out = self.experts(rows, routing)
+        else:
+            out = self.experts(self.fc1_latent_proj(rows)[0], routing)
+            out = self.fc2_latent_proj(out if out.dim() == 2 else out.sum(0))[0]
         if self.shared_expert is not None:
             gate = self.shared_expert_gate
             out = ops.add_gated(rows, None if gate is None else gate.weight, self.shared_expert(rows)[0], out)

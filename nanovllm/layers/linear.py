@@ -66,6 +66,16 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(make_weight(quant_config, prefix, MatrixShard(outputs, Shard.whole(in_features)), bias))
 
 
+class ReplicatedLinear(ColumnParallelLinear):
+    """A product that every rank computes as a whole."""
+
+    def __init__(
+        self, in_features: int, out_features: int, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        shard = MatrixShard({None: Shard.whole(out_features)}, Shard.whole(in_features))
+        super().__init__(make_weight(quant_config, prefix, shard))
+
+
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The projections to queries, keys and values of this rank's heads."""
 

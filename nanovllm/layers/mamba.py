@@ -72,7 +72,7 @@ class Mamba(StateLayer, LoadableModule):
         self.A_log, self.dt_bias, self.D = (
             nn.Parameter(torch.empty(self.heads.size), requires_grad=False) for _ in _HEAD_PARAMS
         )
-        self.norm = ShardedNorm(inner)
+        self.norm = ShardedNorm(inner) if sizes.has_norm else None
         self.o_proj = RowParallelLinear(
             inner, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
         )
@@ -103,9 +103,10 @@ class Mamba(StateLayer, LoadableModule):
         self.space = StateSpace(
             num_heads=self.heads.size, head_size=sizes.head_size, num_groups=self.groups.size,
             state_size=sizes.state_size, conv_weight=filters, conv_bias=self.conv1d.bias, a_log=self.A_log,
-            dt_bias=self.dt_bias, d=self.D, step_limits=sizes.step_limits, norm_weight=self.norm.weight,
-            eps=sizes.norm_eps, conv=ConvState(pool.view(filters.dtype), places["conv"]),
-            pool=pool.view(torch.float32), first=places["recurrent"],
+            dt_bias=self.dt_bias, d=self.D, step_limits=sizes.step_limits,
+            norm_weight=None if self.norm is None else self.norm.weight, eps=sizes.norm_eps,
+            conv=ConvState(pool.view(filters.dtype), places["conv"]), pool=pool.view(torch.float32),
+            first=places["recurrent"],
         )  # fmt: skip
 
     @override

@@ -32,13 +32,16 @@ from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
-    from nanovllm.configs.model import ModelConfig
+    from nanovllm.configs.model import LayerConfig, ModelConfig
+    from nanovllm.configs.rope import RopeConfig
     from nanovllm.layers.fused_experts import SparseMLP
     from nanovllm.layers.gated_delta_net import GatedDeltaNet
     from nanovllm.layers.mamba import Mamba
     from nanovllm.layers.short_conv import ShortConv
 
-    Mixer: TypeAlias = "SelfAttention | GatedDeltaNet | Mamba | ShortConv"
+    StateMixer: TypeAlias = GatedDeltaNet | Mamba | ShortConv
+    Mixer: TypeAlias = "SelfAttention | StateMixer | ParallelMixer"
+    FeedForward: TypeAlias = "MLP | Relu2MLP | SparseMLP"
 
 
 class SelfAttention(nn.Module):
@@ -113,6 +116,28 @@ class SelfAttention(nn.Module):
         return self.o_proj(out, residual)
 
 
+class ParallelMixer(nn.Module):
+    """Attention and a layer with a state, of the same input (Hymba, arXiv:2411.13676); their outputs are added up."""
+
+    def __init__(self, attention: SelfAttention, mamba: StateMixer) -> None:
+        super().__init__()
+        self.attention, self.mamba = attention, mamba
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        norm: AllReduceRMSNorm,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> Stream:
+        """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
+        x, total = norm(x, residual)
+        attended, _ = self.attention(x, None, None, positions, rows)
+        mixed, _ = self.mamba(x, None, None, positions, rows)
+        return attended + mixed, total if rows is None else total[rows]
+
+
 class MLP(nn.Module):
     """A SwiGLU MLP; size: its columns of this rank."""
 
@@ -152,7 +177,9 @@ class Relu2MLP(nn.Module):
         )
         self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
 
-    def forward(self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None) -> Stream:
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> Stream:
         """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
         up, residual = self.up_proj(x, norm, residual)
         return self.down_proj(up.relu().square(), residual)
@@ -166,7 +193,7 @@ class DecoderLayer(nn.Module):
         config: ModelConfig,
         communicator: Communicator,
         attention: Mixer,
-        mlp: MLP | SparseMLP,
+        mlp: FeedForward,
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
@@ -190,7 +217,7 @@ class PostNormDecoderLayer(nn.Module):
         config: ModelConfig,
         communicator: Communicator,
         attention: Mixer,
-        mlp: MLP | SparseMLP,
+        mlp: FeedForward,
     ) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
@@ -211,17 +238,20 @@ class PostNormDecoderLayer(nn.Module):
 
 
 class SingleDecoderLayer(nn.Module):
-    """Attention, a layer with a state, or an MLP without a gate, after a norm and added to the residual stream."""
+    """Attention, a layer with a state, or an MLP, after a norm and added to the residual stream; mixes: not an MLP."""
 
-    def __init__(self, config: ModelConfig, communicator: Communicator, mixer: Mixer | Relu2MLP) -> None:
+    def __init__(
+        self, config: ModelConfig, communicator: Communicator, mixer: Mixer | FeedForward, mixes: bool
+    ) -> None:
         super().__init__()
-        self.norm, self.mixer = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator), mixer
+        self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
+        self.mixer, self.mixes = mixer, mixes
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
     ) -> Stream:
         """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
-        if not isinstance(self.mixer, Relu2MLP):
+        if self.mixes:
             return self.mixer(x, self.norm, residual, positions, rows)
         if rows is not None:
             x, residual = x[..., rows, :], None if residual is None else residual[rows]
@@ -237,23 +267,19 @@ class Decoder(nn.Module):
         make_layer = PostNormDecoderLayer if is_post_norm else DecoderLayer
         reducer = communicator if is_post_norm else None
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
-        ropes = {layer.rope for layer in config.layers if not (layer.is_linear or layer.is_mlp)}
+        ropes = {layer.rope for layer in config.layers if layer.attends}
         rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in ropes}
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
-            prefix, options = f"model.layers.{number}", AttentionOptions(window=layer.window)
-            attention: Mixer | None = None
-            if layer.is_linear:
-                attention = _make_mixer(config, shard, prefix)
-            elif not layer.is_mlp:
-                rotary = rotaries[layer.rope]
-                attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
+            prefix = f"model.layers.{number}"
+            mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
+            make_mlp = partial(_make_mlp, config, shard, communicator, layer.has_experts)
             if config.architecture.has_single_blocks:
-                self.layers.append(_make_single_layer(config, shard, communicator, attention, prefix))
+                block = make_mlp(f"{prefix}.mixer") if mixer is None else mixer
+                self.layers.append(SingleDecoderLayer(config, communicator, block, mixes=mixer is not None))
                 continue
-            assert attention is not None
-            mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.mlp")
-            self.layers.append(make_layer(config, communicator, attention, mlp))
+            assert mixer is not None
+            self.layers.append(make_layer(config, communicator, mixer, make_mlp(f"{prefix}.mlp")))
         # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
         offset = config.architecture.norm_offset
@@ -271,8 +297,24 @@ class Decoder(nn.Module):
         return x, residual
 
 
-def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDeltaNet | Mamba | ShortConv:
-    """Return what a layer with a state has in attention's place."""
+def _make_mixer(
+    config: ModelConfig,
+    shard: ModelShard,
+    communicator: Communicator,
+    layer: LayerConfig,
+    rotaries: dict[RopeConfig | None, RotaryEmbedding],
+    prefix: str,
+) -> Mixer | None:
+    """Return a layer's attention, its layer with a state, or both; None if it has neither."""
+    mixer = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
+    if not layer.attends:
+        return mixer
+    rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
+    attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
+    return attention if mixer is None else ParallelMixer(attention, mixer)
+
+
+def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateMixer:
     if config.delta_net is not None:
         from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
 
@@ -286,23 +328,17 @@ def _make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> GatedDel
     return ShortConv(config, shard, f"{prefix}.conv")
 
 
-def _make_single_layer(
-    config: ModelConfig, shard: ModelShard, communicator: Communicator, mixer: Mixer | None, prefix: str
-) -> SingleDecoderLayer:
-    mlp = Relu2MLP(config, shard.intermediate, f"{prefix}.mixer") if mixer is None else mixer
-    return SingleDecoderLayer(config, communicator, mlp)
-
-
 def _make_mlp(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
-) -> MLP | SparseMLP:
+) -> FeedForward:
+    make = Relu2MLP if config.architecture.has_single_blocks else MLP
     if not has_experts:
-        return MLP(config, shard.intermediate, prefix)
+        return make(config, shard.intermediate, prefix)
     from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
 
     assert shard.experts is not None
     size = shard.experts.shared
-    shared_expert = None if size is None else MLP(config, size, f"{prefix}.shared_expert")
+    shared_expert = None if size is None else make(config, size, f"{prefix}.shared_expert")
     return SparseMLP(config, shard, communicator, prefix, shared_expert)
 
 

@@ -1,15 +1,16 @@
-"""Bamba, Granite 4 and Nemotron-H: Mamba-2, with attention in some layers."""
+"""Bamba, Granite 4, Nemotron-H and Falcon-H1: Mamba-2, with attention in some layers, or next to it in each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from typing_extensions import override
 
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.weights.slices import WeightTarget
+from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 
 class MambaForCausalLM(DecoderForCausalLM):
@@ -47,14 +48,34 @@ class MambaForCausalLM(DecoderForCausalLM):
 
 
 class NemotronHForCausalLM(MambaForCausalLM):
-    """A decoder of layers with one block each: Mamba-2, attention, or an MLP without a gate."""
+    """A decoder of layers with one block each: Mamba-2, attention, or an MLP without a gate, or a mixture of them."""
 
     packed_modules_mapping: ClassVar = {
         name: target for name, target in MambaForCausalLM.packed_modules_mapping.items() if name != "up_proj"
     }
-    renamed_modules: ClassVar = {"embeddings": "embed_tokens", "norm_f": "norm", "out_proj": "o_proj"}
+    renamed_modules: ClassVar = {
+        "embeddings": "embed_tokens", "norm_f": "norm", "out_proj": "o_proj", "shared_experts": "shared_expert",
+        "e_score_correction_bias": "expert_bias",
+    }  # fmt: skip
 
     @override
     def weight_targets(self, name: str) -> list[WeightTarget]:
         # Layers that predict more than the next token.
         return [] if name.startswith("mtp.") else super().weight_targets(name.replace("backbone.", "model.", 1))
+
+
+class FalconH1ForCausalLM(MambaForCausalLM):
+    """A decoder of layers with both attention and Mamba-2, and of constant factors, which become part of weights."""
+
+    renamed_modules: ClassVar = MambaForCausalLM.renamed_modules | {
+        "mamba": "self_attn.mamba", "self_attn": "self_attn.attention",
+    }  # fmt: skip
+
+    @override
+    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+        assert self.config.multipliers is not None
+        slices, factors = super().weight_slices(), self.config.multipliers.weights
+        for target, part in slices.items():
+            module = ".".join(target.param.split(".")[-3:-1])
+            slices[target] = replace(part, factor=factors.get((module, target.part), 1.0))
+        return slices

@@ -151,6 +151,11 @@ class E4M3Slice(WeightSlice):
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
     has_model_dtype: ClassVar[bool] = False
 
+    @override
+    def scaled(self, values: torch.Tensor) -> torch.Tensor:
+        # Scales have the factor.
+        return values
+
 
 @dataclass(frozen=True)
 class ScaleSlice(WeightSlice):
@@ -200,6 +205,7 @@ class ScaleSlice(WeightSlice):
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
         self.check_values(name, values)
+        values = self.scaled(values)
         if values.dim() < 2:
             values = values.view(-1, 1)
         self.region.copy_(values if self.rows is None else values[self.rows])
@@ -228,7 +234,7 @@ class QuantizingSlice(WeightSlice):
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
         """Quantise rows with the scale of all their inputs, other ranks' included; raise if a value is not finite."""
-        quantized = quantize(values.to(self.region.device), 1, values.shape[1])
+        quantized = quantize(self.scaled(values.to(self.region.device)), 1, values.shape[1])
         if not quantized.scales.isfinite().all():
             raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")
         self.region.copy_(quantized.values[:, self.inputs])

@@ -312,7 +312,8 @@ class ModelWeights:
             for target, rows in rows_of(update.to(self._device), self._parts[name]):
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)
-                part.store(name, part.region.float() + self._read(name, rows, part, self._maxima))
+                change = part.scaled(self._read(name, rows, part, self._maxima))
+                part.unscaled.store(name, part.region.float() + change)
 
     def take_adapter_out(self) -> int:
         """Restore the weights that an adapter has changed, bit for bit; return their number."""
@@ -320,7 +321,7 @@ class ModelWeights:
         while self._base:
             # Kept until restored: the device may lack memory for a store.
             target, values = next(iter(self._base.items()))
-            self._slices[target].store(str(target), values)
+            self._slices[target].unscaled.store(str(target), values)
             del self._base[target]
         return count
 

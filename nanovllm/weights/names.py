@@ -99,7 +99,9 @@ class WeightedModel(nn.Module):
 
     def _stacked_experts(self, path: list[str]) -> list[WeightTarget]:
         assert self.config.experts is not None
-        param, parts = ".".join([*path, "weight"]), self.fused_modules_mapping.get(path[-1], (None,))
+        name = path[-1].removesuffix("_scale_inv")
+        param = ".".join([*path[:-1], name, "weight" if name == path[-1] else "weight_scale"])
+        parts = self.fused_modules_mapping.get(name, (None,))
         return [WeightTarget(param, part, i) for i in range(self.config.experts.num_experts) for part in parts]
 
     def stored_name(self, target: WeightTarget) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class WeightSlice:
         shape: of the whole tensor.
         index: one slice per dimension.
         region: its storage: a parameter, or a region of one.
+        factor: what plain floats are multiplied by when they are stored.
         dtypes: dtypes that the tensor may be stored in.
         has_model_dtype: whether a dtype other than the model's deserves a warning.
     """
@@ -50,6 +51,7 @@ class WeightSlice:
     shape: tuple[int, ...]
     index: tuple[slice, ...]
     region: torch.Tensor
+    factor: float = field(default=1.0, kw_only=True)
 
     @classmethod
     def of(cls, shards: Iterable[Shard], region: torch.Tensor) -> WeightSlice:
@@ -66,6 +68,11 @@ class WeightSlice:
         """The slices of the same tensor that this rank stores: this one, and slices of modules tied to it."""
         return (self,)
 
+    @property
+    def unscaled(self) -> WeightSlice:
+        """The slice of a tensor whose values already have the factor."""
+        return replace(self, factor=1.0)
+
     def check_dtype(self, name: str, dtype: torch.dtype) -> None:
         """Reject a tensor whose dtype is not in `dtypes`."""
         if dtype not in self.dtypes:
@@ -81,7 +88,11 @@ class WeightSlice:
 
     def store(self, name: str, values: torch.Tensor) -> None:
         """Store the slice of the tensor `name`, converting its dtype if both are plain floats."""
-        self.region.copy_(values)
+        self.region.copy_(self.scaled(values))
+
+    def scaled(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values times the factor, in float32 if there is one."""
+        return values if self.factor == 1 else values.float() * self.factor
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3, kernel_arguments
-from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.linear.gemv import load_scales, scaled_product
+from nanovllm.kernels.moe.activation import Activation, activate
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 
@@ -88,13 +88,14 @@ def find_scales(
 @jit
 def multiply_expert(
     x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype: tl.constexpr,
-    EVEN: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, INS: tl.constexpr, ACTIVATION: tl.constexpr,
     scale_ptr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return rows times one expert's weights, [rows, outs] float32; if gated, SiLU of the gate's times up's.
+    """Return the activation of rows times one expert's weights, [rows, outs] float32.
 
     x_ptrs: of the rows; weight_ptr: of the weights of all experts; scale_ptr and what follows: see `Fp8Matrix.scaling`.
     """
+    GATED: tl.constexpr = ACTIVATION == "silu"
     size = tl.cast(out_features, tl.int64) * in_features
     weight_ptrs = weight_ptr + expert * size * (2 if GATED else 1) + outs.to(tl.int64) * in_features
     scale_ptrs, up_scale_ptrs = scale_ptr, scale_ptr
@@ -106,32 +107,26 @@ def multiply_expert(
         x_ptrs, row_mask, weight_ptrs, size, outs < out_features, in_features, scale_ptrs, up_scale_ptrs,
         EVEN, INS, GATED, SCALE_OUTS, SCALE_INS, NATIVE,
     )  # fmt: skip
-    return swiglu(out, up, dtype) if GATED else out
-
-
-@jit
-def swiglu(gate, up, dtype: tl.constexpr):
-    """Return SiLU(gate) * up of float32 sums, rounded as by separate ops."""
-    gate = round_to(gate, dtype)
-    return gate / (1 + tl.exp(-gate)) * round_to(up, dtype)
+    return activate(out, up, dtype, ACTIVATION)
 
 
 @jit(do_not_specialize=["num_rows", "first_expert"])
 def _expert_gemm_kernel(
     x_ptr, experts_ptr, scales_ptr, weight_ptr, out_ptr, num_rows, first_expert, num_experts, in_features, out_features,
     EVEN: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    INS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
+    IS_FIRST: tl.constexpr = ACTIVATION is not None
     slot = tl.program_id(1)
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     rows, choices = tl.arange(0, ROWS)[:, None], tl.arange(0, CHOICES)[None, :]
     slots = rows * TOP_K + choices
-    if GATED:
+    if IS_FIRST:
         wait_for_previous(PDL)
     chosen = tl.load(experts_ptr + slots, mask=(rows < num_rows) & (choices < TOP_K), other=-1)
     expert = tl.load(experts_ptr + slot)
-    if not GATED:
+    if not IS_FIRST:
         wait_for_previous(PDL)
     has_expert = chosen == expert
     num_earlier = tl.sum(tl.sum((has_expert & (slots < slot)).to(tl.int32), axis=1), axis=0)
@@ -141,13 +136,13 @@ def _expert_gemm_kernel(
         row_slots = tl.max(tl.where(has_expert, slots, -1), axis=1)
         row_mask = row_slots >= 0
         row_slots = tl.maximum(row_slots, 0).to(tl.int64)
-        x_ptrs = x_ptr + (tl.arange(0, ROWS) if GATED else row_slots) * in_features
+        x_ptrs = x_ptr + (tl.arange(0, ROWS) if IS_FIRST else row_slots) * in_features
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         out = multiply_expert(
-            x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype, EVEN, INS, GATED,
+            x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype, EVEN, INS, ACTIVATION,
             scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE,
         )  # fmt: skip
-        if not GATED:
+        if not IS_FIRST:
             out *= tl.load(scales_ptr + row_slots, mask=row_mask, other=0.0)[:, None]
         mask = row_mask[:, None] & (outs < out_features)[None, :]
         tl.store(out_ptr + row_slots[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
@@ -159,39 +154,40 @@ def expert_gemm(
     weight: torch.Tensor | Fp8Matrix,
     out: torch.Tensor,
     first_expert: int,
-    gated: bool,
+    activation: Activation | None,
 ) -> None:
-    """Multiply up to MAX_EXPERT_ROWS rows with the weights of their experts: gate and up, or down if not gated.
+    """Multiply up to MAX_EXPERT_ROWS rows with the weights of their experts: the first ones, or down.
 
     Args:
-        x: [num_tokens, in_features], or if not gated [num_tokens, top_k, in_features]; contiguous.
-        routing: the experts of each token; from the kernel ahead if gated, else from an older one.
+        x: [num_tokens, in_features], or for down [num_tokens, top_k, in_features]; contiguous.
+        routing: the experts of each token; for down from an older kernel than the one ahead.
         weight: see `fused_experts`.
-        out: [num_tokens, top_k, out_features]; filled where the expert is here, and weighted if not gated.
+        out: [num_tokens, top_k, out_features]; filled where the expert is here, and for down weighted.
         first_expert: see `fused_experts`.
-        gated: return SiLU(gate) * up.
+        activation: of the first product; None for down.
     """
     num_rows, top_k = routing.experts.shape
     in_features, out_features = x.shape[-1], out.shape[-1]
     weight, scaling = kernel_arguments(weight)
     assert num_rows <= MAX_EXPERT_ROWS and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    outs, ins = _OUTS // 2 if gated else _OUTS, _STEP_BYTES // x.element_size()
+    outs, ins = _OUTS // 2 if activation == "silu" else _OUTS, _STEP_BYTES // x.element_size()
     if x.element_size() == 4 and weight.element_size() == 1:
         ins //= 2
     _expert_gemm_kernel[(triton.cdiv(out_features, outs), num_rows * top_k)](
         x, routing.experts, routing.weights, weight, out, num_rows, first_expert, len(weight), in_features,
         out_features, EVEN=in_features % ins == 0, ROWS=MAX_EXPERT_ROWS, TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), OUTS=outs, INS=ins, GATED=gated, num_warps=4, num_stages=4,
+        CHOICES=triton.next_power_of_2(top_k), OUTS=outs, INS=ins, ACTIVATION=activation, num_warps=4, num_stages=4,
         **pdl_options(x.device), **scaling,
     )  # fmt: skip
 
 
 @jit(do_not_specialize=["first_expert"])
-def _gate_up_gemv_kernel(
+def _up_gemv_kernel(
     x_ptr, experts_ptr, weight_ptr, out_ptr, first_expert, num_experts, out_features,
-    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, PDL: tl.constexpr,
+    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
+    GATED: tl.constexpr = ACTIVATION == "silu"
     choice = tl.program_id(1)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     ins = tl.arange(0, BLOCK_IN)
@@ -201,22 +197,24 @@ def _gate_up_gemv_kernel(
     is_out = outs < tl.where((expert >= 0) & (expert < num_experts), out_features, 0)
     mask = is_out[:, None] & (ins < IN)[None, :]
     size = tl.cast(out_features, tl.int64) * IN
-    ptrs = weight_ptr + 2 * expert * size + outs.to(tl.int64)[:, None] * IN + ins[None, :]
-    gate_weight = tl.load(ptrs, mask=mask, other=0.0)
-    up_weight = tl.load(ptrs + size, mask=mask, other=0.0)
+    ptrs = weight_ptr + (2 if GATED else 1) * expert * size + outs.to(tl.int64)[:, None] * IN + ins[None, :]
+    weight = tl.load(ptrs, mask=mask, other=0.0)
+    up_weight = tl.load(ptrs + size, mask=mask, other=0.0) if GATED else weight
     x = tl.load(x_ptr + ins, mask=ins < IN, other=0.0).to(tl.float32)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SCALE_OUTS:
         num_blocks: tl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS if SCALE_INS else 1
-        scale_ptr += expert * tl.cdiv(2 * out_features, SCALE_OUTS) * num_blocks
+        scale_ptr += expert * tl.cdiv((2 if GATED else 1) * out_features, SCALE_OUTS) * num_blocks
         scales = load_scales(scale_ptr, outs, is_out, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
-        up_scales = load_scales(scale_ptr, outs + out_features, is_out, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
-        gate = scaled_product(gate_weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
-        up = scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+        out = scaled_product(weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
+        up = out
+        if GATED:
+            up_scales = load_scales(scale_ptr, outs + out_features, is_out, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
+            up = scaled_product(up_weight, x, up_scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
     else:
-        gate = tl.sum(gate_weight.to(tl.float32) * x[None, :], axis=1)
-        up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1)
-    out = swiglu(gate, up, dtype)
+        out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
+        up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1) if GATED else out
+    out = activate(out, up, dtype, ACTIVATION)
     tl.store(out_ptr + choice * out_features + outs, out.to(dtype), mask=outs < out_features)
 
 
@@ -270,25 +268,30 @@ def _down_gemv_kernel(
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=outs < out_features)
 
 
-def gate_up_gemv(
-    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix, out: torch.Tensor, first_expert: int
+def up_gemv(
+    x: torch.Tensor,
+    routing: Routing,
+    weight: torch.Tensor | Fp8Matrix,
+    out: torch.Tensor,
+    first_expert: int,
+    activation: Activation,
 ) -> None:
-    """Compute the gated `expert_gemm` of one row; `out` is zero where the expert is not here."""
+    """Compute the first `expert_gemm` of one row; `out` is zero where the expert is not here."""
     (rows, in_features), (_, top_k, size) = x.shape, out.shape
     weight, scaling = kernel_arguments(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in = triton.next_power_of_2(in_features)
-    block_out = min(16, max(1, _GEMV_WEIGHTS // (2 * block_in)))
-    _gate_up_gemv_kernel[(triton.cdiv(size, block_out), top_k)](
-        x, routing.experts, weight, out, first_expert, len(weight), size,
-        IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out, num_warps=4, **pdl_options(x.device), **scaling,
+    block_out = min(16, max(1, _GEMV_WEIGHTS // (2 * block_in if activation == "silu" else block_in)))
+    _up_gemv_kernel[(triton.cdiv(size, block_out), top_k)](
+        x, routing.experts, weight, out, first_expert, len(weight), size, IN=in_features, BLOCK_IN=block_in,
+        BLOCK_OUT=block_out, ACTIVATION=activation, num_warps=4, **pdl_options(x.device), **scaling,
     )  # fmt: skip
 
 
 def down_gemv(
     x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix, out: torch.Tensor, first_expert: int
 ) -> None:
-    """Compute the sum, [1, out_features], over the experts of one row of what `expert_gemm` has without a gate."""
+    """Compute the sum, [1, out_features], over the experts of one row of what `expert_gemm` has for down."""
     (_, top_k, size), (rows, out_features) = x.shape, out.shape
     weight, scaling = kernel_arguments(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()

@@ -15,7 +15,8 @@ from nanovllm.kernels._triton import device_limits, is_hopper, jit, pdl_options,
 from nanovllm.kernels.e4m3 import Fp8Matrix
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.linear.scaled_gemm import multiply_scaled
-from nanovllm.kernels.moe.expert_gemm import find_scales, multiply_expert, swiglu
+from nanovllm.kernels.moe.activation import Activation, activate
+from nanovllm.kernels.moe.expert_gemm import find_scales, multiply_expert
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import EXPERT_TILE_ROWS, FASTEST, FP8_INS, KernelPolicy
 
@@ -149,7 +150,7 @@ _HOPPER_GATED_BLOCKS_TILES: Tiles = {**_HOPPER_GATED_FP8_TILES, inf: Tile(128, 2
 def choose_tile(x: torch.Tensor, weight: torch.Tensor, rows: float, gated: bool, has_blocks: bool) -> Tile:
     """Return the tile for rows of x's dtype and device, `rows` of each expert on the average, and these weights.
 
-    gated: see `grouped_gemm`; has_blocks: whether each block of weights has a scale.
+    gated: whether half of the weights are a gate's; has_blocks: whether each block of weights has a scale.
     """
     on_hopper = is_hopper(x.device)
     if x.element_size() == 1 and on_hopper:
@@ -167,10 +168,11 @@ def choose_tile(x: torch.Tensor, weight: torch.Tensor, rows: float, gated: bool,
 @jit
 def _multiply_scaled_expert(
     x_ptr, x_scale_ptr, x_rows, weight_ptr, scale_ptr, expert, first_out, in_features, out_features,
-    dtype: tl.constexpr, EVEN: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
+    dtype: tl.constexpr, EVEN: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, ACTIVATION: tl.constexpr,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
     """Compute `multiply_expert` of rows in e4m3."""
+    GATED: tl.constexpr = ACTIVATION == "silu"
     ins, num_steps = tl.arange(0, INS), tl.cdiv(in_features, INS)
     # What lies beyond the end is computed from what does not, and is not stored.
     outs = tl.minimum(first_out + tl.arange(0, OUTS), out_features - 1)
@@ -187,7 +189,7 @@ def _multiply_scaled_expert(
         x_ptrs, x_scale_ptrs, 1, weight_ptrs, scale_ptrs, weight_ptrs + size, up_scale_ptrs, 0, num_steps, in_features,
         EVEN, WEIGHTS_FIRST, SCALE_INS > 0, GATED,
     )  # fmt: skip
-    out = swiglu(out, up, dtype) if GATED else out
+    out = activate(out, up, dtype, ACTIVATION)
     return tl.trans(out) if WEIGHTS_FIRST else out
 
 
@@ -195,18 +197,19 @@ def _multiply_scaled_expert(
 def _grouped_gemm_kernel(
     x_ptr, slots_ptr, starts_ptr, scales_ptr, weight_ptr, out_ptr, num_experts, in_features, out_features,
     EVEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr,
-    INS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    INS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
     x_scale_ptr=None, ONE_SCALE: tl.constexpr = False,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    IS_FIRST: tl.constexpr = ACTIVATION is not None
     experts = tl.arange(0, EXPERTS)
     is_expert = experts < num_experts
-    if GATED:
+    if IS_FIRST:
         wait_for_previous(PDL)
     starts = tl.load(starts_ptr + experts, mask=is_expert, other=0)
     stops = tl.load(starts_ptr + experts + 1, mask=is_expert, other=0)
-    if not GATED:
+    if not IS_FIRST:
         wait_for_previous(PDL)
     columns = tl.cdiv(out_features, OUTS)
     # An expert's tiles are computed one after the other, so that they find each other's weights and rows in the cache.
@@ -224,20 +227,20 @@ def _grouped_gemm_kernel(
         outs = first_out + tl.arange(0, OUTS)
         row_mask = places < stop
         slots = tl.load(slots_ptr + places, mask=row_mask, other=0)
-        x_rows = slots // TOP_K if GATED else places
-        out_rows = places if GATED else slots
+        x_rows = slots // TOP_K if IS_FIRST else places
+        out_rows = places if IS_FIRST else slots
         if x_scale_ptr is None:
             out = multiply_expert(
                 x_ptr + x_rows.to(tl.int64) * in_features, row_mask, weight_ptr, expert, outs, in_features,
-                out_features, dtype, EVEN, INS, GATED, scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE,
+                out_features, dtype, EVEN, INS, ACTIVATION, scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE,
             )  # fmt: skip
         else:
             x_rows = tl.where(row_mask, x_rows, 0)
             out = _multiply_scaled_expert(
                 x_ptr, x_scale_ptr, x_rows, weight_ptr, scale_ptr, expert, first_out, in_features, out_features,
-                dtype, EVEN, OUTS, INS, GATED, SCALE_OUTS, SCALE_INS, ONE_SCALE,
+                dtype, EVEN, OUTS, INS, ACTIVATION, SCALE_OUTS, SCALE_INS, ONE_SCALE,
             )  # fmt: skip
-        if not GATED:
+        if not IS_FIRST:
             out *= tl.load(scales_ptr + slots, mask=row_mask, other=0.0)[:, None]
         mask = row_mask[:, None] & (outs < out_features)[None, :]
         tl.store(out_ptr + out_rows.to(tl.int64)[:, None] * out_features + outs[None, :], out.to(dtype), mask=mask)
@@ -249,21 +252,21 @@ def grouped_gemm(
     order: SortedSlots,
     weight: torch.Tensor | Fp8Matrix,
     out: torch.Tensor,
-    gated: bool,
+    activation: Activation | None,
     policy: KernelPolicy = FASTEST,
 ) -> None:
-    """Multiply rows with the weights of their experts: gate and up, or down if not gated; see `expert_gemm`.
+    """Multiply rows with the weights of their experts: the first ones, or down; see `expert_gemm`.
 
     Args:
-        x: [num_tokens, in_features], or if not gated [num_tokens * top_k, in_features], sorted; contiguous. Rows in
-            e4m3 have a scale each, or one for 128 inputs if the weights, which are e4m3, too, have blocks of these.
-        routing, weight, gated: see `expert_gemm`.
-        order: its slots by expert; from the kernel ahead if gated, else from an older one.
-        out: [num_tokens * top_k, out_features]; filled where the expert is here. If gated, sorted; if not, by slot,
-            and weighted.
+        x: [num_tokens, in_features], or for down [num_tokens * top_k, in_features], sorted; contiguous. Rows in e4m3
+            have a scale each, or one for 128 inputs if the weights, which are e4m3, too, have blocks of these.
+        routing, weight, activation: see `expert_gemm`.
+        order: its slots by expert; for down from an older kernel than the one ahead.
+        out: [num_tokens * top_k, out_features]; filled where the expert is here. Sorted; for down by slot, and
+            weighted.
         policy: chooses the tile.
     """
-    num_rows, top_k = routing.experts.shape
+    (num_rows, top_k), gated = routing.experts.shape, activation == "silu"
     scaling = {}
     if isinstance(weight, Fp8Matrix):
         scaling, weight = weight.scaling, weight.bytes if isinstance(x, torch.Tensor) else weight.values
@@ -287,5 +290,6 @@ def grouped_gemm(
     _grouped_gemm_kernel[(max(1, min(most_tiles, resident)),)](
         x, order.slots, order.starts, routing.weights, weight, out, num_experts, in_features, out_features,
         EVEN=in_features % ins == 0, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, ROWS=tile.rows,
-        OUTS=outs, INS=ins, GATED=gated, num_warps=tile.warps, num_stages=stages, **pdl_options(x.device), **scaling,
+        OUTS=outs, INS=ins, ACTIVATION=activation, num_warps=tile.warps, num_stages=stages, **pdl_options(x.device),
+        **scaling,
     )  # fmt: skip

@@ -39,11 +39,13 @@ class SigmoidScores:
         bias: [num_experts] float32, added to sigmoids when experts are chosen; None for zero.
         eps: added to the sum that renormalised weights are divided by.
         factor: of the weights.
+        is_exact: whether logits are sums in float32, instead of rounded to the rows' dtype.
     """
 
     bias: torch.Tensor | None
     eps: float
     factor: float
+    is_exact: bool = False
 
 
 def route_ref(
@@ -57,7 +59,8 @@ def route_ref(
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
-    logits = functional.linear(normed, weight).float()
+    is_exact = sigmoid is not None and sigmoid.is_exact
+    logits = functional.linear(*(one.float() if is_exact else one for one in (normed, weight))).float()
     if sigmoid is not None:
         shares = logits.sigmoid()
         scores = shares if sigmoid.bias is None else shares + sigmoid.bias
@@ -111,7 +114,7 @@ def _choose_row_kernel(
 def _route_kernel(
     x_ptr, weight_ptr, experts_ptr, weights_ptr, bias_ptr, num_rows, num_experts, in_features, eps, factor,
     EVEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
+    CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
@@ -130,7 +133,7 @@ def _route_kernel(
         weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
     # Rounded as by a separate product.
-    logits = tl.where(is_expert, round_to(acc, x_ptr.dtype.element_ty), float("-inf"))
+    logits = tl.where(is_expert, round_to(acc, x_ptr.dtype.element_ty) if ROUNDS else acc, float("-inf"))
     most = tl.max(logits, axis=1)
     if SIGMOID:
         shares, total = tl.sigmoid(logits), tl.full([ROWS], 1.0, tl.float32)
@@ -189,7 +192,8 @@ def route(
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)
     experts = max(16, triton.next_power_of_2(num_experts))
     bias, eps, factor = (None, 0.0, 1.0) if sigmoid is None else (sigmoid.bias, sigmoid.eps, sigmoid.factor)
-    if num_rows == 1:
+    is_exact = sigmoid is not None and sigmoid.is_exact
+    if num_rows == 1 and not is_exact:
         normed = x if norm is None else torch.empty_like(x)
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
@@ -211,7 +215,7 @@ def route(
         normed, weight, chosen, weights, bias, num_rows, num_experts, in_features, eps, factor,
         EVEN=in_features % ins == 0, ROWS=tile_rows, EXPERTS=experts, INS=ins, TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None,
-        num_warps=4 if tile_rows == 16 else 8, num_stages=max(1, min(_STAGES, shared_bytes // step_bytes)),
-        **pdl_options(x.device),
+        ROUNDS=not is_exact, num_warps=4 if tile_rows == 16 else 8,
+        num_stages=max(1, min(_STAGES, shared_bytes // step_bytes)), **pdl_options(x.device),
     )  # fmt: skip
     return Routing(chosen, weights, num_experts), normed, total

@@ -169,7 +169,7 @@ class MockRunner:
         states: Sequence[StateCache] = (),
     ) -> None:
         self.num_kvcache_blocks = num_blocks
-        self.num_drafts = num_drafts
+        self.num_drafts, self.max_draft_rows = num_drafts, num_slots
         # Decides which drafts are right.
         self.draft_rng = random.Random(copy_seed)
         # Slots in the host's memory that can be saved to, and how many there will be.

@@ -76,7 +76,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_model_len: most tokens of one sequence.
         eos_token_ids: tokens that end an output, unless its request ignores them.
-        num_drafts: see `Runner`.
+        num_drafts, max_draft_rows: see `Runner`.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         num_drafts: int = 0,
+        max_draft_rows: int = 0,
     ) -> None:
         # Every running sequence must get its next token within the budget of one step.
         assert max_num_running <= max_num_batched_tokens
@@ -100,7 +101,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         # The running sequences that have caught up.
         num_drafts = 0 if block_manager.has_states else num_drafts
-        self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts)
+        self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, max_draft_rows)
         self.stats = SchedulerStats()
         self._num_matched_tokens = 0
         self._free_slots = list(reversed(range(max_num_running)))
@@ -268,7 +269,7 @@ class Scheduler:
             self.stats.num_cached_tokens += seq.num_cached_tokens
             num_matched = seq.num_branch_blocks * self.block_manager.block_size
             self._num_matched_tokens += max(num_matched, seq.num_cached_tokens)
-        batch.new_requests.append(seq.new_request())
+        batch.new_requests.append(seq.new_request(with_cached=self.steady.num_drafts > 0))
         return seq
 
     def _next_waiting(self) -> Sequence | None:
@@ -345,6 +346,8 @@ class Scheduler:
                 self._take_tokens(batch.sampled_seq_ids[index], [int(output.token_ids[index])], 1, changes)
         else:
             self._take_ragged(batch, output, output.offsets, changes)
+        if output.num_drafts is not None:
+            self._note_drafts(batch, output.num_drafts)
         self.stats.num_output_tokens += len(changes.token_ids) - len(changes.dropped)
         self.stats.num_clipped_kv = output.num_clipped_kv
         self.block_manager.confirm_step()
@@ -367,6 +370,16 @@ class Scheduler:
             parts.append(output.token_ids[first : first + count])
         changes.token_ids = np.concatenate(parts)
         changes.dropped.clear()
+
+    def _note_drafts(self, batch: ScheduledBatch, num_drafts: np.ndarray) -> None:
+        """Take in the number of drafts that the device has for each row after a step."""
+        num_rows = len(batch.rows)
+        self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch.number)
+        begun = zip(batch.sampled_seq_ids[num_rows:], num_drafts[num_rows:].tolist(), strict=True)
+        found = [(seq.slot, n) for seq_id, n in begun if (seq := self._sequences.get(seq_id)) and seq.rows is not None]
+        if found:
+            slots, counts = np.array(found).T
+            self.steady.note_drafts(slots, counts, batch.number)
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
         """Add the tokens of a row planned to compute `num_new` to its sequence; return how many of them count."""

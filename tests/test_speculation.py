@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +37,9 @@ def slot_tensors(num_slots: int, num_drafts: int, groups: int = 2) -> SlotTensor
     for tensor, high in ((state.last_token, 99), (state.num_computed, 40), (state.drafts, 99)):
         tensor.copy_(torch.randint(high, tensor.shape, generator=generator))
     state.num_prompt.copy_(state.num_computed // 2)
-    state.block_tables.copy_(torch.randperm(state.block_tables.numel(), generator=generator).view_as(state.block_tables))
+    state.block_tables.copy_(
+        torch.randperm(state.block_tables.numel(), generator=generator).view_as(state.block_tables)
+    )
     return state
 
 
@@ -103,7 +103,7 @@ def test_lookup_finds_the_longest_match_and_the_last_of_equal_ones(
     state.drafts.fill_(9)
     triton_form(drafts.ngram_drafts)(state, history, slots, lookup)
     assert torch.equal(state.drafts[:40], wanted[:40])
-    assert (wanted[[0, 5]] == -1).all() and (wanted[:40] >= 0).all(1).sum() > 20
+    assert (wanted[[0, 5]] == -1).all() and (wanted[:40] >= 0).all(1).sum() > 10
 
 
 class OracleDrafter(NgramDrafter):
@@ -178,7 +178,7 @@ def generate(depth: int, **settings: Any) -> tuple[list[RequestOutput], dict[str
         return outputs, llm.stats()
 
 
-FEW_BLOCKS = {"num_kvcache_blocks": 24}
+FEW_BLOCKS = {"num_kvcache_blocks": 20}
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,12 @@ def test_tokens_are_the_ones_without_speculation(
         known = request.getfixturevalue("oracle")
         known.texts = [[*one.prompt_token_ids, *item.token_ids] for one in wanted for item in one.outputs]
         known.right = right
-    outputs, stats = generate(depth, **settings, speculative_config=NGRAM)
+    # A graph cannot hold what this drafter does on the host.
+    outputs, stats = generate(depth, **settings, speculative_config=NGRAM, enforce_eager=right is not None)
     assert answers(outputs) == answers(wanted)
     torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
     if right in {0.8, 1.0}:
         assert stats["num_steps"] < 0.85 * plain["num_steps"]
+        assert sum(stats["num_accepted_per_position"]) == stats["num_accepted_tokens"] > 0.5 * stats["num_drafts"]
     if settings is FEW_BLOCKS:
         assert stats["num_preemptions"] > 0

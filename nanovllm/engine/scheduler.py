@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Reversible
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
 _MOST_PASSED_OVER = 64
 """Waiting sequences that a step passes over at most, since each is looked up in the prefix cache."""
+_SPECULATION_STATS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_position")
+"""The fields of `SchedulerStats` that only an engine that speculates reports."""
 
 
 @dataclass
@@ -56,7 +59,8 @@ class SchedulerStats:
     """Counts since the scheduler began. Prompt and cached tokens count once per request, at first admission.
 
     For clipped keys and values see `StepOutput`. Models with states also count `num_matched_tokens`: cached tokens, and
-    the ones that would be with a state kept at the end of their keys.
+    the ones that would be with a state kept at the end of their keys. An engine that speculates also counts rows that
+    verified drafts (`num_drafts`), their drafts, and the accepted ones, in all and by position among the row's drafts.
     """
 
     num_steps: int = 0
@@ -65,6 +69,10 @@ class SchedulerStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_clipped_kv: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -102,7 +110,7 @@ class Scheduler:
         # The running sequences that have caught up.
         num_drafts = 0 if block_manager.has_states else num_drafts
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, max_draft_rows)
-        self.stats = SchedulerStats()
+        self.stats = SchedulerStats(num_accepted_per_position=[0] * num_drafts)
         self._num_matched_tokens = 0
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
@@ -366,10 +374,20 @@ class Scheduler:
             batch.sampled_seq_ids, num_new, offsets.tolist(), offsets[1:].tolist(), strict=False
         ):
             count = self._take_tokens(seq_id, output.token_ids[first:end].tolist(), planned, changes)
+            if planned > 1:
+                self._count_drafts(planned - 1, end - first - 1)
             changes.seq_ids += [seq_id] * count
             parts.append(output.token_ids[first : first + count])
         changes.token_ids = np.concatenate(parts)
         changes.dropped.clear()
+
+    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        stats = self.stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += num_drafts
+        stats.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            stats.num_accepted_per_position[position] += 1
 
     def _note_drafts(self, batch: ScheduledBatch, num_drafts: np.ndarray) -> None:
         """Take in the number of drafts that the device has for each row after a step."""
@@ -487,7 +505,7 @@ class Scheduler:
         """Every unfinished sequence, in the order of `add`."""
         return self._sequences.values()
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, Any]:
         """Return the stats, and the sequences and blocks in use now."""
         manager = self.block_manager
         counters = {
@@ -498,6 +516,9 @@ class Scheduler:
             "num_free_blocks": manager.num_free_blocks,
             **({} if manager.host is None else manager.host.counters()),
         }
+        if not self.steady.num_drafts:
+            for name in _SPECULATION_STATS:
+                del counters[name]
         if manager.has_states:
             # Every running sequence has one.
             counters["num_used_states"] = len(self.running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from nanovllm.runner.batch import StepInputs
 from nanovllm.runner.drafter import NgramDrafter
 from nanovllm.runner.slot_state import SlotState
 from tests.cache_checks import check_blocks
+from tests.hybrid_models import make_model
 from tests.reference import set_depth
 from tests.test_kernels import DEVICE
 from tests.test_kernels import by_triton as triton_form
@@ -203,3 +205,16 @@ def test_tokens_are_the_ones_without_speculation(
         assert sum(stats["num_accepted_per_position"]) == stats["num_accepted_tokens"] > 0.5 * stats["num_drafts"]
     if settings is FEW_BLOCKS:
         assert stats["num_preemptions"] > 0
+
+
+def test_ranks_accept_the_same_drafts() -> None:
+    wanted, _ = generate(0)
+    outputs, stats = generate(0, tensor_parallel_size=2, device="cpu", speculative_config=NGRAM)
+    assert answers(outputs) == answers(wanted)
+    assert stats["num_accepted_tokens"] > 0
+
+
+def test_models_with_states_are_refused(tmp_path: Path) -> None:
+    make_model("lfm2").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="speculative_config does not support models whose layers keep states"):
+        LLM(tmp_path, speculative_config=NGRAM, num_kvcache_blocks=100, max_model_len=256)

@@ -23,6 +23,9 @@ if not torch.cuda.is_available():
 import transformers
 
 from nanovllm import LLM
+from nanovllm.client import engine_process
+from nanovllm.runner import worker_processes
+from tests.forked_python import ForkedPython
 
 # Its assertions hold under `python -O` too, as assertions in tests do.
 pytest.register_assert_rewrite("tests.mock_runner", "tests.streams")
@@ -54,6 +57,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu") is not None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def processes_begin_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fork ranks and replicas; tests of processes themselves have `real_processes = True` in their module."""
+    if torch.cuda.is_available() or getattr(request.module, "real_processes", False):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (worker_processes, engine_process):
+            patch.setattr(module, "start_python", ForkedPython)
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import subprocess
@@ -12,6 +11,7 @@ import tempfile
 import nanovllm.serve.app
 import nanovllm.serve.main  # noqa: F401
 from nanovllm.cli import main
+from tests.forked_python import CONTEXT
 
 
 def _run(arguments: list[str], files: list[str], environment: dict[str, str], num_files: int | None) -> None:
@@ -34,10 +34,8 @@ class ForkedCommand:
 
     def __init__(self, arguments: list[str], num_files: int | None, environment: dict[str, str]) -> None:
         self._files = [tempfile.NamedTemporaryFile() for _ in range(2)]  # noqa: SIM115
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
         names = [file.name for file in self._files]
-        self._process = context.Process(target=_run, args=(arguments, names, environment, num_files))
+        self._process = CONTEXT.Process(target=_run, args=(arguments, names, environment, num_files))
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid

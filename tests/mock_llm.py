@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -27,6 +26,7 @@ from nanovllm.engine.request import RequestSeeds, no_constraint
 from nanovllm.runner.messages import ScheduledBatch
 from nanovllm.utils.processes import describe_exit
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeights
+from tests.forked_python import CONTEXT
 from tests.mock_runner import MockHandle, MockRunner, make_engine
 
 HALVES = ("model.norm", "lm_head")
@@ -155,14 +155,11 @@ class MockReplicas:
     """Engines over the mock model in processes of their own, behind one `Engine`."""
 
     def __init__(self, count: int, **sizes: Any) -> None:
-        # Its server has imported all that they need.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
         self.processes, connections = [], []
         for _ in range(count):
             own, other = Pipe()
             with other:
-                process = context.Process(target=_serve, args=(other, sizes), daemon=True)
+                process = CONTEXT.Process(target=_serve, args=(other, sizes), daemon=True)
                 process.start()
             self.processes.append(process)
             connections.append(own)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tests.forked_python import started
+
 
 def rank_pids(starter: int | None = None) -> dict[int, int]:
     """Process ids of the living ranks that a process, this one by default, has started, by rank."""
@@ -23,6 +25,9 @@ def front_end_pids(starter: int) -> dict[int, int]:
 
 def _pids(kind: str, starter: int | None) -> dict[int, int]:
     pids = {}
+    for process in started[:] if starter is None else ():
+        if process.title.startswith(f"nanovllm {kind} ") and process.poll() is None:
+            pids[int(process.title.split()[-1])] = process.pid
     for folder in Path("/proc").iterdir():
         try:
             # A process that exits meanwhile leaves no folder.

@@ -40,6 +40,7 @@ from tests.rank_processes import rank_pids
 
 # Each test starts several processes, on however few cores.
 
+real_processes = True
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]
 

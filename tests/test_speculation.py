@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.attention import AttentionSetup, make_backend
+from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.kernels import drafts
 from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows_ref
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import model_runner
-from nanovllm.runner.batch import StepInputs
+from nanovllm.runner.batch import BatchBuilder, StepInputs
 from nanovllm.runner.drafter import NgramDrafter
+from nanovllm.runner.messages import Rows, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
 from tests.cache_checks import check_blocks
 from tests.hybrid_models import make_model
@@ -145,7 +149,7 @@ def requests() -> Iterator[tuple[list[int] | str, SamplingParams]]:
     yield ids(7, 6, 0), SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=2)
     yield ids(30, 3, 1), SamplingParams(0.8, seed=3, max_tokens=37, ignore_eos=True, logprobs=0)
     yield ids(50, 1, 2), SamplingParams(0, max_tokens=50, min_tokens=10, stop_token_ids=[5, 6, 7])
-    yield ids(3, 20, 3), SamplingParams(1.0, seed=5, max_tokens=40, top_k=20, presence_penalty=0.3, ignore_eos=True)
+    yield ids(3, 20, 3), SamplingParams(1.0, seed=5, max_tokens=40, top_k=20, frequency_penalty=1.5, ignore_eos=True)
     yield ids(120, 2, 4), SamplingParams(0.7, seed=6, n=3, max_tokens=30, top_p=0.9, min_p=0.05, ignore_eos=True)
     yield ids(90, 1, 5), SamplingParams(0, max_tokens=20, prompt_logprobs=1, logprobs=1)
     yield "count to 9", SamplingParams(0, max_tokens=60, stop=[", 4"], bad_words=["ships with"])
@@ -205,6 +209,20 @@ def test_tokens_are_the_ones_without_speculation(
         assert sum(stats["num_accepted_per_position"]) == stats["num_accepted_tokens"] > 0.5 * stats["num_drafts"]
     if settings is FEW_BLOCKS:
         assert stats["num_preemptions"] > 0
+
+
+def test_the_host_counts_as_the_engine_says() -> None:
+    """A row computed four tokens and returned one; its next tokens come after five, not eight."""
+    specs = [Paged(2, 32, 32, None, torch.float32)]
+    backend = make_backend("sdpa", AttentionSetup(torch.device("cpu"), torch.float32, 16, 4, specs, 4))
+    builder = BatchBuilder(4, 8, 16, 64, backend, torch.device("cpu"), num_groups=1, num_drafts=3)
+    slots, steps = np.array([2], np.int32), []
+    for num_computed in (4, 5):
+        batch = ScheduledBatch(rows=Rows(slots, np.array([4], np.int32), np.array([num_computed], np.int32)))
+        shape, array = builder.plan(batch)
+        steps.append(builder.send(batch, shape, array))
+    assert [step.seq_lens_host for step in steps] == [[8], [9]]
+    assert [step.query_lens_host for step in steps] == [[4], [4]]
 
 
 def test_ranks_accept_the_same_drafts() -> None:

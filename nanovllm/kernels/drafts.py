@@ -141,9 +141,8 @@ def _ngram_drafts_kernel(
 def ngram_drafts(state: SlotTensors, history: torch.Tensor, slots: torch.Tensor, lookup: tuple[int, int]) -> None:
     """Draft what followed the longest earlier match of a text's newest tokens (prompt lookup; Saxena 2023).
 
-    Fills the slots' `drafts`, with -1 where nothing matches. history: [num_slots + 1, n] int32, the tokens of each
-    slot, of which the first `num_computed` + 1 count; slots: [num_rows] int32; lookup: least and most tokens of a
-    match.
+    Fills the slots' `drafts`, with -1 where nothing matches. history: [num_slots + 1, n] int32, each slot's tokens; the
+    first `num_computed` + 1 count; slots: [num_rows] int32; lookup: least and most tokens of a match.
     """
     if not uses_triton(slots.device):
         ngram_drafts_ref(state, history, slots, lookup)

@@ -22,6 +22,7 @@ from nanovllm.runner import model_runner
 from nanovllm.runner.batch import BatchBuilder, StepInputs
 from nanovllm.runner.drafter import NgramDrafter
 from nanovllm.runner.messages import Rows, ScheduledBatch
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.slot_state import SlotState
 from tests.cache_checks import check_blocks
 from tests.hybrid_models import make_model
@@ -54,41 +55,43 @@ def test_rows_with_drafts_are_rows_one_after_another() -> None:
     state = slot_tensors(6, 3)
     slots = torch.tensor([4, 0, 6, 2], dtype=torch.int32, device=DEVICE)
     state.drafts[2, 1:] = -1
-    num_new = torch.tensor([4, 2, 4, 4], dtype=torch.int32, device=DEVICE)
+    num_new = torch.tensor([4, 2, 1, 4], dtype=torch.int32, device=DEVICE)
     rows = drafts.gather_drafted_rows(state, slots, num_new, 8)
-    assert rows.is_new.tolist() == [[True] * 4, [True] * 2 + [False] * 2, [True] * 4, [True] * 2 + [False] * 2]
+    # What is new comes last; of padding all is.
+    assert rows.is_new.tolist() == [[True] * 4, [False] * 2 + [True] * 2, [True] * 4, [False] * 2 + [True] * 2]
     for row, slot in enumerate(slots.tolist()):
-        first = int(state.num_computed[slot])
+        first, num_real = int(state.num_computed[slot]), int(rows.is_new[row].sum())
         texts = [int(state.last_token[slot]), *state.drafts[slot].tolist()]
-        for ahead in range(4):
-            state.num_computed[slot], state.last_token[slot] = first + ahead, texts[ahead]
-            one, at = gather_decode_rows_ref(state, slots[row : row + 1], 8), row * 4 + ahead
-            assert torch.equal(rows.block_tables[:, row], one.block_tables[:, 0])
-            if rows.is_new[row, ahead]:
-                for name in ("token_ids", "positions", "output_index", "temperatures", "seeds"):
-                    assert torch.equal(getattr(rows, name)[at], getattr(one, name)[0]), name
-                assert torch.equal(rows.slot_mapping[:, at], one.slot_mapping[:, 0])
-            else:
+        assert rows.seq_lens[row] == first + num_real
+        for column in range(4):
+            ahead, at = column - 4 + num_real, row * 4 + column
+            if ahead < 0:
                 assert (rows.slot_mapping[:, at] == -1).all() and rows.positions[at] == first
-        state.num_computed[slot] = first
-    assert rows.seq_lens.tolist() == [int(state.num_computed[slot]) + 4 for slot in slots.tolist()]
+                continue
+            state.num_computed[slot], state.last_token[slot] = first + ahead, texts[ahead]
+            one = gather_decode_rows_ref(state, slots[row : row + 1], 8)
+            assert torch.equal(rows.block_tables[:, row], one.block_tables[:, 0])
+            for name in ("token_ids", "positions", "output_index", "temperatures", "seeds"):
+                assert slot == 6 or torch.equal(getattr(rows, name)[at], getattr(one, name)[0]), name
+            assert torch.equal(rows.slot_mapping[:, at], one.slot_mapping[:, 0])
+        state.num_computed[slot], state.last_token[slot] = first, texts[0]
 
 
 def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
     state = slot_tensors(6, 3)
     slots = torch.tensor([4, 0, 6, 2], dtype=torch.int32, device=DEVICE)
-    sampled = torch.full((4, 4), 7, dtype=torch.int64, device=DEVICE)
     before = state.num_computed.clone()
     state.drafts[slots.long()] = torch.tensor([7, 7, 7], dtype=torch.int32, device=DEVICE)
-    # The second is wrong; nothing beyond the second is new; padding; what follows a wrong one is right.
+    # The second is wrong; two tokens are new; padding; what follows a wrong one is right.
     state.drafts[4, 1] = state.drafts[2, 0] = 8
-    sampled[:, :] = torch.tensor([[7, 5, 7, 7], [7, 7, 7, 7], [7, 7, 7, 7], [3, 7, 7, 7]])
+    sampled = torch.tensor([[7, 5, 7, 7], [1, 2, 7, 9], [7, 7, 7, 7], [3, 7, 7, 7]], device=DEVICE)
     is_new = torch.ones(4, 4, dtype=torch.bool, device=DEVICE)
-    is_new[1, 2:] = False
-    assert drafts.verify_drafts(state, slots, is_new, sampled).tolist() == [2, 2, 4, 1]
-    assert state.last_token[slots.long()].tolist() == [5, 7, 7, 3]
-    gained = (state.num_computed - before)[slots.long()].tolist()
-    assert gained == [2, 2, 0, 1]
+    is_new[1, :2] = False
+    counts, tokens = drafts.verify_drafts(state, slots, is_new, sampled)
+    assert counts.tolist() == [2, 2, 4, 1]
+    assert [tokens[row, :n].tolist() for row, n in enumerate(counts)] == [[7, 5], [7, 9], [7] * 4, [3]]
+    assert state.last_token[slots.long()].tolist() == [5, 9, 7, 3]
+    assert (state.num_computed - before)[slots.long()].tolist() == [2, 2, 0, 1]
 
 
 @pytest.mark.parametrize("lookup", [(1, 1), (2, 5), (3, 3)])
@@ -179,6 +182,13 @@ def generate(depth: int, **settings: Any) -> tuple[list[RequestOutput], dict[str
     asked, params = zip(*requests(), strict=True)
     with LLM(BUNDLED_MODEL, **SETTINGS | settings) as llm:
         set_depth(llm, depth)
+        if settings.get("tensor_parallel_size", 1) == 1:
+            # No key is read that was not stored.
+            runner = llm.llm_engine._runner
+            assert isinstance(runner, ModelRunner)
+            for layer in runner.model.attention_layers:
+                for pages in (layer.layer.pages.k_cache, layer.layer.pages.v_cache):
+                    pages.fill_(torch.nan)
         outputs = [output for _ in range(2) for output in llm.generate(list(asked), list(params), use_tqdm=False)]
         check_blocks(llm.llm_engine.block_manager)
         return outputs, llm.stats()

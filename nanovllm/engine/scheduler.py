@@ -188,7 +188,11 @@ class Scheduler:
         """Plan a row for every sequence that has caught up; return the ones that end with it."""
         for seq in self.steady.without_room():
             self._make_room(seq, batch)
-        batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(self._budget)
+        budget = self._budget
+        if self.steady.num_drafts and (self._behind or (self.waiting and self._free_slots)):
+            # Prompts get the other half of what rows of one token leave.
+            budget = (budget + len(self.steady)) // 2
+        batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(budget)
         self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(self.steady)
         return ending
 
@@ -374,8 +378,6 @@ class Scheduler:
             batch.sampled_seq_ids, num_new, offsets.tolist(), offsets[1:].tolist(), strict=False
         ):
             count = self._take_tokens(seq_id, output.token_ids[first:end].tolist(), planned, changes)
-            if planned > 1:
-                self._count_drafts(planned - 1, end - first - 1)
             changes.seq_ids += [seq_id] * count
             parts.append(output.token_ids[first : first + count])
         changes.token_ids = np.concatenate(parts)
@@ -383,7 +385,7 @@ class Scheduler:
 
     def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
         stats = self.stats
-        stats.num_drafts += 1
+        stats.num_drafts += num_drafts > 0
         stats.num_draft_tokens += num_drafts
         stats.num_accepted_tokens += num_accepted
         for position in range(num_accepted):
@@ -407,7 +409,7 @@ class Scheduler:
             changes.dropped.add(seq_id)
             return 0
         if num_new > 1:
-            self.steady.settle(seq, num_new, len(token_ids))
+            self._count_drafts(self.steady.settle(seq, num_new, len(token_ids)), len(token_ids) - 1)
         is_running = seq.status is SequenceStatus.RUNNING
         # With drafts in flight, the plan cannot tell which token is the last.
         may_be_last = not is_running or self.steady.num_drafts

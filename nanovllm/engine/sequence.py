@@ -30,6 +30,8 @@ _FEW_ROWS = 8
 """Up to this number, all rows get attention, which is faster: 8 rows take 20 us, and 40 us by indexing arrays."""
 _LEAST_GAIN = 0.25
 """Tokens that drafts must have gained a step, on the average of the last eight, to be computed again."""
+_PATIENCE = 4
+"""Steps for which a row without drafts is planned as if it had some: the plan is a step ahead of what is known."""
 _TRIAL_STEPS = 16
 """A row whose drafts are not worth it tries again once in this number of steps."""
 _NEVER = np.iinfo(np.int64).max
@@ -345,8 +347,9 @@ class SteadyRows:
         self._capacity, self._num_shared = np.zeros((2, num_slots), dtype=np.int64)
         # Number of tokens at which it ends, and the most that one step computes.
         self._most_tokens, self._most_new = np.zeros((2, num_slots), dtype=np.int64)
-        # Whether the device has drafts, as far as is known, and the tokens by which steps with drafts were ahead.
-        self._has_drafts, self._gain = np.zeros(num_slots, dtype=bool), np.zeros(num_slots)
+        # Drafts that the device had when last known, steps since it had any, and tokens that drafts gained a step.
+        self._num_noted, self._num_without = np.zeros((2, num_slots), dtype=np.int64)
+        self._gain = np.zeros(num_slots)
         self._num_planned = 0
         self._end_token_ids = np.full((num_slots, _MAX_END_TOKENS), -1, dtype=np.int64)
         self._is_watched = np.zeros(num_slots, dtype=bool)
@@ -373,7 +376,7 @@ class SteadyRows:
         self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
         self._most_tokens[slot] = most_tokens
         self._most_new[slot] = 1 if seq.depends_on_tokens else 1 + self.num_drafts
-        self._has_drafts[slot], self._gain[slot] = True, 1.0
+        self._num_noted[slot], self._num_without[slot], self._gain[slot] = self.num_drafts, 0, 1.0
         self._is_watched[slot] = seq.is_watched or len(ends) > _MAX_END_TOKENS
         self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
         self._first_step[slot] = first_step
@@ -408,7 +411,9 @@ class SteadyRows:
     def note_drafts(self, slots: np.ndarray, num_drafts: np.ndarray, step: int) -> None:
         """Take in the number of drafts that the device has for rows after a step, by their slots."""
         is_current = self._first_step[slots] <= step + 1
-        self._has_drafts[slots[is_current]] = num_drafts[is_current] > 0
+        slots, num_drafts = slots[is_current], num_drafts[is_current]
+        self._num_noted[slots] = num_drafts
+        self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
 
     def without_room(self) -> list[Sequence]:
         """Return the sequences that may lack a block of their own for their next tokens."""
@@ -476,23 +481,30 @@ class SteadyRows:
 
     def _worth_drafting(self, slots: np.ndarray) -> np.ndarray:
         """Return for which rows the device has drafts that pay, by how far the last ones were right."""
-        if len(slots) > self.max_draft_rows:
+        least = self.num_tokens[slots] - self.num_unsure[slots]
+        # A row that is shorter than its drafts would begin before its first token.
+        if len(slots) > self.max_draft_rows or (least <= self.num_drafts).any():
             return np.zeros(len(slots), dtype=bool)
         self._num_planned += 1
         is_trial = (self._num_planned + slots) % _TRIAL_STEPS == 0
-        return self._has_drafts[slots] & ((self._gain[slots] >= _LEAST_GAIN) | is_trial)
+        return (self._num_without[slots] < _PATIENCE) & ((self._gain[slots] >= _LEAST_GAIN) | is_trial)
 
-    def settle(self, seq: Sequence, num_new: int, num_returned: int) -> None:
-        """Take back the tokens that a row was planned for and did not return.
+    def settle(self, seq: Sequence, num_new: int, num_returned: int) -> int:
+        """Take back the tokens that a row was planned for and did not return; return the drafts that it had.
 
         seq: had a row in that step; it may have been preempted since.
         """
         if seq.rows is None:
             seq.num_tokens -= num_new - num_returned
-        else:
-            self.num_tokens[seq.slot] -= num_new - num_returned
-            self.num_unsure[seq.slot] -= num_new - 1
-            self._gain[seq.slot] += (num_returned - 1 - self._gain[seq.slot]) / 8
+            return num_returned - 1
+        slot = seq.slot
+        self.num_tokens[slot] -= num_new - num_returned
+        self.num_unsure[slot] -= num_new - 1
+        # What was noted after the step before.
+        num_drafts = int(min(num_new - 1, self._num_noted[slot]))
+        if num_drafts:
+            self._gain[slot] += (num_returned - 1 - self._gain[slot]) / 8
+        return num_drafts
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
         """Store the tokens of a step's rows, one each; return the rows whose tokens the scheduler must check.

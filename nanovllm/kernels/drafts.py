@@ -23,8 +23,8 @@ class DraftedRows:
     """Rows of 1 + num_drafts tokens each, T in all; int32 unless stated otherwise.
 
     Attributes:
-        is_new: [num_rows, 1 + num_drafts] bool; tokens that exist. The others, which come last in a row, are computed
-            for nothing.
+        is_new: [num_rows, 1 + num_drafts] bool; tokens that exist. They come last in a row, so that its keys end with
+            them; the others are computed for nothing.
         token_ids, positions: [T].
         slot_mapping: [num_groups, T]; KV slots; -1 for what is not new, and for padding.
         seq_lens: [num_rows]; tokens up to the end of each row.
@@ -47,23 +47,26 @@ def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.
     """Gather rows with all drafts; slots: [num_rows] int32, the last slot for padding; num_new: [num_rows], at most."""
     slots = slots.long()
     first, drafts = state.num_computed[slots], state.drafts[slots]
-    tokens = torch.cat((state.last_token[slots].unsqueeze(1), drafts), 1)
+    tokens = torch.cat((state.last_token[slots].unsqueeze(1), drafts.clamp(min=0)), 1)
     per_row = tokens.shape[1]
-    ahead = torch.arange(per_row, dtype=torch.int32, device=slots.device)
-    is_new = (ahead < num_new.unsqueeze(1)) & (tokens >= 0)
-    # What is not new has a position of a row's own, so that no table is read beyond its end.
-    positions = first.unsqueeze(1) + ahead * is_new
+    columns = torch.arange(per_row, dtype=torch.int32, device=slots.device)
+    # Drafts come before the ones that are missing. A row of padding is whole, so that its keys begin at 0.
+    num_real = torch.minimum(num_new, 1 + (drafts >= 0).sum(1, dtype=torch.int32))
+    is_row = slots != len(state.last_token) - 1
+    num_real = num_real.where(is_row, per_row).unsqueeze(1)
+    is_new = columns >= per_row - num_real
+    ahead = (columns - per_row + num_real).clamp(min=0)
+    positions = first.unsqueeze(1) + ahead
     block_tables = state.block_tables[slots].transpose(0, 1).contiguous()
     index = (positions // block_size).long().expand(len(block_tables), -1, -1)
     places = block_tables.gather(2, index) * block_size + positions % block_size
-    is_stored = is_new & (slots != len(state.last_token) - 1).unsqueeze(1)
     per_token = slots.repeat_interleave(per_row, output_size=len(slots) * per_row)
     return DraftedRows(
         is_new=is_new,
-        token_ids=tokens.clamp(min=0).flatten(),
+        token_ids=tokens.gather(1, ahead.long()).flatten(),
         positions=positions.flatten(),
-        slot_mapping=places.where(is_stored, -1).flatten(1),
-        seq_lens=first + per_row,
+        slot_mapping=places.where(is_new & is_row.unsqueeze(1), -1).flatten(1),
+        seq_lens=first + num_real.squeeze(1),
         output_index=positions.flatten() + 1 - state.num_prompt[per_token],
         temperatures=state.temperature[per_token],
         seeds=state.seed[per_token],
@@ -71,19 +74,25 @@ def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.
     )
 
 
-def verify_drafts(state: SlotTensors, slots: torch.Tensor, is_new: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
+def verify_drafts(
+    state: SlotTensors, slots: torch.Tensor, is_new: torch.Tensor, sampled: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept the leading drafts that equal what was sampled in their place, and write the outcome into the slots.
 
     slots, is_new: see `gather_drafted_rows`; sampled: [num_rows, 1 + num_drafts] int64, the token after each. Returns
-    the number of tokens that each row gained, [num_rows] int64, at least 1: `sampled` begins with them.
+    the number of tokens that each row gained, [num_rows] int64, at least 1: the first of those that are new; and
+    `sampled` with what is new first.
     """
-    slots = slots.long()
-    is_right = is_new[:, 1:] & (sampled[:, :-1] == state.drafts[slots])
+    slots, per_row = slots.long(), sampled.shape[1]
+    columns = torch.arange(per_row, device=slots.device)
+    num_real = is_new.sum(1, keepdim=True)
+    sampled = sampled.gather(1, (columns + per_row - num_real).clamp(max=per_row - 1))
+    is_right = (columns[1:] < num_real) & (sampled[:, :-1] == state.drafts[slots])
     num_right = is_right.long().cumprod(1).sum(1)
     state.last_token[slots] = sampled.gather(1, num_right.unsqueeze(1)).squeeze(1).int()
     is_row = slots != len(state.last_token) - 1
     state.num_computed[slots] += ((num_right + 1) * is_row).int()
-    return num_right + 1
+    return num_right + 1, sampled
 
 
 def ngram_drafts_ref(state: SlotTensors, history: torch.Tensor, slots: torch.Tensor, lookup: tuple[int, int]) -> None:

@@ -375,7 +375,7 @@ class BatchBuilder:
         slots, rows = self.slots, batch.rows
         if rows.num_computed is not None:
             slots.num_computed[rows.slots] = rows.num_computed
-        num_drafts = self.num_drafts if (rows.num_new > 1).any() else 0
+        num_drafts = self.num_drafts if self.num_drafts and (rows.num_new > 1).any() else 0
         decoding = NO_ROWS.slots if num_drafts else rows.slots
         variant, array = self._backend.plan_host(decoding, slots.num_computed, slots.block_tables[:, 0])
         return StepShape(len(rows), batch.num_chunk_tokens, len(batch.chunks), variant, num_drafts), array
@@ -403,8 +403,9 @@ class BatchBuilder:
         if num_padding:
             decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
         changed_slots = NO_ROWS.slots if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
-        num_new = batch.rows.num_new if shape.num_drafts else self._sent_num_new
-        changed_num_new = NO_ROWS.slots if np.array_equal(num_new, self._sent_num_new) else num_new
+        num_new, changed_num_new = batch.rows.num_new, NO_ROWS.slots
+        if shape.num_drafts and not np.array_equal(num_new, self._sent_num_new):
+            changed_num_new = num_new
         # The prompts' arrays come first, since their sizes follow from the shape.
         changed_plan = NO_ROWS.slots if plan is self._sent_plan else plan
         sent = self._staging.send(

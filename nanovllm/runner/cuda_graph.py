@@ -66,10 +66,9 @@ def max_draft_rows(config: Config) -> int:
 
 def drafted_sizes(config: Config, backend: AttentionBackend) -> list[StepShape]:
     """Sizes of steps whose decode rows compute drafts; these attend as chunks do, in all variants alike."""
-    most, num_drafts = max_draft_rows(config), 0
-    if config.speculation is None or not backend.supports_mixed_graph:
+    if config.speculation is None:
         return []
-    num_drafts = config.speculation.num_speculative_tokens
+    most, num_drafts = max_draft_rows(config), config.speculation.num_speculative_tokens
     variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots.reshape(0, 0)).variant
     found = [StepShape(rows, 0, 0, variant, num_drafts) for rows in _up_to([1, 2, 4, *range(8, most, 8)], most)]
     chunks = min(_MIXED_CHUNKS, config.max_num_running)

@@ -173,7 +173,7 @@ class ModelRunner:
         self.drafter = self._make_drafter()
         # Tokens of decode rows, padding, and tokens of chunks; and what `PendingStep` says of drafts.
         num_rows = 2 * config.max_num_running
-        num_counts = 0 if self.drafter is None else 2 * num_rows + self.max_draft_rows * self.num_drafts
+        num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts
         self._sampled = torch.zeros(num_rows + num_counts, dtype=torch.int64, device=self.device)
         self._output_buffers = OutputBuffers(self._sampled, self.drafter is not None)
         self._num_clipped = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -185,6 +185,11 @@ class ModelRunner:
             return None
         if self.model.state_layers:
             raise ValueError("speculative_config does not support models whose layers keep states yet")
+        if self.is_cuda and not self.backend.supports_mixed_graph:
+            raise ValueError(
+                f"speculative_config does not support attention_backend={config.attention_backend!r} on a GPU: use "
+                "'triton', whose steps with drafts are CUDA graphs"
+            )
         return NgramDrafter(speculation, config.max_num_running, self.max_model_len, self.device)
 
     def _allocate(self, num_blocks: int) -> None:
@@ -269,9 +274,9 @@ class ModelRunner:
         batch, slots, per_row = step.batch, self.batch_builder.slots, 1 + step.shape.num_drafts
         sampled = batch.rows.slots.tolist()
         if per_row > 1:
-            # What is not new in a row is padding.
+            # What is not new in a row is padding, and comes first.
             num_new = zip(sampled, batch.rows.num_new.tolist(), strict=True)
-            sampled = [slot if i < n else slots.padding_slot for slot, n in num_new for i in range(per_row)]
+            sampled = [slot if i >= per_row - n else slots.padding_slot for slot, n in num_new for i in range(per_row)]
         sampled += [slots.padding_slot] * (step.num_padding * per_row)
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
@@ -338,9 +343,9 @@ class ModelRunner:
         self.communicator.begin_sampling()
         extra, num_rows = step.extra, len(step.batch.rows)
         if extra is not None and masks is not None:
-            # The first token of a row, or a chunk's.
+            # The only token that is new in a row, its last, or a chunk's.
             first, per_row = step.shape.num_row_tokens - num_rows, 1 + step.shape.num_drafts
-            masked = [row * per_row if row < num_rows else row + first for row in step.batch.masked]
+            masked = [(row + 1) * per_row - 1 if row < num_rows else row + first for row in step.batch.masked]
             self.sampling.add_masks(extra, masked, masks)
         sampled = self.sampler.sample(computed.logits, computed.inputs.sampling, extra)
         if extra is not None:
@@ -356,12 +361,12 @@ class ModelRunner:
             end = len(token_ids)
         else:
             rows, first = inputs.is_new.shape[0], inputs.num_row_tokens
-            counts = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))
+            counts, tokens = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))
             if len(slots) > rows:
                 scatter_tokens(state, slots[rows:], token_ids[first:], 0, self._sampled[first:])
-            self._sampled[:first] = token_ids[:first]
-            end = len(token_ids) + rows
-            self._sampled[len(token_ids) : end] = counts
+            self._sampled[:first] = tokens.flatten()
+            end = len(token_ids) + 2 * rows
+            self._sampled[len(token_ids) : end] = torch.cat((counts, inputs.is_new.sum(1)))
         if self.drafter is not None:
             self.drafter.propose(state, inputs, token_ids)
             self._sampled[end : end + len(slots)] = (state.drafts[slots] >= 0).sum(1)

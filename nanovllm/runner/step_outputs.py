@@ -88,8 +88,8 @@ class PendingStep:
 
     Attributes:
         shape, num_rows, num_samples: of the step, its decode rows without padding, and the chunks that it samples.
-        sampled: what `ModelRunner` stores of a step: a token for each row of logits; with drafts the number of tokens
-            that each decode row gained; in engines with drafts the number that each row has now.
+        sampled: what `ModelRunner` stores of a step: a token for each row of logits; with drafts the tokens that each
+            decode row gained, and the ones that were new in it; in engines with drafts the drafts of each row now.
         logprob_rows: the rows of logits that `logprobs` describe.
         logprobs: None if there are no such rows.
         prompt_outputs: see `StepOutput`.
@@ -114,11 +114,14 @@ class PendingStep:
         num_logits = shape.num_row_tokens + shape.num_chunks
         logprobs, offsets, ready = None if self.logprobs is None else _numpy(self.logprobs), None, values[num_logits:]
         if shape.num_drafts:
-            counts, ready = ready[:rows], ready[shape.num_decodes :]
+            counts, num_real = ready[:rows], ready[shape.num_decodes :][:rows]
+            ready = ready[2 * shape.num_decodes :]
             offsets = np.concatenate(([0], counts, np.ones(self.num_samples, np.int64))).cumsum()
-            is_taken = self._is_taken(counts)
-            described = [i for i, row in enumerate(self.logprob_rows) if is_taken[row]]
-            places = is_taken.cumsum() - 1
+            is_taken = self._is_taken(counts, np.zeros_like(counts))
+            # Tokens come first in a row, but logits of what is new last.
+            has_logits = self._is_taken(counts, 1 + shape.num_drafts - num_real)
+            described = [i for i, row in enumerate(self.logprob_rows) if has_logits[row]]
+            places = has_logits.cumsum() - 1
             logprob_rows = [int(places[self.logprob_rows[i]]) for i in described]
             if logprobs is not None:
                 logprobs = TokenLogprobs(*(part[described] for part in vars(logprobs).values()))
@@ -143,11 +146,12 @@ class PendingStep:
         first = self.shape.num_decodes
         return np.concatenate((values[: self.num_rows], values[first : first + self.num_samples]))
 
-    def _is_taken(self, counts: np.ndarray) -> np.ndarray:
-        """Return which of the rows of logits gave tokens that count; counts: [num_rows], of each decode row."""
+    def _is_taken(self, counts: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """Return which tokens count, a bool for each row of logits: of each decode row `counts`, from `first` on."""
         shape, per_row = self.shape, 1 + self.shape.num_drafts
         is_taken = np.zeros(shape.num_row_tokens + self.num_samples, dtype=bool)
-        is_taken[: self.num_rows * per_row] = (np.arange(per_row) < counts[:, None]).reshape(-1)
+        place = np.arange(per_row) - first[:, None]
+        is_taken[: self.num_rows * per_row] = ((place >= 0) & (place < counts[:, None])).reshape(-1)
         is_taken[shape.num_row_tokens :] = True
         return is_taken
 
@@ -179,7 +183,7 @@ class OutputBuffers:
         sampled = self._sampled[: shape.num_decodes + num_samples]
         if self._has_drafts:
             num_rows = shape.num_decodes + shape.num_chunks
-            num_counts = shape.num_decodes if shape.num_drafts else 0
+            num_counts = 2 * shape.num_decodes if shape.num_drafts else 0
             sampled = self._sampled[: shape.num_row_tokens + shape.num_chunks + num_counts + num_rows]
         if sampled.is_cuda:
             self._turn ^= 1

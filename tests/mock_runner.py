@@ -244,7 +244,10 @@ class MockRunner:
                     loaded = {self._load(chunk.slot, position, group) for group in range(len(self.windows))}
                     assert loaded == {token}, "what is not stored must be there"
         sampled: list[list[int]] = []
-        rows = zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True)
+        rows = list(zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True))
+        if any(num_new > 1 for _, num_new in rows):
+            # A row that is padded in front with its missing drafts would begin before the first token.
+            assert all(self.num_computed[slot] >= self.num_drafts for slot, _ in rows)
         for slot, num_new in rows:
             assert 1 <= num_new <= (1 if self.states else 1 + self.num_drafts)
             self._advance(slot, self.num_computed[slot], [self.last_token[slot]])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Literal, TypedDict, get_args
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict, get_args
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
@@ -16,6 +18,7 @@ KVCacheDtype = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "scaled_logprobs"]
 Pooling = Literal["last", "mean"]
+SpeculativeMethod = Literal["ngram"]
 _CHOICES = {
     "dtype": Dtype,
     "attention_backend": AttentionBackendName,
@@ -34,6 +37,65 @@ _LEAST = {
     "num_kvcache_blocks": -1,
     "max_logprobs": -1,
 }
+_FUTURE_METHODS = ("draft_model", "eagle3", "mtp")
+"""vLLM's names of methods of speculation."""
+_MOST_DRAFTS = 15
+_LONGEST_MATCH = 5
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Settings of speculation: how tokens are drafted, for a step to verify.
+
+    Attributes:
+        method: "ngram" drafts the tokens that followed the longest match of the newest tokens, in prompt and output.
+        num_speculative_tokens: maximum drafts of a row in a step, 1 to 15.
+        prompt_lookup_min, prompt_lookup_max: tokens of a match, 1 to 5.
+
+    Raises:
+        ValueError: a value is unknown or out of range.
+    """
+
+    method: SpeculativeMethod
+    num_speculative_tokens: int
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 5
+
+    def __post_init__(self) -> None:
+        if self.method in _FUTURE_METHODS:
+            raise ValueError(f"method {self.method!r} of speculative_config is not supported yet; 'ngram' is")
+        if self.method not in get_args(SpeculativeMethod):
+            raise ValueError(f"method of speculative_config must be 'ngram', not {self.method!r}")
+        limits = {
+            "num_speculative_tokens": _MOST_DRAFTS, "prompt_lookup_min": _LONGEST_MATCH,
+            "prompt_lookup_max": _LONGEST_MATCH,
+        }  # fmt: skip
+        for name, high in limits.items():
+            number = check_int(f"{name} of speculative_config", getattr(self, name), 1, high)
+            object.__setattr__(self, name, number)
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest > longest:
+            raise ValueError(f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
+        """Make it from `Config.speculative_config`.
+
+        Raises:
+            ValueError: not a mapping, a key is unknown or missing, or a value is unknown or out of range.
+        """
+        if not isinstance(values, Mapping):
+            example = {"method": "ngram", "num_speculative_tokens": 4}
+            raise ValueError(f"speculative_config must be a mapping such as {example}, not {values!r:.80}")
+        known = [item.name for item in fields(cls)]
+        settings = {"method": None, "num_speculative_tokens": None, **values}
+        unknown = [key for key in values if key not in known]
+        # Unsupported methods have further keys, which are not what is wrong.
+        if unknown and settings["method"] in get_args(SpeculativeMethod):
+            near = get_close_matches(str(unknown[0]), known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+            raise ValueError(f"unknown key {unknown[0]!r} in speculative_config: {hint}")
+        return cls(**{name: settings[name] for name in known if name in settings})
 
 
 @strict_keywords
@@ -84,6 +146,10 @@ class Config:
         max_logprobs: maximum log-probabilities that a request may ask for at each position; -1 allows the whole
             vocabulary.
         seed: seed of dummy weights (0 if None), and of requests without their own seed (random if None).
+        speculative_config: draft tokens and verify several in one step, which changes no output. A mapping: `method`
+            ("ngram": the tokens that followed the longest match of the newest ones, in prompt and output),
+            `num_speculative_tokens` (maximum drafts of a sequence in a step, 1 to 15), `prompt_lookup_min` and
+            `prompt_lookup_max` (tokens of a match, 1 to 5; 2 and 5 if not given).
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.
@@ -115,6 +181,7 @@ class Config:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     max_logprobs: int = 20
     seed: int | None = None
+    speculative_config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, low in _LEAST.items():
@@ -142,6 +209,15 @@ class Config:
             raise ValueError("attention_backend='flash_attn' does not support kv_cache_dtype='fp8'")
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(f"quantization must be None or 'fp8', not {self.quantization!r}")
+        if self.speculative_config is not None:
+            # The caller may change its mapping, or have one that does not pickle.
+            checked = SpeculativeConfig.from_mapping(self.speculative_config)
+            object.__setattr__(self, "speculative_config", asdict(checked))
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """The settings in `speculative_config`; None: no speculation."""
+        return None if self.speculative_config is None else SpeculativeConfig(**self.speculative_config)
 
     @property
     def max_num_running(self) -> int:
@@ -181,3 +257,4 @@ class EngineSettings(TypedDict, total=False):
     logprobs_mode: LogprobsMode
     max_logprobs: int
     seed: int | None
+    speculative_config: Mapping[str, Any] | None

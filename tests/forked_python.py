@@ -61,7 +61,7 @@ class ForkedPython:
 
 
 class _Main:
-    """What a process runs; its pickle takes the descriptors along."""
+    """The call that a process makes; its pickle takes the descriptors along."""
 
     def __init__(
         self, module: str, function: str, arguments: Sequence[int], title: str, descriptors: Sequence[int],

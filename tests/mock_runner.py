@@ -169,7 +169,7 @@ class MockRunner:
         states: Sequence[StateCache] = (),
     ) -> None:
         self.num_kvcache_blocks = num_blocks
-        self.num_drafts = num_drafts
+        self.num_drafts, self.max_draft_rows = num_drafts, num_slots
         # Decides which drafts are right.
         self.draft_rng = random.Random(copy_seed)
         # Slots in the host's memory that can be saved to, and how many there will be.
@@ -244,7 +244,10 @@ class MockRunner:
                     loaded = {self._load(chunk.slot, position, group) for group in range(len(self.windows))}
                     assert loaded == {token}, "what is not stored must be there"
         sampled: list[list[int]] = []
-        rows = zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True)
+        rows = list(zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True))
+        if any(num_new > 1 for _, num_new in rows):
+            # A row that is padded in front with its missing drafts would begin before the first token.
+            assert all(self.num_computed[slot] >= self.num_drafts for slot, _ in rows)
         for slot, num_new in rows:
             assert 1 <= num_new <= (1 if self.states else 1 + self.num_drafts)
             self._advance(slot, self.num_computed[slot], [self.last_token[slot]])

@@ -24,7 +24,7 @@ class NullRunner:
 
     pipeline_depth = 1
     num_kvcache_blocks = 4096
-    num_drafts = 0
+    num_drafts = max_draft_rows = 0
     cache_kinds: ClassVar[list[CacheKind]] = [FullCache()]
     host_memory = None
 

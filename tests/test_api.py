@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import doctest
+import pickle
+import re
 from array import array
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy as np
@@ -17,7 +21,7 @@ import nanovllm
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, SamplingParams, StepError, StructuredOutputsParams, outputs
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.model_client import ModelClient
-from nanovllm.config import Config, EngineSettings
+from nanovllm.config import Config, EngineSettings, SpeculativeConfig
 from nanovllm.outputs import RequestOutput, ToolCall
 from nanovllm.text.answers import AnswerOptions, tool_calls
 
@@ -54,6 +58,43 @@ if TYPE_CHECKING:
 def test_keywords_of_an_engine_are_the_fields_of_its_config() -> None:
     fields = {name: hint for name, hint in get_type_hints(Config).items() if name != "model"}
     assert get_type_hints(EngineSettings) == fields
+
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+def test_settings_of_speculation() -> None:
+    assert Config("x").speculation is None
+    given = dict(NGRAM)
+    config = Config("x", speculative_config=MappingProxyType(given))
+    # It does not follow the caller's mapping, and goes to other processes.
+    given["num_speculative_tokens"] = 99
+    for same in (config, pickle.loads(pickle.dumps(config)), replace(config, device="cpu"), Config(**vars(config))):
+        assert same.speculation == SpeculativeConfig("ngram", 4, prompt_lookup_min=2, prompt_lookup_max=5)
+    limits = {"num_speculative_tokens": np.int64(15), "prompt_lookup_min": 1, "prompt_lookup_max": 1}
+    # The form shows NumPy's integers.
+    assert str(Config("x", speculative_config=NGRAM | limits).speculation) == str(SpeculativeConfig("ngram", 15, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ('{"method": "ngram"}', "must be a mapping such as {'method': 'ngram', 'num_speculative_tokens': 4}, not '"),
+        ({}, "method of speculative_config must be 'ngram', not None"),
+        ({"method": "eagle3", "model": "x"}, "method 'eagle3' of speculative_config is not supported yet; 'ngram' is"),
+        (NGRAM | {"num_spec_tokens": 4}, "'num_spec_tokens' in speculative_config: did you mean 'num_speculative_toke"),
+        (NGRAM | {5: 4}, "unknown key 5 in speculative_config: it takes method, num_speculative_tokens, prompt_lookup"),
+        ({"method": "ngram"}, "num_speculative_tokens of speculative_config must be an integer in 1 ... 15, not None"),
+        (NGRAM | {"num_speculative_tokens": 0}, "must be in 1 ... 15, not 0"),
+        (NGRAM | {"num_speculative_tokens": 16}, "must be in 1 ... 15, not 16"),
+        (NGRAM | {"prompt_lookup_min": 0}, "prompt_lookup_min of speculative_config must be in 1 ... 5, not 0"),
+        (NGRAM | {"prompt_lookup_max": 6}, "prompt_lookup_max of speculative_config must be in 1 ... 5, not 6"),
+        (NGRAM | {"prompt_lookup_max": 1}, "prompt_lookup_min=2 must be at most prompt_lookup_max=1"),
+    ],
+)
+def test_bad_settings_of_speculation(values: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Config("x", speculative_config=values)
 
 
 def test_what_methods_return_can_be_imported() -> None:

@@ -389,6 +389,10 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "tokenizer": (["x"], "x"),
     "api_key": (["x", "y"], ["x", "y"]),
     "served_model_name": (["x", "y"], ["x", "y"]),
+    "speculative_config": (
+        ['{"method": "ngram", "num_speculative_tokens": 4}'],
+        {"method": "ngram", "num_speculative_tokens": 4},
+    ),
 }
 
 
@@ -444,6 +448,9 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         (["chat", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["chat", "--logit-bias", "[1]"], "--logit-bias"),
         (["chat", "--structured-outputs", '{"what": 1}'], "unknown argument what"),
+        (["serve", "--speculative-config", "ngram"], "--speculative-config: not JSON: ngram: "),
+        (["bench", "--speculative-config", '{"method": "x"}'], "method of speculative_config must be 'ngram', not 'x'"),
+        (["chat", "--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens of speculative_config must"),
         (["chat", "--n", "2"], "n must be 1"),
         (["chat", "--model", "/nowhere"], "/nowhere"),
         (["chat", *ENGINE, "--stop-token-ids", "99999"], "outside the vocabulary"),

@@ -30,6 +30,7 @@ from nanovllm.parallel.channel import Sender
 from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.parallel.symmetric_communicator import connect
 from nanovllm.runner import parallel_runner
+from nanovllm.runner.batch import StepShape
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_outputs import PendingStep
 from nanovllm.runner.worker import StepOrder, WorkerFailure, WorkerPlan
@@ -162,7 +163,7 @@ def test_what_a_device_says_after_a_rank_has_died_is_no_token(folder: Path, seco
                 return handle
             # The last step: nothing is ordered of the ranks after it.
             kill(1)
-            return PendingStep(handle.token_ids, handle.num_decodes, handle.num_padded_decodes, Later(seconds))  # type: ignore[arg-type]
+            return replace(handle, copied=Later(seconds))
 
         runner._runner.sample = killing
         with pytest.raises(StepError, match="rank 1 was killed by SIGKILL"):
@@ -245,7 +246,7 @@ def test_ranks_that_stand_still_are_not_waited_for_for_ever(folder: Path, monkey
     with make_llm(folder) as llm:
         runner = parallel(llm)
         with pytest.raises(RuntimeError, match="a step has not ended within 0 s"):
-            runner.wait(PendingStep(torch.zeros(1), 1, 1, Later(60)))  # type: ignore[arg-type]
+            runner.wait(PendingStep(StepShape(1), 1, 0, torch.zeros(1), Later(60)))  # type: ignore[arg-type]
         assert not rank_pids()
 
 

@@ -172,6 +172,22 @@ def test_a_stop_string_holds_after_moving_to_another_replica() -> None:
         assert llm.stats()["num_output_tokens"] < 100
 
 
+def test_accepted_drafts_of_replicas_add_up_by_position() -> None:
+    replicas = MockReplicas(2, pipeline_depth=0, num_drafts=3)
+    engine = replicas.engine
+    with mock_llm(engine) as llm:
+        assert llm.stats()["num_accepted_per_position"] == [0, 0, 0]
+        for replica, accepted in zip(engine._replicas, ([5, 2, 0], [7, 4, 1]), strict=True):
+            replica.stats |= {"num_drafts": 9, "num_accepted_per_position": accepted}
+        for _ in range(2):
+            stats = engine.stats()
+            assert (stats["num_drafts"], stats["num_accepted_per_position"]) == (18, [12, 6, 1])
+        # What a dead one has counted stays.
+        with pytest.warns(UserWarning, match="its 0 requests run again"):
+            engine._lose(engine._replicas[0])
+        assert engine.stats()["num_accepted_per_position"] == [12, 6, 1]
+
+
 def wait_until(reached: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 200
     while not reached():

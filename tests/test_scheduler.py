@@ -310,6 +310,22 @@ def test_rows_with_drafts_return_several_tokens(depth: int, num_drafts: int) -> 
     assert run(engine)[again]["num_cached_tokens"] == 40
 
 
+@DEPTHS
+def test_prompts_do_not_wait_for_drafts(depth: int) -> None:
+    """A row may fill a step with its drafts; a prompt that comes gets a part of each."""
+    engine, runner = make_engine(
+        pipeline_depth=depth, num_drafts=15, block_size=4, num_blocks=64, max_num_batched_tokens=16
+    )
+    engine.add_request(list(range(20)), SamplingParams(0, 90, ignore_eos=True))
+    while len(runner.batches) < 6:
+        engine.step()
+    assert runner.batches[-1].rows.num_new.max() > 12
+    engine.add_request(list(range(9, 0, -1)), greedy(1))
+    while len(runner.batches) < 10:
+        engine.step()
+    assert any(chunk.samples for batch in runner.batches[6:] for chunk in batch.chunks)
+
+
 def hybrid_engine(depth: int, *states: StateCache, num_blocks: int = 80, **sizes: Any) -> tuple[LLMEngine, MockRunner]:
     """An engine whose blocks of four tokens are many, and whose steps take whole prompts."""
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128} | sizes

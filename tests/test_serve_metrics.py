@@ -32,6 +32,12 @@ STATS = {
 }
 HOST_STATS = {"num_host_blocks": 5, "num_saved_blocks": 9, "num_loaded_blocks": 4, "num_lost_blocks": 1}
 STATE_STATS = {"num_used_states": 7, "num_kept_states": 6, "num_matched_tokens": 300}
+SPECULATION_STATS = {
+    "num_drafts": 40,
+    "num_draft_tokens": 100,
+    "num_accepted_tokens": 60,
+    "num_accepted_per_position": [35, 25, 0],
+}
 TIMES = (
     "request_queue_time_seconds",
     "time_to_first_token_seconds",
@@ -94,6 +100,23 @@ def test_states_have_counters_where_a_model_has_states() -> None:
     assert not {(f"nanovllm_{name}", ()) for name in names} & samples(metrics).keys()
     stats |= STATE_STATS
     assert [samples(metrics)[f"nanovllm_{name}", ()] for name in names] == [7, 6, 300]
+
+
+def test_drafts_are_counted_where_the_engine_speculates() -> None:
+    stats: dict[str, Any] = dict(STATS)
+    metrics = Metrics(lambda: stats, "m", {})
+    assert not any("spec_decode" in name for name, _ in samples(metrics))
+    stats |= SPECULATION_STATS
+    found = {key: count for key, count in samples(metrics).items() if "spec_decode" in key[0]}
+    assert found == {
+        ("vllm:spec_decode_num_drafts_total", ()): 40,
+        ("vllm:spec_decode_num_draft_tokens_total", ()): 100,
+        ("vllm:spec_decode_num_accepted_tokens_total", ()): 60,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", ("0",)): 35,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", ("1",)): 25,
+        ("vllm:spec_decode_num_accepted_tokens_per_pos_total", ("2",)): 0,
+    }
+    assert b'per_pos_total{engine="0",model_name="m",position="1"} 25.0' in metrics.render()[0]
 
 
 def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:

@@ -35,7 +35,7 @@ from nanovllm.llm import LLM
 from nanovllm.models import count_parameters, make_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.flags import CommandParser, user_errors
+from nanovllm.utils.flags import CommandParser, json_reader, user_errors
 
 IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 ROUNDS = 2
@@ -60,7 +60,10 @@ HYBRIDS = {
     "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
 }
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
-_ENGINE_FLAGS = ("enforce_eager", "attention_backend", "quantization", "kv_cache_dtype", "gpu_memory_utilization")
+_ENGINE_FLAGS = (
+    "enforce_eager", "attention_backend", "quantization", "kv_cache_dtype", "gpu_memory_utilization",
+    "speculative_config",
+)  # fmt: skip
 LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
 """A workload that takes minutes, and the `max_num_seqs` for it."""
 
@@ -364,6 +367,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--speculative-config", type=json_reader(dict), metavar="JSON", help="settings of speculation")
     parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
     parser.set_defaults(parser=parser)

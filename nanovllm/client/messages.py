@@ -88,7 +88,7 @@ class StepReport:
     failures: list[tuple[str, list[int], BaseException | None]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     steps: list[NewTokens] = field(default_factory=list)
-    stats: dict[str, int] = field(default_factory=dict)
+    stats: dict[str, Any] = field(default_factory=dict)
 
     def merge(self, later: StepReport) -> None:
         """Add a later report."""
@@ -110,7 +110,7 @@ class CallResult:
     """The result or error of a call, and the engine's counters then."""
 
     call_id: int
-    stats: dict[str, int]
+    stats: dict[str, Any]
     result: Any = None
     error: BaseException | None = None
 

@@ -353,8 +353,10 @@ class ModelClient(Unpicklable):
         if self.is_paused:
             raise RuntimeError("the engine is paused: call resume()")
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Counters since the engine began, and the blocks in use now.
+
+        `num_accepted_per_position` is a list of integers; the others are integers.
 
         Example:
             >>> llm.stats()["num_used_blocks"]

@@ -26,7 +26,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken, check_request_ids
-from nanovllm.engine.stats import StatsHistory, StatsSample
+from nanovllm.engine.stats import StatsHistory, StatsSample, add_stats
 from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
@@ -74,7 +74,7 @@ class Replica:
             self.info: EngineInfo = connection.recv()
         except (EOFError, OSError):
             raise RuntimeError(exit_text()) from None
-        self.stats: dict[str, int] = {}
+        self.stats: dict[str, Any] = {}
         self.state = EngineState()
         self._connection = connection
         self._receive = receive
@@ -193,7 +193,7 @@ class ReplicatedEngine(Engine):
         self.limits: RequestLimits = min((info.limits for info in infos), key=lambda limits: limits.max_stored_tokens)
         self._placement = Placement([info.max_num_running for info in infos], config.kvcache_block_size)
         # Counters of dead replicas.
-        self._past_stats: Counter[str] = Counter()
+        self._past_stats: dict[str, Any] = {}
         self._close_processes = close
         self._closed_by: str | None = None
         self._is_closed = False
@@ -349,15 +349,15 @@ class ReplicatedEngine(Engine):
         return LoadedWeights(loaded[0].count, loaded[0].missing, list(nan_names))
 
     @override
-    def stats(self, *, now: bool = False) -> dict[str, int]:
+    def stats(self, *, now: bool = False) -> dict[str, Any]:
         if now and self.is_open:
             # A replica that has just died keeps its last counters.
             with suppress(RuntimeError):
                 self.call(LLMEngine.is_finished)
-        total = Counter(dict.fromkeys(_MOMENTARY, 0) | self._past_stats)
+        total = dict.fromkeys(_MOMENTARY, 0) | self._past_stats
         for index in list(self._placement.shares):
-            total.update(self._replicas[index].stats)
-        return dict(total)
+            add_stats(total, self._replicas[index].stats)
+        return total
 
     @override
     def stats_history(self) -> list[StatsSample]:
@@ -455,7 +455,7 @@ class ReplicatedEngine(Engine):
             return
         again = self._placement.lose(replica.index)
         momentary = {*_MOMENTARY, *_MOMENTARY_OF_SOME}
-        self._past_stats.update({name: n for name, n in replica.stats.items() if name not in momentary})
+        add_stats(self._past_stats, {name: n for name, n in replica.stats.items() if name not in momentary})
         cause = replica.exit_text()
         if self._placement.shares:
             repeated = set(again)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Reversible
 from dataclasses import asdict, dataclass, field
 from heapq import heappop, heappush
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
 
 _MOST_PASSED_OVER = 64
 """Waiting sequences that a step passes over at most, since each is looked up in the prefix cache."""
+_SPECULATION_STATS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_position")
+"""The fields of `SchedulerStats` that only an engine that speculates reports."""
 
 
 @dataclass
@@ -56,7 +59,8 @@ class SchedulerStats:
     """Counts since the scheduler began. Prompt and cached tokens count once per request, at first admission.
 
     For clipped keys and values see `StepOutput`. Models with states also count `num_matched_tokens`: cached tokens, and
-    the ones that would be with a state kept at the end of their keys.
+    the ones that would be with a state kept at the end of their keys. An engine that speculates also counts rows that
+    verified drafts (`num_drafts`), their drafts, and the accepted ones, in all and by position among the row's drafts.
     """
 
     num_steps: int = 0
@@ -65,6 +69,10 @@ class SchedulerStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_clipped_kv: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -76,7 +84,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_model_len: most tokens of one sequence.
         eos_token_ids: tokens that end an output, unless its request ignores them.
-        num_drafts: see `Runner`.
+        num_drafts, max_draft_rows: see `Runner`.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         num_drafts: int = 0,
+        max_draft_rows: int = 0,
     ) -> None:
         # Every running sequence must get its next token within the budget of one step.
         assert max_num_running <= max_num_batched_tokens
@@ -100,8 +109,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         # The running sequences that have caught up.
         num_drafts = 0 if block_manager.has_states else num_drafts
-        self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts)
-        self.stats = SchedulerStats()
+        self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, max_draft_rows)
+        self.stats = SchedulerStats(num_accepted_per_position=[0] * num_drafts)
         self._num_matched_tokens = 0
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
@@ -179,7 +188,11 @@ class Scheduler:
         """Plan a row for every sequence that has caught up; return the ones that end with it."""
         for seq in self.steady.without_room():
             self._make_room(seq, batch)
-        batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(self._budget)
+        budget = self._budget
+        if self.steady.num_drafts and (self._behind or (self.waiting and self._free_slots)):
+            # Prompts get the other half of what rows of one token leave.
+            budget = (budget + len(self.steady)) // 2
+        batch.rows, batch.sampled_seq_ids, ending = self.steady.plan(budget)
         self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(self.steady)
         return ending
 
@@ -268,7 +281,7 @@ class Scheduler:
             self.stats.num_cached_tokens += seq.num_cached_tokens
             num_matched = seq.num_branch_blocks * self.block_manager.block_size
             self._num_matched_tokens += max(num_matched, seq.num_cached_tokens)
-        batch.new_requests.append(seq.new_request())
+        batch.new_requests.append(seq.new_request(with_cached=self.steady.num_drafts > 0))
         return seq
 
     def _next_waiting(self) -> Sequence | None:
@@ -345,6 +358,8 @@ class Scheduler:
                 self._take_tokens(batch.sampled_seq_ids[index], [int(output.token_ids[index])], 1, changes)
         else:
             self._take_ragged(batch, output, output.offsets, changes)
+        if output.num_drafts is not None:
+            self._note_drafts(batch, output.num_drafts)
         self.stats.num_output_tokens += len(changes.token_ids) - len(changes.dropped)
         self.stats.num_clipped_kv = output.num_clipped_kv
         self.block_manager.confirm_step()
@@ -368,6 +383,24 @@ class Scheduler:
         changes.token_ids = np.concatenate(parts)
         changes.dropped.clear()
 
+    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        stats = self.stats
+        stats.num_drafts += num_drafts > 0
+        stats.num_draft_tokens += num_drafts
+        stats.num_accepted_tokens += num_accepted
+        for position in range(num_accepted):
+            stats.num_accepted_per_position[position] += 1
+
+    def _note_drafts(self, batch: ScheduledBatch, num_drafts: np.ndarray) -> None:
+        """Take in the number of drafts that the device has for each row after a step."""
+        num_rows = len(batch.rows)
+        self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch.number)
+        begun = zip(batch.sampled_seq_ids[num_rows:], num_drafts[num_rows:].tolist(), strict=True)
+        found = [(seq.slot, n) for seq_id, n in begun if (seq := self._sequences.get(seq_id)) and seq.rows is not None]
+        if found:
+            slots, counts = np.array(found).T
+            self.steady.note_drafts(slots, counts, batch.number)
+
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
         """Add the tokens of a row planned to compute `num_new` to its sequence; return how many of them count."""
         seq = self._sequences.get(seq_id)
@@ -376,7 +409,7 @@ class Scheduler:
             changes.dropped.add(seq_id)
             return 0
         if num_new > 1:
-            self.steady.settle(seq, num_new, len(token_ids))
+            self._count_drafts(self.steady.settle(seq, num_new, len(token_ids)), len(token_ids) - 1)
         is_running = seq.status is SequenceStatus.RUNNING
         # With drafts in flight, the plan cannot tell which token is the last.
         may_be_last = not is_running or self.steady.num_drafts
@@ -474,7 +507,7 @@ class Scheduler:
         """Every unfinished sequence, in the order of `add`."""
         return self._sequences.values()
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> dict[str, Any]:
         """Return the stats, and the sequences and blocks in use now."""
         manager = self.block_manager
         counters = {
@@ -485,6 +518,9 @@ class Scheduler:
             "num_free_blocks": manager.num_free_blocks,
             **({} if manager.host is None else manager.host.counters()),
         }
+        if not self.steady.num_drafts:
+            for name in _SPECULATION_STATS:
+                del counters[name]
         if manager.has_states:
             # Every running sequence has one.
             counters["num_used_states"] = len(self.running)

@@ -28,6 +28,12 @@ _MAX_END_TOKENS = 4
 """End tokens per output that are compared in all rows at once; a request with more is watched."""
 _FEW_ROWS = 8
 """Up to this number, all rows get attention, which is faster: 8 rows take 20 us, and 40 us by indexing arrays."""
+_LEAST_GAIN = 0.25
+"""Tokens that drafts must have gained a step, on the average of the last eight, to be computed again."""
+_PATIENCE = 4
+"""Steps for which a row without drafts is planned as if it had some: the plan is a step ahead of what is known."""
+_TRIAL_STEPS = 16
+"""A row whose drafts are not worth it tries again once in this number of steps."""
 _NEVER = np.iinfo(np.int64).max
 sort_key = attrgetter("sort_key")
 
@@ -244,7 +250,13 @@ class Sequence:
         """Whether a token known on the host is still to be computed."""
         return self.rows is None and self.num_computed_tokens < self.num_tokens
 
-    def new_request(self) -> NewRequest:
+    @property
+    def depends_on_tokens(self) -> bool:
+        """Whether the choice of a token depends on earlier tokens of the output beside the model: it has no drafts."""
+        params = self.params
+        return self.constraint is not None or params.uses_penalties or bool(params.min_tokens)
+
+    def new_request(self, *, with_cached: bool = False) -> NewRequest:
         """Return the contents of its slot, at admission."""
         params, extra = self.params, None
         if self.has_extra:
@@ -257,7 +269,8 @@ class Sequence:
                 self.constraint is not None,
             )
         tables = [table[:] for table in self.block_tables]
-        return NewRequest(self.slot, tables, self.num_prompt_tokens, params.temperature, self.seed, extra)
+        cached = self.token_ids[: self.num_computed_tokens if with_cached else 0]
+        return NewRequest(self.slot, tables, self.num_prompt_tokens, params.temperature, self.seed, extra, cached)
 
     def prompt_scores(self, start: int, end: int) -> PromptScores | None:
         """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
@@ -312,7 +325,7 @@ class SteadyRows:
     Args:
         num_slots: most sequences that run at once.
         block_size: tokens per block.
-        num_drafts: drafts that a row may compute beside its newest token.
+        num_drafts, max_draft_rows: see `Runner`.
 
     Attributes:
         seqs: the sequences, one per row.
@@ -320,8 +333,8 @@ class SteadyRows:
         num_unsure: [num_slots]; see `Sequence`; zero without drafts.
     """
 
-    def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0) -> None:
-        self.block_size, self.num_drafts = block_size, num_drafts
+    def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0, max_draft_rows: int = 0) -> None:
+        self.block_size, self.num_drafts, self.max_draft_rows = block_size, num_drafts, max_draft_rows
         self.num_tokens, self.num_unsure = np.zeros((2, num_slots), dtype=np.int64)
         self.seqs: list[Sequence] = []
         self._rows: Rows | None = NO_ROWS
@@ -334,6 +347,10 @@ class SteadyRows:
         self._capacity, self._num_shared = np.zeros((2, num_slots), dtype=np.int64)
         # Number of tokens at which it ends, and the most that one step computes.
         self._most_tokens, self._most_new = np.zeros((2, num_slots), dtype=np.int64)
+        # Drafts that the device had when last known, steps since it had any, and tokens that drafts gained a step.
+        self._num_noted, self._num_without = np.zeros((2, num_slots), dtype=np.int64)
+        self._gain = np.zeros(num_slots)
+        self._num_planned = 0
         self._end_token_ids = np.full((num_slots, _MAX_END_TOKENS), -1, dtype=np.int64)
         self._is_watched = np.zeros(num_slots, dtype=bool)
         # The first step with this row; tokens of earlier ones belong to another sequence.
@@ -358,8 +375,8 @@ class SteadyRows:
         self._num_known[slot], self._num_recent[slot] = len(seq.token_ids), 0
         self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
         self._most_tokens[slot] = most_tokens
-        # The host makes a mask for one token only.
-        self._most_new[slot] = 1 if seq.constraint is not None else 1 + self.num_drafts
+        self._most_new[slot] = 1 if seq.depends_on_tokens else 1 + self.num_drafts
+        self._num_noted[slot], self._num_without[slot], self._gain[slot] = self.num_drafts, 0, 1.0
         self._is_watched[slot] = seq.is_watched or len(ends) > _MAX_END_TOKENS
         self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
         self._first_step[slot] = first_step
@@ -390,6 +407,13 @@ class SteadyRows:
         if count:
             seq._token_ids.frombytes(self._recent[slot, :count].tobytes())
             self._num_recent[slot] = 0
+
+    def note_drafts(self, slots: np.ndarray, num_drafts: np.ndarray, step: int) -> None:
+        """Take in the number of drafts that the device has for rows after a step, by their slots."""
+        is_current = self._first_step[slots] <= step + 1
+        slots, num_drafts = slots[is_current], num_drafts[is_current]
+        self._num_noted[slots] = num_drafts
+        self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
 
     def without_room(self) -> list[Sequence]:
         """Return the sequences that may lack a block of their own for their next tokens."""
@@ -445,25 +469,42 @@ class SteadyRows:
         num_tokens = self.num_tokens[slots]
         num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
         num_drafts = np.maximum(np.minimum(num_new, self._capacity[slots] + 1 - num_tokens) - 1, 0)
+        num_drafts *= self._worth_drafting(slots)
         num_new = np.minimum(num_new, 1)
         # The first rows get the rest of the budget.
         left = budget - int(num_new.sum()) - (num_drafts.cumsum() - num_drafts)
         num_drafts = np.clip(left, 0, num_drafts)
         self.num_unsure[slots] += num_drafts
         runs = np.flatnonzero(num_new)
-        rows = Rows(slots[runs], (num_new + num_drafts)[runs].astype(np.int32))
-        return rows, [self._seq_ids[row] for row in runs]
+        num_new, num_computed = (num_new + num_drafts)[runs].astype(np.int32), (num_tokens[runs] - 1).astype(np.int32)
+        return Rows(slots[runs], num_new, num_computed), [self._seq_ids[row] for row in runs]
 
-    def settle(self, seq: Sequence, num_new: int, num_returned: int) -> None:
-        """Take back the tokens that a row was planned for and did not return.
+    def _worth_drafting(self, slots: np.ndarray) -> np.ndarray:
+        """Return for which rows the device has drafts that pay, by how far the last ones were right."""
+        least = self.num_tokens[slots] - self.num_unsure[slots]
+        # A row that is shorter than its drafts would begin before its first token.
+        if len(slots) > self.max_draft_rows or (least <= self.num_drafts).any():
+            return np.zeros(len(slots), dtype=bool)
+        self._num_planned += 1
+        is_trial = (self._num_planned + slots) % _TRIAL_STEPS == 0
+        return (self._num_without[slots] < _PATIENCE) & ((self._gain[slots] >= _LEAST_GAIN) | is_trial)
+
+    def settle(self, seq: Sequence, num_new: int, num_returned: int) -> int:
+        """Take back the tokens that a row was planned for and did not return; return the drafts that it had.
 
         seq: had a row in that step; it may have been preempted since.
         """
         if seq.rows is None:
             seq.num_tokens -= num_new - num_returned
-        else:
-            self.num_tokens[seq.slot] -= num_new - num_returned
-            self.num_unsure[seq.slot] -= num_new - 1
+            return num_returned - 1
+        slot = seq.slot
+        self.num_tokens[slot] -= num_new - num_returned
+        self.num_unsure[slot] -= num_new - 1
+        # What was noted after the step before.
+        num_drafts = int(min(num_new - 1, self._num_noted[slot]))
+        if num_drafts:
+            self._gain[slot] += (num_returned - 1 - self._gain[slot]) / 8
+        return num_drafts
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
         """Store the tokens of a step's rows, one each; return the rows whose tokens the scheduler must check.

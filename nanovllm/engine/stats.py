@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanovllm.utils.display import install_hint
 
@@ -49,7 +49,7 @@ class StatsHistory:
         self._samples: list[StatsSample] = []
         self._began = self._next_time = time.monotonic()
 
-    def sample_if_due(self, get_stats: Callable[[], Mapping[str, int]]) -> None:
+    def sample_if_due(self, get_stats: Callable[[], Mapping[str, Any]]) -> None:
         """Take a sample of `Engine.stats`, unless the last one is too recent."""
         if (now := time.monotonic()) >= self._next_time:
             self._samples.append(self._sample(now, get_stats()))
@@ -59,11 +59,11 @@ class StatsHistory:
             # The newest sample may just have been thinned out.
             self._next_time = self._began + self._samples[-1].time + self._interval
 
-    def samples(self, stats: Mapping[str, int]) -> list[StatsSample]:
+    def samples(self, stats: Mapping[str, Any]) -> list[StatsSample]:
         """Return all samples, oldest first, and one of now, with the counters `stats`."""
         return [*self._samples, self._sample(time.monotonic(), stats)]
 
-    def _sample(self, now: float, stats: Mapping[str, int]) -> StatsSample:
+    def _sample(self, now: float, stats: Mapping[str, Any]) -> StatsSample:
         num_used, num_free = stats["num_used_blocks"], stats["num_free_blocks"]
         return StatsSample(
             now - self._began,
@@ -111,6 +111,15 @@ def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> 
 def token_rates(samples: Sequence[StatsSample], counter: str) -> list[float]:
     """Return the tokens per second between each sample and the next, by the counter of this name."""
     return [(getattr(b, counter) - getattr(a, counter)) / max(b.time - a.time, 1e-9) for a, b in pairwise(samples)]
+
+
+def add_stats(total: dict[str, Any], stats: Mapping[str, Any]) -> None:
+    """Add an engine's counters to a total; lists are added position by position."""
+    for name, value in stats.items():
+        if isinstance(value, list):
+            total[name] = [a + b for a, b in zip(total.get(name, [0] * len(value)), value, strict=True)]
+        else:
+            total[name] = total.get(name, 0) + value
 
 
 class Histogram:

@@ -24,6 +24,7 @@ class SlotTensors:
         num_prompt: prompt tokens.
         temperature: float32; 0 is greedy.
         seed: [num_slots + 1, 2]; low and high word.
+        drafts: [num_slots + 1, num_drafts]; tokens that may follow the newest one, then -1.
         block_tables: [num_slots + 1, num_groups, max_blocks]; of each group of the KV cache.
     """
 
@@ -32,6 +33,7 @@ class SlotTensors:
     num_prompt: torch.Tensor
     temperature: torch.Tensor
     seed: torch.Tensor
+    drafts: torch.Tensor
     block_tables: torch.Tensor
 
 

@@ -8,7 +8,7 @@ without changes sends nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
+from nanovllm.kernels.drafts import DraftedRows, gather_drafted_rows
 from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
@@ -29,25 +30,36 @@ from nanovllm.sampling.sampler import ExtraRows, Sampled, SamplingInputs
 class StepShape:
     """Sizes of one step: decode rows, prompt tokens and prompt chunks; with padding in a `DeviceStep`.
 
-    `variant` is the attention backend's, see `AttentionBackend.plan_host`.
+    `variant` is the attention backend's, see `AttentionBackend.plan_host`. With `num_drafts` each decode row has that
+    many tokens more, and attends as a prompt chunk does.
     """
 
     num_decodes: int
     num_prompt_tokens: int = 0
     num_chunks: int = 0
     variant: Hashable = None
+    num_drafts: int = 0
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of the decode rows."""
+        return self.num_decodes * (1 + self.num_drafts)
 
 
 @dataclass
 class StepInputs:
-    """The inputs of one step on the device; rows of one token first.
+    """The inputs of one step on the device; decode rows first.
 
     Attributes:
         token_ids, positions: [num_tokens] int32.
         metadata: what attention reads.
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
-        sample_slots: [num_samples] int32; the slots of the sampled tokens.
-        sampling: their sampling parameters.
+        sample_slots: [num_rows] int32; the slots of decode rows, and of chunks that end a prompt.
+        sampling: the sampling parameters of each sample.
+        num_row_tokens: tokens of the decode rows.
+        is_new: [num_decodes, 1 + num_drafts] bool; see `DraftedRows`. None in steps without drafts.
+        token_slots: [num_tokens] int32; the slot of each token, and of what is not new the padding slot. None in
+            engines without drafts.
     """
 
     token_ids: torch.Tensor
@@ -56,6 +68,9 @@ class StepInputs:
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
+    num_row_tokens: int
+    is_new: torch.Tensor | None = None
+    token_slots: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -291,6 +306,25 @@ class Staging:
         return list(views)
 
 
+def _with_drafted_rows(metadata: StepMetadata, shape: StepShape) -> StepMetadata:
+    """Return the metadata of a step whose decode rows, of several tokens, come before its chunks, as chunks."""
+    num_rows, cu_seqlens_q = shape.num_decodes, metadata.cu_seqlens_q
+    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=metadata.seq_lens.device) * (1 + shape.num_drafts)
+    chunks, numbers = starts // (1 + shape.num_drafts), torch.zeros_like(starts)
+
+    def tiles(others: torch.Tensor) -> torch.Tensor:
+        other_chunks, other_numbers = others.view(2, -1)
+        other_chunks = torch.where(other_chunks < 0, other_chunks, other_chunks + num_rows)
+        return torch.cat((chunks[:-1], other_chunks, numbers[:-1], other_numbers))
+
+    return replace(
+        metadata,
+        cu_seqlens_q=torch.cat((starts, cu_seqlens_q[1:] + shape.num_row_tokens)),
+        query_tiles=tiles(metadata.query_tiles),
+        sample_tiles=tiles(metadata.sample_tiles),
+    )
+
+
 class BatchBuilder:
     """Turns scheduled batches into tensors.
 
@@ -303,6 +337,7 @@ class BatchBuilder:
         device: device of the tensors.
         num_groups: groups of the cache.
         num_state_blocks: blocks of a sequence's state, in the last group; 0 if no layer keeps any.
+        num_drafts: see `Runner`.
     """
 
     def __init__(
@@ -316,28 +351,34 @@ class BatchBuilder:
         *,
         num_groups: int,
         num_state_blocks: int = 0,
+        num_drafts: int = 0,
     ) -> None:
-        self.block_size = block_size
+        self.block_size, self.num_drafts = block_size, num_drafts
         self._states = StateSizes(num_state_blocks, block_size)
-        self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device)
+        self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device, num_drafts)
         if num_state_blocks:
             # Padding has no state.
             self.slots.tensors.block_tables[self.slots.padding_slot, -1] = -1
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
-        self._sent_decode_slots = self._sent_plan = NO_ROWS.slots
+        self._num_new = torch.ones_like(self._decode_slots)
+        self._sent_decode_slots = self._sent_num_new = self._sent_plan = NO_ROWS.slots
         # The most that a step sends: padded prompts; decode slots; attention's plan; indices and values of all slots.
         num_tokens, num_chunks = 2 * max_num_batched_tokens, 2 * num_slots
         prompts = PromptArrays.total_size(num_tokens, num_chunks, num_groups)
         prompts += self._states.total_size(num_tokens, num_chunks)
-        self._staging = Staging(prompts + 2 * self.slots.size + num_slots + len(backend.plan_buffer), device)
+        self._staging = Staging(prompts + 2 * self.slots.size + 2 * num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
         """Return the shape of a batch without padding, and the device part of attention's plan."""
         # Layers that see all tokens, and may share attention over common prefixes, are in the first group if in any.
-        slots = self.slots
-        variant, array = self._backend.plan_host(batch.rows.slots, slots.num_computed, slots.block_tables[:, 0])
-        return StepShape(len(batch.rows.slots), batch.num_chunk_tokens, len(batch.chunks), variant), array
+        slots, rows = self.slots, batch.rows
+        if rows.num_computed is not None:
+            slots.num_computed[rows.slots] = rows.num_computed
+        num_drafts = self.num_drafts if self.num_drafts and (rows.num_new > 1).any() else 0
+        decoding = NO_ROWS.slots if num_drafts else rows.slots
+        variant, array = self._backend.plan_host(decoding, slots.num_computed, slots.block_tables[:, 0])
+        return StepShape(len(rows), batch.num_chunk_tokens, len(batch.chunks), variant, num_drafts), array
 
     def send(
         self,
@@ -362,10 +403,15 @@ class BatchBuilder:
         if num_padding:
             decode_slots = np.append(decode_slots, np.full(num_padding, slots.padding_slot, dtype=np.int32))
         changed_slots = NO_ROWS.slots if np.array_equal(decode_slots, self._sent_decode_slots) else decode_slots
+        num_new, changed_num_new = batch.rows.num_new, NO_ROWS.slots
+        if shape.num_drafts and not np.array_equal(num_new, self._sent_num_new):
+            changed_num_new = num_new
         # The prompts' arrays come first, since their sizes follow from the shape.
         changed_plan = NO_ROWS.slots if plan is self._sent_plan else plan
-        sent = self._staging.send([*prompts, changed_slots, changed_plan, changed_index, changed_values])
-        *prompt_tensors, new_slots, new_plan, index_tensor, value_tensor = sent
+        sent = self._staging.send(
+            [*prompts, changed_slots, changed_num_new, changed_plan, changed_index, changed_values]
+        )
+        *prompt_tensors, new_slots, new_num_new, new_plan, index_tensor, value_tensor = sent
         if len(new_plan):
             self._backend.plan_buffer.copy_(new_plan)
             self._sent_plan = plan
@@ -373,13 +419,17 @@ class BatchBuilder:
         if len(new_slots):
             self._decode_slots[: len(new_slots)] = new_slots
             self._sent_decode_slots = decode_slots
-        decode_lens = slots.num_computed[batch.rows.slots] + 1
-        slots.num_computed[batch.rows.slots] = decode_lens
+        if len(new_num_new):
+            self._num_new[: len(new_num_new)] = new_num_new
+            self._sent_num_new = num_new
+        num_computed, per_row = slots.num_computed[batch.rows.slots], 1 + shape.num_drafts
+        slots.num_computed[batch.rows.slots] = num_computed + batch.rows.num_new
         seq_lens, query_lens = list[int](), list[int]()
         if not is_capture_size:
-            seq_lens = decode_lens.tolist() + [1] * num_padding
+            seq_lens = (num_computed + per_row).tolist() + [per_row] * num_padding
             seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
-            query_lens = [len(chunk.token_ids) for chunk in chunks]
+            query_lens = [per_row] * shape.num_decodes if shape.num_drafts else []
+            query_lens += [len(chunk.token_ids) for chunk in chunks]
         return DeviceStep(batch, shape, is_capture_size, PromptArrays._make(prompt_tensors), seq_lens, query_lens)
 
     def send_empty(self, shape: StepShape, *, is_capture_size: bool = True) -> DeviceStep:
@@ -393,7 +443,13 @@ class BatchBuilder:
         """Assemble a step's inputs from data on the device; a CUDA graph may hold this."""
         shape, prompts, state = step.shape, step.prompts, self.slots.tensors
         slots = self._decode_slots[: shape.num_decodes]
-        decodes = gather_decode_rows(state, slots, self.block_size)
+        num_row_tokens, is_new = shape.num_row_tokens, None
+        decodes: DecodeRows | DraftedRows
+        if shape.num_drafts:
+            decodes = gather_drafted_rows(state, slots, self._num_new[: shape.num_decodes], self.block_size)
+            is_new = decodes.is_new
+        else:
+            decodes = gather_decode_rows(state, slots, self.block_size)
         slot_mappings, block_tables = list(decodes.slot_mapping), list(decodes.block_tables)
         seq_lens = decodes.seq_lens
         if shape.num_chunks:
@@ -404,7 +460,7 @@ class BatchBuilder:
             block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
             seq_lens = torch.cat((seq_lens, prompts.seq_lens))
         metadata = StepMetadata(
-            num_decodes=shape.num_decodes,
+            num_decodes=0 if shape.num_drafts else shape.num_decodes,
             slot_mappings=slot_mappings,
             block_tables=block_tables,
             seq_lens=seq_lens,
@@ -416,15 +472,24 @@ class BatchBuilder:
             variant=shape.variant,
             states=self._state_metadata(decodes, prompts) if self._states.num_blocks else None,
         )
+        if shape.num_drafts:
+            metadata = _with_drafted_rows(metadata, shape)
+        token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
-            return StepInputs(decodes.token_ids, decodes.positions, metadata, None, slots, sampling)
+            return StepInputs(
+                decodes.token_ids, decodes.positions, metadata, None, slots, sampling, num_row_tokens, is_new,
+                token_slots,
+            )  # fmt: skip
         positions = torch.cat((decodes.positions, prompts.positions))
-        decode_indices = torch.arange(shape.num_decodes, device=slots.device)
-        sample_indices = torch.cat((decode_indices, prompts.sample_indices + shape.num_decodes))
+        decode_indices = torch.arange(num_row_tokens, device=slots.device)
+        sample_indices = torch.cat((decode_indices, prompts.sample_indices + num_row_tokens))
         sample_slots = torch.cat((slots, prompts.sample_slots))
         # Torch casts a 32-bit index anew at each use.
         index = sample_slots.long()
+        if shape.num_drafts:
+            per_row = slots.long().repeat_interleave(1 + shape.num_drafts, output_size=num_row_tokens)
+            index = torch.cat((per_row, prompts.sample_slots.long()))
         return StepInputs(
             token_ids=torch.cat((decodes.token_ids, prompts.token_ids)),
             positions=positions,
@@ -434,9 +499,25 @@ class BatchBuilder:
             sampling=SamplingInputs(
                 state.temperature[index], state.seed[index], positions[sample_indices] + 1 - state.num_prompt[index]
             ),
+            num_row_tokens=num_row_tokens,
+            is_new=is_new,
+            token_slots=token_slots,
         )
 
-    def _state_metadata(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
+    def _token_slots(self, slots: torch.Tensor, is_new: torch.Tensor | None, step: DeviceStep) -> torch.Tensor:
+        """Return `StepInputs.token_slots`."""
+        prompts, padding = step.prompts, self.slots.padding_slot
+        if is_new is not None:
+            slots = slots.unsqueeze(1).where(is_new, padding).flatten()
+        if not step.shape.num_chunks:
+            return slots
+        ends = prompts.cu_seqlens_q[1:]
+        places = torch.arange(step.shape.num_prompt_tokens, dtype=torch.int32, device=slots.device)
+        chunks = torch.searchsorted(ends, places, right=True)
+        padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
+        return torch.cat((slots, padded[chunks]))
+
+    def _state_metadata(self, decodes: DecodeRows | DraftedRows, prompts: PromptArrays) -> StateMetadata:
         """Return the states of a step: sequences own the ones in their tables, and overwrite them."""
         num_blocks = self._states.num_blocks
         tables = decodes.block_tables[-1][:, :num_blocks]

@@ -17,6 +17,7 @@ from nanovllm.attention.backend import AttentionBackend, CaptureVariant
 from nanovllm.config import Config
 from nanovllm.models.base import CausalLM
 from nanovllm.runner.batch import StepShape
+from nanovllm.runner.messages import NO_ROWS
 
 T = TypeVar("T")
 _MIXED_DECODES = (8, 64, 128, 256)
@@ -28,6 +29,9 @@ _MIXED_CHUNKS = 32
 _COARSE_DECODES = (32, 64, 96, 128)
 _COARSE_MIXED_DECODES = (64, 256)
 _COARSE_MIXED_TOKENS = (256, 2048)
+
+_MAX_DRAFTED_TOKENS = 256
+"""With more tokens in decode rows a step takes so much longer that drafts no longer pay."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device: capture streams of engines that have exited."""
@@ -51,6 +55,27 @@ def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int, variant: Capture
         for num_tokens, num_decodes in product(tokens, _up_to(decodes, max_num_seqs))
         if num_tokens < 2 * max_num_batched_tokens
     ]
+
+
+def max_draft_rows(config: Config) -> int:
+    """Return the most rows of a step that may compute drafts; see `Runner`."""
+    if config.speculation is None:
+        return 0
+    return min(config.max_num_running, _MAX_DRAFTED_TOKENS // (1 + config.speculation.num_speculative_tokens))
+
+
+def drafted_sizes(config: Config, backend: AttentionBackend) -> list[StepShape]:
+    """Sizes of steps whose decode rows compute drafts; these attend as chunks do, in all variants alike."""
+    if config.speculation is None:
+        return []
+    most, num_drafts = max_draft_rows(config), config.speculation.num_speculative_tokens
+    variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots.reshape(0, 0)).variant
+    found = [StepShape(rows, 0, 0, variant, num_drafts) for rows in _up_to([1, 2, 4, *range(8, most, 8)], most)]
+    chunks = min(_MIXED_CHUNKS, config.max_num_running)
+    for rows, num_tokens in product(_up_to([8], most), _MIXED_TOKENS):
+        if num_tokens < 2 * config.max_num_batched_tokens:
+            found.append(StepShape(rows, num_tokens, chunks, variant, num_drafts))
+    return found
 
 
 def _up_to(sizes: Iterable[int], most: int) -> list[int]:
@@ -85,7 +110,7 @@ class CaptureSizes:
         self._costs = [self._cost(shape) for shape in self.shapes]
 
     def _cost(self, shape: StepShape) -> tuple[int, int]:
-        return shape.num_prompt_tokens + shape.num_decodes, self._ranks[shape.variant]
+        return shape.num_prompt_tokens + shape.num_row_tokens, self._ranks[shape.variant]
 
     def fit(self, shape: StepShape) -> StepShape | None:
         """The smallest shape that a step fits into; None if no shape is large enough."""
@@ -99,6 +124,7 @@ class CaptureSizes:
                 and size.num_decodes >= shape.num_decodes
                 and size.num_prompt_tokens >= shape.num_prompt_tokens
                 and size.num_chunks >= shape.num_chunks
+                and size.num_drafts == shape.num_drafts
             ):
                 return size
         return None
@@ -112,7 +138,9 @@ class CaptureSizes:
             rows = self._all_rows if item in usual else self._attention_rows
             for num_tokens, num_decodes in product(self._all_prompt_tokens, rows):
                 found.append(self.fit(StepShape(num_decodes, num_tokens, min(num_tokens, 1), item.variant)))
-        largest = {(bool(shape.num_chunks), shape.variant): shape for shape in self.shapes}
+        drafted = [shape for shape in self.shapes if shape.num_drafts]
+        found += {(shape.num_decodes, bool(shape.num_chunks)): shape for shape in reversed(drafted)}.values()
+        largest = {(bool(shape.num_chunks), shape.variant): shape for shape in self.shapes if not shape.num_drafts}
         return list(dict.fromkeys(size for size in [*found, *largest.values()] if size is not None))
 
 
@@ -123,6 +151,8 @@ def make_capture_sizes(config: Config, backend: AttentionBackend, model: CausalL
         shapes += decode_sizes(config.max_num_running, variant)
         if backend.supports_mixed_graph:
             shapes += mixed_sizes(config.max_num_running, config.max_num_batched_tokens, variant)
+    if shapes:
+        shapes += drafted_sizes(config, backend)
     return CaptureSizes(shapes, variants, backend.kernel_rows, model.kernel_rows, model.kernel_tokens)
 
 

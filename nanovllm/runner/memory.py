@@ -10,6 +10,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.parallel.communicator import Communicator
+from nanovllm.runner.cuda_graph import max_draft_rows
 from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
 from nanovllm.runner.step_outputs import LOGITS_BYTES
 from nanovllm.sampling.state import pool_rows
@@ -109,12 +110,15 @@ def most_extra_bytes(config: Config, vocab_size: int, copied_bytes_per_row: int)
     H200 0.4 s, or 3.8 s, of every start. copied_bytes_per_row: bytes of keys or values, in one layer of each group,
     that a row copies at once.
     """
-    num_rows, row_bytes = config.max_num_running, 4 * vocab_size
+    num_rows, row_bytes, num_drafts = config.max_num_running, 4 * vocab_size, 0
+    if config.speculation is not None:
+        num_drafts = max_draft_rows(config) * config.speculation.num_speculative_tokens
     # Biases and counts, whose tables grow by doubling while the old ones are copied.
     tables = 2 * pool_rows(num_rows) * row_bytes * 3 // 2
     # One at a time: copies of shared blocks; slices of the prompts' logits, raw, edited, and as candidates; and the
     # edited rows of all samples, with the results of cutoffs and log-probabilities.
-    copies, prompts, samples = num_rows * copied_bytes_per_row, 3 * LOGITS_BYTES, 4 * num_rows * row_bytes
+    copies, prompts = num_rows * copied_bytes_per_row, 3 * LOGITS_BYTES
+    samples = 4 * (num_rows + num_drafts) * row_bytes
     return tables + max(copies, prompts, samples)
 
 

@@ -31,6 +31,8 @@ class NewRequest:
     seed: int
     # None if temperature is its only option.
     extra: SamplingExtra | None = None
+    # The tokens that are cached, for runners that draft from them; empty for others.
+    cached_token_ids: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,13 @@ class Rows:
         slots: [num_rows] int32.
         num_new: [num_rows] int32; the tokens that each row computes. It samples one after each of them; the step
             returns the leading ones that the drafts agree with, and the one after.
+        num_computed: [num_rows] int32; the tokens that each row has computed before, at most, of a runner with drafts;
+            None of others, where the runner counts them.
     """
 
     slots: np.ndarray
     num_new: np.ndarray
+    num_computed: np.ndarray | None = None
 
     @classmethod
     def of_one_token(cls, slots: np.ndarray) -> Rows:
@@ -218,6 +223,8 @@ class StepOutput:
         num_clipped_kv: keys and values, of the first rank's heads, that exceeded the range of a cache in e4m3, since
             the engine began.
         offsets: [num_rows + 1]; where each row's tokens begin and end. None if each has one, as is usual.
+        num_drafts: [num_rows] int64; the drafts that the device has for each row's next tokens. None of a runner
+            without drafts.
     """
 
     token_ids: np.ndarray
@@ -226,6 +233,7 @@ class StepOutput:
     prompt_outputs: list[TokenLogprobs | np.ndarray] = field(default_factory=list)
     num_clipped_kv: int = 0
     offsets: np.ndarray | None = None
+    num_drafts: np.ndarray | None = None
 
 
 class StepHandle(Protocol):
@@ -244,9 +252,10 @@ class Runner(Protocol):
     # Steps that are still under way while the next one is planned: 0 or 1.
     pipeline_depth: int
     num_kvcache_blocks: int
-    # Drafts of following tokens that the device has for every row beside its newest token; a row of a step computes all
-    # that fit.
+    # Drafts of following tokens that the device has, at most, for every row beside its newest token.
     num_drafts: int
+    # Rows of a step that may compute drafts; of more none does.
+    max_draft_rows: int
     # One for each group of the cache; states come last, after at least one group of another kind.
     cache_kinds: list[CacheKind]
     # None if blocks are not kept in host memory.

@@ -24,13 +24,15 @@ from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
+from nanovllm.kernels.drafts import verify_drafts
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.models import load_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.quantization.weight import Stream
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
-from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes
+from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes, max_draft_rows
+from nanovllm.runner.drafter import Drafter, NgramDrafter
 from nanovllm.runner.kv_cache import KVCache, block_bytes, state_kind, window_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import CacheKind, HostMemory, ScheduledBatch
@@ -92,9 +94,11 @@ class ModelRunner:
         # A step is planned while the previous one runs; on the CPU both would use the same cores.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
-        self.num_drafts = 0
+        self.num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+        self.max_draft_rows = max_draft_rows(config)
         self.max_model_len = max_model_len
-        self.max_blocks = -(-max_model_len // config.kvcache_block_size)
+        # Drafts may be beyond the last token.
+        self.max_blocks = -(-(max_model_len + self.num_drafts) // config.kvcache_block_size)
         self.graphs: StepGraphs | None = None
         self.host_memory: HostMemory | None = None
         with self._device_guard():
@@ -164,12 +168,29 @@ class ModelRunner:
         self.batch_builder = BatchBuilder(
             config.max_num_running, self.max_blocks, config.kvcache_block_size, config.max_num_batched_tokens,
             self.backend, self.device, num_groups=len(self.cache_kinds), num_state_blocks=self.num_state_blocks,
+            num_drafts=self.num_drafts,
         )  # fmt: skip
-        # Tokens of rows of one token, padding, and tokens of chunks.
-        self._sampled = torch.zeros(2 * config.max_num_running, dtype=torch.int64, device=self.device)
-        self._output_buffers = OutputBuffers(self._sampled)
+        self.drafter = self._make_drafter()
+        # Tokens of decode rows, padding, and tokens of chunks; and what `PendingStep` says of drafts.
+        num_rows = 2 * config.max_num_running
+        num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts
+        self._sampled = torch.zeros(num_rows + num_counts, dtype=torch.int64, device=self.device)
+        self._output_buffers = OutputBuffers(self._sampled, self.drafter is not None)
         self._num_clipped = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(self.model_config.vocab_size, self.device, config.logprobs_mode)
+
+    def _make_drafter(self) -> Drafter | None:
+        config, speculation = self.config, self.config.speculation
+        if speculation is None:
+            return None
+        if self.model.state_layers:
+            raise ValueError("speculative_config does not support models whose layers keep states yet")
+        if self.is_cuda and not self.backend.supports_mixed_graph:
+            raise ValueError(
+                f"speculative_config does not support attention_backend={config.attention_backend!r} on a GPU: use "
+                "'triton', whose steps with drafts are CUDA graphs"
+            )
+        return NgramDrafter(speculation, config.max_num_running, self.max_model_len, self.device)
 
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
@@ -242,14 +263,21 @@ class ModelRunner:
         """Send a batch's changes to the device, padded to a capture size if one is large enough."""
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
+            if self.drafter is not None:
+                self.drafter.add(request.slot, request.cached_token_ids)
         self.kv_cache.begin_step(batch)
         exact, plan = self.batch_builder.plan(batch)
         padded = self.capture_sizes.fit(exact)
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _extra_rows(self, step: DeviceStep) -> ExtraRows | None:
-        batch, slots = step.batch, self.batch_builder.slots
-        sampled = batch.rows.slots.tolist() + [slots.padding_slot] * step.num_padding
+        batch, slots, per_row = step.batch, self.batch_builder.slots, 1 + step.shape.num_drafts
+        sampled = batch.rows.slots.tolist()
+        if per_row > 1:
+            # What is not new in a row is padding, and comes first.
+            num_new = zip(sampled, batch.rows.num_new.tolist(), strict=True)
+            sampled = [slot if i >= per_row - n else slots.padding_slot for slot, n in num_new for i in range(per_row)]
+        sampled += [slots.padding_slot] * (step.num_padding * per_row)
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
 
@@ -277,7 +305,7 @@ class ModelRunner:
         if part is _Part.WHOLE_CHUNKS:
             hidden = self.model.hidden_states(*self._run_model(inputs, None))
             logits = self.model.project_logits(hidden[inputs.sample_indices])
-            return Unsampled(inputs, logits, hidden[step.shape.num_decodes :])
+            return Unsampled(inputs, logits, hidden[step.shape.num_row_tokens :])
         logits = self._compute_logits(inputs)
         if part is _Part.FORWARD:
             return Unsampled(inputs, logits)
@@ -315,7 +343,9 @@ class ModelRunner:
         self.communicator.begin_sampling()
         extra, num_rows = step.extra, len(step.batch.rows)
         if extra is not None and masks is not None:
-            masked = [row if row < num_rows else row + step.num_padding for row in step.batch.masked]
+            # The only token that is new in a row, its last, or a chunk's.
+            first, per_row = step.shape.num_row_tokens - num_rows, 1 + step.shape.num_drafts
+            masked = [(row + 1) * per_row - 1 if row < num_rows else row + first for row in step.batch.masked]
             self.sampling.add_masks(extra, masked, masks)
         sampled = self.sampler.sample(computed.logits, computed.inputs.sampling, extra)
         if extra is not None:
@@ -325,8 +355,21 @@ class ModelRunner:
 
     def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Store tokens in their slots for the next step, and in `_sampled`, from which they are copied to the host."""
-        slots, num_decodes = inputs.sample_slots, inputs.metadata.num_decodes
-        scatter_tokens(self.batch_builder.slots.tensors, slots, token_ids, num_decodes, self._sampled)
+        slots, num_decodes, state = inputs.sample_slots, inputs.metadata.num_decodes, self.batch_builder.slots.tensors
+        if inputs.is_new is None:
+            scatter_tokens(state, slots, token_ids, num_decodes, self._sampled)
+            end = len(token_ids)
+        else:
+            rows, first = inputs.is_new.shape[0], inputs.num_row_tokens
+            counts, tokens = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))
+            if len(slots) > rows:
+                scatter_tokens(state, slots[rows:], token_ids[first:], 0, self._sampled[first:])
+            self._sampled[:first] = tokens.flatten()
+            end = len(token_ids) + 2 * rows
+            self._sampled[len(token_ids) : end] = torch.cat((counts, inputs.is_new.sum(1)))
+        if self.drafter is not None:
+            self.drafter.propose(state, inputs, token_ids)
+            self._sampled[end : end + len(slots)] = (state.drafts[slots] >= 0).sum(1)
 
     def check(self) -> None:
         """Raise if launched work has failed, without waiting."""

@@ -94,7 +94,8 @@ class ParallelRunner:
                 config, model_config, folder, max_model_len=max_model_len, communicator=communicator
             )
             self._ranks.wait_for(READY)
-        self.pipeline_depth, self.num_drafts = runner.pipeline_depth, runner.num_drafts
+        self.pipeline_depth = runner.pipeline_depth
+        self.num_drafts, self.max_draft_rows = runner.num_drafts, runner.max_draft_rows
         self.num_kvcache_blocks, self.cache_kinds = runner.num_kvcache_blocks, runner.cache_kinds
         self.host_memory = runner.host_memory
 

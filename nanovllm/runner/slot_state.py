@@ -32,10 +32,12 @@ class SlotState:
         ValueError: the state has more elements than int32 offsets can address.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device, num_drafts: int = 0
+    ) -> None:
         self.padding_slot, self._max_blocks = num_slots, max_blocks
         # Elements per slot of two-dimensional fields.
-        self._wide = {"seed": 2, "block_tables": num_groups * max_blocks}
+        self._wide = {"seed": 2, "drafts": num_drafts, "block_tables": num_groups * max_blocks}
         self._widths = {field.name: self._wide.get(field.name, 1) for field in fields(SlotTensors)}
         num_padded = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
         ends = np.cumsum([num_padded * width for width in self._widths.values()]).tolist()

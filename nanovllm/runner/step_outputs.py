@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nanovllm.models.base import CausalLM
-from nanovllm.runner.batch import DeviceStep
+from nanovllm.runner.batch import DeviceStep, StepShape
 from nanovllm.runner.messages import Chunk, PromptScores, StepOutput, TokenLogprobs
 from nanovllm.sampling.sampler import DeviceLogprobs, Sampler
 
@@ -87,16 +87,19 @@ class PendingStep:
     """A step under way, whose results are copied to the host; complete at once if `copied` is None, else after it.
 
     Attributes:
-        token_ids: `num_decodes` of rows of one token, padding up to `num_padded_decodes`, then tokens of chunks.
+        shape, num_rows, num_samples: of the step, its decode rows without padding, and the chunks that it samples.
+        sampled: what `ModelRunner` stores of a step: a token for each row of logits; with drafts the tokens that each
+            decode row gained, and the ones that were new in it; in engines with drafts the drafts of each row now.
         logprob_rows: the rows of logits that `logprobs` describe.
         logprobs: None if there are no such rows.
         prompt_outputs: see `StepOutput`.
         num_clipped: [1], for a cache in e4m3; see `StepOutput`.
     """
 
-    token_ids: torch.Tensor
-    num_decodes: int
-    num_padded_decodes: int
+    shape: StepShape
+    num_rows: int
+    num_samples: int
+    sampled: torch.Tensor
     copied: torch.cuda.Event | None
     logprob_rows: list[int] = field(default_factory=list)
     logprobs: DeviceLogprobs | None = None
@@ -107,16 +110,50 @@ class PendingStep:
         """Wait for the step and return its results."""
         if self.copied is not None:
             self.copied.synchronize()
-        values = self.token_ids.numpy()
-        num_padding = self.num_padded_decodes - self.num_decodes
-        return StepOutput(
+        values, shape, rows = self.sampled.numpy(), self.shape, self.num_rows
+        num_logits = shape.num_row_tokens + shape.num_chunks
+        logprobs, offsets, ready = None if self.logprobs is None else _numpy(self.logprobs), None, values[num_logits:]
+        if shape.num_drafts:
+            counts, num_real = ready[:rows], ready[shape.num_decodes :][:rows]
+            ready = ready[2 * shape.num_decodes :]
+            offsets = np.concatenate(([0], counts, np.ones(self.num_samples, np.int64))).cumsum()
+            is_taken = self._is_taken(counts, np.zeros_like(counts))
+            # Tokens come first in a row, but logits of what is new last.
+            has_logits = self._is_taken(counts, 1 + shape.num_drafts - num_real)
+            described = [i for i, row in enumerate(self.logprob_rows) if has_logits[row]]
+            places = has_logits.cumsum() - 1
+            logprob_rows = [int(places[self.logprob_rows[i]]) for i in described]
+            if logprobs is not None:
+                logprobs = TokenLogprobs(*(part[described] for part in vars(logprobs).values()))
+            token_ids = values[: len(is_taken)][is_taken]
+        else:
             # A copy, since the buffer is reused.
-            np.concatenate((values[: self.num_decodes], values[self.num_padded_decodes :])),
-            [row if row < self.num_decodes else row - num_padding for row in self.logprob_rows],
-            None if self.logprobs is None else _numpy(self.logprobs),
+            token_ids = self._without_padding(values)
+            num_padding = shape.num_decodes - rows
+            logprob_rows = [row if row < rows else row - num_padding for row in self.logprob_rows]
+        return StepOutput(
+            token_ids,
+            logprob_rows,
+            logprobs,
             [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.prompt_outputs],
             0 if self.num_clipped is None else int(self.num_clipped),
+            offsets,
+            self._without_padding(ready) if len(ready) else None,
         )
+
+    def _without_padding(self, values: np.ndarray) -> np.ndarray:
+        """Return a copy of the values of decode rows, one each, and of the chunks that are sampled."""
+        first = self.shape.num_decodes
+        return np.concatenate((values[: self.num_rows], values[first : first + self.num_samples]))
+
+    def _is_taken(self, counts: np.ndarray, first: np.ndarray) -> np.ndarray:
+        """Return which tokens count, a bool for each row of logits: of each decode row `counts`, from `first` on."""
+        shape, per_row = self.shape, 1 + self.shape.num_drafts
+        is_taken = np.zeros(shape.num_row_tokens + self.num_samples, dtype=bool)
+        place = np.arange(per_row) - first[:, None]
+        is_taken[: self.num_rows * per_row] = ((place >= 0) & (place < counts[:, None])).reshape(-1)
+        is_taken[shape.num_row_tokens :] = True
+        return is_taken
 
 
 class OutputBuffers:
@@ -126,10 +163,11 @@ class OutputBuffers:
 
     Args:
         sampled: [n] int64, where every step stores its tokens.
+        has_drafts: whether the engine has a drafter; see `PendingStep`.
     """
 
-    def __init__(self, sampled: torch.Tensor) -> None:
-        self._sampled = sampled
+    def __init__(self, sampled: torch.Tensor, has_drafts: bool) -> None:
+        self._sampled, self._has_drafts = sampled, has_drafts
         self._buffers = [torch.empty_like(sampled, device="cpu", pin_memory=sampled.is_cuda) for _ in range(2)]
         self._turn = 0
 
@@ -141,8 +179,12 @@ class OutputBuffers:
         num_clipped: torch.Tensor | None,
     ) -> PendingStep:
         """Queue the copies of the results of the last queued step; see `PendingStep` for the arguments."""
-        num_padded = step.shape.num_decodes
-        sampled = self._sampled[: num_padded + sum(chunk.samples for chunk in step.batch.chunks)]
+        shape, num_samples = step.shape, sum(chunk.samples for chunk in step.batch.chunks)
+        sampled = self._sampled[: shape.num_decodes + num_samples]
+        if self._has_drafts:
+            num_rows = shape.num_decodes + shape.num_chunks
+            num_counts = 2 * shape.num_decodes if shape.num_drafts else 0
+            sampled = self._sampled[: shape.num_row_tokens + shape.num_chunks + num_counts + num_rows]
         if sampled.is_cuda:
             self._turn ^= 1
             buffer = self._buffers[self._turn][: len(sampled)]
@@ -150,9 +192,10 @@ class OutputBuffers:
         else:
             buffer = sampled.clone()
         pending = PendingStep(
-            buffer,
+            shape,
             len(step.batch.rows),
-            num_padded,
+            num_samples,
+            buffer,
             None,
             [] if step.extra is None else step.extra.logprob_rows,
             None if logprobs is None else _copy(logprobs),

@@ -25,6 +25,7 @@ from nanovllm.configs.model import ModelConfig
 from nanovllm.parallel.channel import Receiver
 from nanovllm.parallel.distributed_communicator import find_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, connect
+from nanovllm.runner.cuda_graph import max_draft_rows
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_outputs import scored_rows_at_once
@@ -138,12 +139,15 @@ def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
     if model_config.hf is not None:
         return None
     max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
+    num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    max_drafts = max_draft_rows(config) * num_drafts
+    max_samples += max_drafts
     # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding.
     per_layer = 3 if model_config.architecture.qk_norm == "projections" else 2
     return StepLimits(
         num_reductions=per_layer * model_config.num_layers + 1,
         # A capture size has fewer than twice the prompt tokens of a step, plus its decode rows.
-        max_rows=2 * max_tokens + config.max_num_running,
+        max_rows=2 * max_tokens + config.max_num_running + max_drafts,
         hidden_size=model_config.hidden_size,
         max_candidates=max_samples,
         # Edited rows, rows with log-probabilities, and scored prompts.

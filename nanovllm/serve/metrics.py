@@ -7,6 +7,7 @@ server. Nothing is registered globally, so a process can have several servers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -42,13 +43,17 @@ _COUNTERS = {
         "num_matched_tokens",
         "Prompt tokens with cached keys, before a kept state or not.",
     ),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Times that a sequence's drafts were verified."),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Drafts that were verified."),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Drafts that were accepted."),
 }
 """Maps names in Prometheus, where counters end in `_total`, to keys in `LLM.stats` and descriptions."""
 _OPTIONAL_STATS = frozenset(
     {"num_host_blocks", "num_saved_blocks", "num_loaded_blocks", "num_lost_blocks"}
     | {"num_used_states", "num_kept_states", "num_matched_tokens"}
+    | {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
 )
-"""Keys that `LLM.stats` has only with `swap_space`, or for a model with states."""
+"""Keys that `LLM.stats` has only with `swap_space`, for a model with states, or with speculation."""
 
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 """Bucket bounds in seconds: from a short prompt on an idle GPU to a long answer in a full queue."""
@@ -87,7 +92,7 @@ class Metrics(Collector):
 
     def __init__(
         self,
-        get_stats: Callable[[], Mapping[str, int]],
+        get_stats: Callable[[], Mapping[str, Any]],
         model: str,
         cache_config: Mapping[str, object],
         get_steps: Callable[[], StepHistograms] = StepHistograms,
@@ -190,6 +195,11 @@ class Metrics(Collector):
         name, text, num_cached = "vllm:prompt_tokens_by_source", "Prompt tokens by origin.", stats["num_cached_tokens"]
         sources = {"local_compute": stats["num_prompt_tokens"] - num_cached, "local_cache_hit": num_cached}
         yield self._values(CounterMetricFamily, name, text, {**sources, "external_kv_transfer": 0}, "source")
+        if (accepted := stats.get("num_accepted_per_position")) is not None:
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+            text = "Drafts that were accepted, by position among a sequence's drafts in a step, from 0."
+            values = {str(position): count for position, count in enumerate(accepted)}
+            yield self._values(CounterMetricFamily, name, text, values, "position")
         steps = self._get_steps()
         text = "Prompt tokens and generated tokens of a step."
         yield self._histogram("vllm:iteration_tokens_total", text, steps.step_tokens)

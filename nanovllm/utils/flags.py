@@ -123,7 +123,7 @@ def _reading(hint: Any) -> dict[str, Any]:
     if get_origin(kind) is Literal:
         return {"choices": get_args(kind)}
     if kind not in _METAVARS:
-        return {"type": _json_reader(kind), "metavar": "JSON"}
+        return {"type": json_reader(kind), "metavar": "JSON"}
     return {
         "type": _optional_reader(kind) if NoneType in kinds and kind is not str else kind,
         "metavar": _METAVARS[kind],
@@ -139,7 +139,8 @@ def _optional_reader(kind: type[Any]) -> Any:
     return read
 
 
-def _json_reader(kind: Any) -> Any:
+def json_reader(kind: Any) -> Any:
+    """Return a function that makes a mapping, or a dataclass, of a flag's JSON object."""
     construct: Any = kind
 
     def read(text: str) -> Any:
@@ -148,6 +149,8 @@ def _json_reader(kind: Any) -> Any:
             if not isinstance(value, dict):
                 raise ValueError(f"not a JSON object: {text}")
             return construct(**value) if is_dataclass(kind) else value
+        except json.JSONDecodeError as error:
+            raise argparse.ArgumentTypeError(f"not JSON: {text}: {error}") from error
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 

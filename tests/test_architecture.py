@@ -186,7 +186,7 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 42_110,
+    "lines": 42_120,
     "files": 207,
     "loaded by `import nanovllm.llm`": 10_600,
     "the core with all that it imports": 8_640,

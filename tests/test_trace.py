@@ -83,6 +83,18 @@ def test_steps_and_the_life_of_requests(depth: int, tmp_path: Path) -> None:
         assert events[0]["args"] == {"prompt tokens": 17, "tokens": 57, "ended by": "length"}
 
 
+def test_drafts_and_accepted_ones_are_shown(tmp_path: Path) -> None:
+    engine, runner = make_engine(pipeline_depth=1, num_blocks=40, num_drafts=3)
+    engine.add_request(list(range(9)), SamplingParams(0, 30, ignore_eos=True))
+    with trace_engine(engine, tmp_path / "run.json"):
+        run(engine)
+    steps = [event["args"] for event in rows_of(tmp_path / "run.json")["device"]]
+    assert [step["drafts"] for step in steps] == [int((b.rows.num_new - 1).sum()) for b in runner.batches]
+    accepted = [step["accepted drafts"] for step in steps if step["drafts"]]
+    assert sum(accepted) > 5 and all(0 <= n <= 3 for n in accepted) and len(set(accepted)) > 1
+    assert all("accepted drafts" not in step for step in steps if not step["drafts"])
+
+
 def test_requests_that_began_before_or_end_early(tmp_path: Path) -> None:
     engine, runner = make_engine(pipeline_depth=1, num_blocks=40, max_num_seqs=4, max_num_batched_tokens=16)
     params = SamplingParams(max_tokens=6, ignore_eos=True)

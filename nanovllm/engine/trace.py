@@ -68,6 +68,8 @@ class TracedRunner:
             "new requests": len(batch.new_requests),
             "preempted": self._num_preemptions - preempted,
         }
+        if self.num_drafts:
+            what["drafts"] = int(batch.rows.num_new.sum()) - len(batch.rows)
         # The newest are last.
         for seq in reversed(self._scheduler.sequences):
             if seq.seq_id in self._seqs:
@@ -158,7 +160,10 @@ class _TracedHandle:
     def result(self) -> StepOutput:
         self.times.asked = time.monotonic()
         try:
-            return self.handle.result()
+            output = self.handle.result()
+            if output.offsets is not None:
+                self.times.batch["accepted drafts"] = int(output.offsets[-1]) - len(output.offsets) + 1
+            return output
         except BaseException:
             self.times.batch["failed"] = 1
             raise

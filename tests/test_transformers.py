@@ -41,7 +41,6 @@ from tests.tools.sweep_models import (
 )
 
 REFUSED = {
-    "falcon_h1": "a state that is no KV cache",
     "recurrent_gemma": "1 of 4 layers attend",
     "zaya": "a state that is no KV cache",
     "deepseek_v4": "129 keys for 128 tokens",

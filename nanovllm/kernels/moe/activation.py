@@ -14,7 +14,7 @@ Activation = Literal["silu", "relu2"]
 """SiLU of the first half of the outputs times the second (SwiGLU), or squares of positive outputs, without a gate."""
 
 
-def activate_ref(out: torch.Tensor, activation: Activation) -> torch.Tensor:
+def activate_rows(out: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Return the activation of a product, [num_rows, size]; `out` has twice this size if there is a gate."""
     return silu_and_mul_ref(out) if activation == "silu" else out.relu().square()
 

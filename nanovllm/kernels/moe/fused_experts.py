@@ -11,7 +11,7 @@ from torch.nn import functional
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
-from nanovllm.kernels.moe.activation import Activation, activate_ref
+from nanovllm.kernels.moe.activation import Activation, activate_rows
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
 
@@ -44,7 +44,7 @@ def fused_experts_ref(
     for expert in experts.unique().tolist():
         if 0 <= expert < len(_values(down)):
             tokens, choices = (experts == expert).nonzero(as_tuple=True)
-            activated = activate_ref(_torch_linear(x[tokens], up, expert, quantizes_rows), activation)
+            activated = activate_rows(_torch_linear(x[tokens], up, expert, quantizes_rows), activation)
             weights = routing.weights[tokens, choices].unsqueeze(1)
             out.index_add_(0, tokens, _torch_linear(activated, down, expert, quantizes_rows).float() * weights)
     return out.to(x.dtype)

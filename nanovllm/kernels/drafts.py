@@ -12,35 +12,24 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, tl, triton, uses_triton
-from nanovllm.kernels.slot_tensors import SlotTensors
+from nanovllm.kernels.slot_tensors import DecodeRows, SlotTensors
 
 _LOOKUP_TOKENS = 1024
 """Tokens of a text that a program of `_ngram_drafts_kernel` compares at once."""
 
 
 @dataclass
-class DraftedRows:
-    """Rows of 1 + num_drafts tokens each, T in all; int32 unless stated otherwise.
+class DraftedRows(DecodeRows):
+    """Rows of 1 + num_drafts tokens each; what `DecodeRows` has for each row it has for each token, in row order.
+
+    But `seq_lens` and `block_tables` are each row's: its tokens up to the row's last, and its blocks.
 
     Attributes:
         is_new: [num_rows, 1 + num_drafts] bool; tokens that exist. They come last in a row, so that its keys end with
-            them; the others are computed for nothing.
-        token_ids, positions: [T].
-        slot_mapping: [num_groups, T]; KV slots; -1 for what is not new, and for padding.
-        seq_lens: [num_rows]; tokens up to the end of each row.
-        output_index, temperatures, seeds: [T], [T] float32 and [T, 2]; see `DecodeRows`.
-        block_tables: [num_groups, num_rows, max_blocks].
+            them; the others are computed for nothing, and their `slot_mapping` is -1.
     """
 
     is_new: torch.Tensor
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slot_mapping: torch.Tensor
-    seq_lens: torch.Tensor
-    output_index: torch.Tensor
-    temperatures: torch.Tensor
-    seeds: torch.Tensor
-    block_tables: torch.Tensor
 
 
 def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.Tensor, block_size: int) -> DraftedRows:

@@ -18,7 +18,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.kernels.drafts import DraftedRows, gather_drafted_rows
+from nanovllm.kernels.drafts import gather_drafted_rows
 from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
@@ -444,36 +444,13 @@ class BatchBuilder:
         shape, prompts, state = step.shape, step.prompts, self.slots.tensors
         slots = self._decode_slots[: shape.num_decodes]
         num_row_tokens, is_new = shape.num_row_tokens, None
-        decodes: DecodeRows | DraftedRows
+        decodes: DecodeRows
         if shape.num_drafts:
-            decodes = gather_drafted_rows(state, slots, self._num_new[: shape.num_decodes], self.block_size)
-            is_new = decodes.is_new
+            decodes = drafted = gather_drafted_rows(state, slots, self._num_new[: len(slots)], self.block_size)
+            is_new = drafted.is_new
         else:
             decodes = gather_decode_rows(state, slots, self.block_size)
-        slot_mappings, block_tables = list(decodes.slot_mapping), list(decodes.block_tables)
-        seq_lens = decodes.seq_lens
-        if shape.num_chunks:
-            # Each group's tables are separate tensors, and therefore aligned.
-            tables = state.block_tables[prompts.slots]
-            new_mappings = prompts.slot_mapping.view(len(slot_mappings), -1)
-            slot_mappings = [torch.cat(parts) for parts in zip(slot_mappings, new_mappings, strict=True)]
-            block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
-            seq_lens = torch.cat((seq_lens, prompts.seq_lens))
-        metadata = StepMetadata(
-            num_decodes=0 if shape.num_drafts else shape.num_decodes,
-            slot_mappings=slot_mappings,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            cu_seqlens_q=prompts.cu_seqlens_q,
-            query_tiles=prompts.tiles,
-            sample_tiles=prompts.sample_tiles,
-            seq_lens_host=step.seq_lens_host,
-            query_lens_host=step.query_lens_host,
-            variant=shape.variant,
-            states=self._state_metadata(decodes, prompts) if self._states.num_blocks else None,
-        )
-        if shape.num_drafts:
-            metadata = _with_drafted_rows(metadata, shape)
+        metadata = self._metadata(step, decodes)
         token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -504,6 +481,33 @@ class BatchBuilder:
             token_slots=token_slots,
         )
 
+    def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:
+        """Return what attention reads: decode rows, as chunks if they have drafts, then chunks."""
+        shape, prompts = step.shape, step.prompts
+        slot_mappings, block_tables = list(decodes.slot_mapping), list(decodes.block_tables)
+        seq_lens = decodes.seq_lens
+        if shape.num_chunks:
+            # Each group's tables are separate tensors, and therefore aligned.
+            tables = self.slots.tensors.block_tables[prompts.slots]
+            new_mappings = prompts.slot_mapping.view(len(slot_mappings), -1)
+            slot_mappings = [torch.cat(parts) for parts in zip(slot_mappings, new_mappings, strict=True)]
+            block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
+            seq_lens = torch.cat((seq_lens, prompts.seq_lens))
+        metadata = StepMetadata(
+            num_decodes=0 if shape.num_drafts else shape.num_decodes,
+            slot_mappings=slot_mappings,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            cu_seqlens_q=prompts.cu_seqlens_q,
+            query_tiles=prompts.tiles,
+            sample_tiles=prompts.sample_tiles,
+            seq_lens_host=step.seq_lens_host,
+            query_lens_host=step.query_lens_host,
+            variant=shape.variant,
+            states=self._state_metadata(decodes, prompts) if self._states.num_blocks else None,
+        )
+        return _with_drafted_rows(metadata, shape) if shape.num_drafts else metadata
+
     def _token_slots(self, slots: torch.Tensor, is_new: torch.Tensor | None, step: DeviceStep) -> torch.Tensor:
         """Return `StepInputs.token_slots`."""
         prompts, padding = step.prompts, self.slots.padding_slot
@@ -517,7 +521,7 @@ class BatchBuilder:
         padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
         return torch.cat((slots, padded[chunks]))
 
-    def _state_metadata(self, decodes: DecodeRows | DraftedRows, prompts: PromptArrays) -> StateMetadata:
+    def _state_metadata(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
         """Return the states of a step: sequences own the ones in their tables, and overwrite them."""
         num_blocks = self._states.num_blocks
         tables = decodes.block_tables[-1][:, :num_blocks]

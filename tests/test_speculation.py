@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,19 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.attention import AttentionSetup, make_backend
 from nanovllm.attention.kv_cache_spec import Paged
+from nanovllm.config import Config
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels import drafts
 from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows_ref
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import model_runner
 from nanovllm.runner.batch import BatchBuilder, StepInputs
 from nanovllm.runner.drafter import NgramDrafter
+from nanovllm.runner.memory import most_extra_bytes
 from nanovllm.runner.messages import Rows, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.slot_state import SlotState
+from nanovllm.runner.worker import step_limits
 from tests.cache_checks import check_blocks
 from tests.hybrid_models import make_model
 from tests.reference import set_depth
@@ -202,9 +207,17 @@ FEW_BLOCKS = {"num_kvcache_blocks": 20}
     [(None, {}, 1), (0.8, {}, 1), (0.8, FEW_BLOCKS, 0), (1.0, {"enable_prefix_caching": False}, 1), (0.0, {}, 0)],
 )
 def test_tokens_are_the_ones_without_speculation(
-    right: float | None, settings: dict[str, Any], depth: int, request: pytest.FixtureRequest
-) -> None:
+    right: float | None, settings: dict[str, Any], depth: int, request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """With lookup, and with drafts that are right with some probability; also where sequences are preempted."""
+    verified = []
+
+    def verify(*args: Any) -> Any:
+        verified.append(int(args[2][:, 1:].sum()))
+        return drafts.verify_drafts(*args)
+
+    monkeypatch.setattr(model_runner, "verify_drafts", verify)
     wanted, plain = generate(depth, **settings)
     if right is not None:
         known = request.getfixturevalue("oracle")
@@ -217,6 +230,8 @@ def test_tokens_are_the_ones_without_speculation(
     if right in {0.8, 1.0}:
         assert stats["num_steps"] < 0.85 * plain["num_steps"]
         assert sum(stats["num_accepted_per_position"]) == stats["num_accepted_tokens"] > 0.5 * stats["num_drafts"]
+    # Of rows whose sequences have ended meanwhile none is counted.
+    assert 0 < stats["num_draft_tokens"] <= sum(verified)
     if right is None:
         # Matches are short: the plan must not wait until it knows of one.
         assert stats["num_accepted_tokens"] > 30
@@ -236,6 +251,17 @@ def test_the_host_counts_as_the_engine_says() -> None:
         steps.append(builder.send(batch, shape, array))
     assert [step.seq_lens_host for step in steps] == [[8], [9]]
     assert [step.query_lens_host for step in steps] == [[4], [4]]
+
+
+def test_memory_and_ranks_have_room_for_drafts() -> None:
+    plain = Config(BUNDLED_MODEL, max_num_seqs=8)
+    drafting = replace(plain, speculative_config=NGRAM | {"num_speculative_tokens": 15})
+    num_drafts, vocab_size = 8 * 15, 10**7
+    more = most_extra_bytes(drafting, vocab_size, 0) - most_extra_bytes(plain, vocab_size, 0)
+    assert more == 4 * num_drafts * 4 * vocab_size
+    limits = [step_limits(config, ModelConfig.from_folder(str(BUNDLED_MODEL))) for config in (plain, drafting)]
+    before, after = (limit for limit in limits if limit is not None)
+    assert after.max_candidates - before.max_candidates == after.max_rows - before.max_rows == num_drafts
 
 
 def test_ranks_accept_the_same_drafts() -> None:

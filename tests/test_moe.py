@@ -20,7 +20,7 @@ from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
-from nanovllm.kernels.moe.route import Routing, SigmoidScores, route_ref
+from nanovllm.kernels.moe.route import Routing, SharedExpert, SigmoidScores, route_ref
 from nanovllm.kernels.policy import FASTEST
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.fused_experts import FusedExperts
@@ -71,6 +71,22 @@ def test_kernels(rows: int, mixture: tuple[int, int], dtype: torch.dtype) -> Non
     check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
     # Of some experts, without gates.
     check_experts(x, routing, gate_up[1:, : SIZES[1]].contiguous(), down[1:].contiguous(), 1, "relu2")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_gate", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_shared_expert_is_one_more_of_one_token(dtype: torch.dtype, has_gate: bool, first: int) -> None:
+    gate_up, down = (weight[first:] for weight in make_experts(6, dtype))
+    x, gate = randn(1, SIZES[0], dtype=dtype), randn(1, SIZES[0], dtype=dtype) * SIZES[0] ** -0.5
+    routing = Routing(torch.tensor([[4, 0, 2]], device=DEVICE).int(), torch.rand(1, 3, device=DEVICE), 6)
+    shared = SharedExpert(gate_up[1], down[1], gate if has_gate else None)
+    wide = SharedExpert(gate_up[1].double(), down[1].double(), gate.double() if has_gate else None)
+    out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, first, shared=shared)
+    same = fused_experts_ref(x, routing, gate_up, down, first, shared=shared)
+    exact = fused_experts_ref(x.double(), routing, gate_up.double(), down.double(), first, shared=wide)
+    check_error(out, same, exact.float())
+    assert (exact - fused_experts_ref(x.double(), routing, gate_up.double(), down.double(), first)).norm() > 0.1
 
 
 @pytest.mark.parametrize("rows", [9, 17])

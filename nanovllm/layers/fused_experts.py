@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,15 +14,19 @@ from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels import ops
 from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts
-from nanovllm.kernels.moe.route import Routing, SigmoidScores, route
+from nanovllm.kernels.moe.route import Routing, SharedExpert, SigmoidScores, route
+from nanovllm.kernels.policy import ExpertsKernel
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
-from nanovllm.quantization.experts import make_experts_weight
-from nanovllm.quantization.weight import MatrixShard, Stream
+from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsWeight, make_experts_weight
+from nanovllm.quantization.weight import DenseWeight, MatrixShard, Stream, Weight
 from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+
+if TYPE_CHECKING:
+    from nanovllm.models.decoder import MLP, Relu2MLP
 
 
 class Router(LoadableModule):
@@ -57,7 +62,7 @@ class Router(LoadableModule):
     @property
     @override
     def kernel_rows(self) -> Collection[int]:
-        return self.policy.expert_rows(len(self.weight), self.top_k)
+        return {*self.policy.expert_rows(len(self.weight), self.top_k), *self.policy.dense_rows}
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
@@ -71,11 +76,14 @@ class Router(LoadableModule):
             sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
         if norm is not None and norm.communicator.size == 1:
             params = Norm(norm.weight, norm.eps)
-            routing, rows, total = route(x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid)
+            routing, rows, total = route(
+                x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid, self.policy
+            )
             return rows, routing, total
         if norm is not None:
             x, residual = norm(x, residual)
-        return x, route(x, self.weight, self.top_k, self.renormalize, sigmoid=sigmoid)[0], residual
+        routing, _, _ = route(x, self.weight, self.top_k, self.renormalize, sigmoid=sigmoid, policy=self.policy)
+        return x, routing, residual
 
 
 class _ExpertsLinear(nn.Module):
@@ -108,12 +116,26 @@ class FusedExperts(nn.Module):
         )
         self.communicator = communicator
 
-    def forward(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
-        first, down = self.up_proj if self.gate_up_proj is None else self.gate_up_proj, self.down_proj.weight
+    @property
+    def weights(self) -> tuple[ExpertsWeight, ExpertsWeight]:
+        """The weights of the first product and the last one."""
+        first = self.up_proj if self.gate_up_proj is None else self.gate_up_proj
         assert first is not None
-        up = first.weight
-        out = fused_experts(x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation)
+        return first.weight, self.down_proj.weight
+
+    def shared_expert(self, weights: tuple[Weight, Weight], gate: torch.Tensor | None) -> SharedExpert | None:
+        """Return an expert of every token as `forward` takes it beside one token; None if it is not like the others."""
+        own = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
+        others = [weight.values for weight in self.weights if isinstance(weight, DenseExpertsWeight)]
+        is_alike = len(others) == 2 and [values.shape for values in own] == [values.shape[1:] for values in others]
+        return SharedExpert(own[0], own[1], gate) if is_alike else None
+
+    def forward(self, x: torch.Tensor, routing: Routing, shared: SharedExpert | None = None) -> torch.Tensor:
+        """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
+        up, down = self.weights
+        out = fused_experts(
+            x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation, shared
+        )
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
 
 
@@ -137,7 +159,7 @@ class SparseMLP(nn.Module):
         shard: ModelShard,
         communicator: Communicator,
         prefix: str,
-        shared_expert: nn.Module | None = None,
+        shared_expert: MLP | Relu2MLP | None = None,
     ) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None
@@ -163,7 +185,10 @@ class SparseMLP(nn.Module):
         """Compute the experts of `norm(x + residual)`; see `MLP.forward`."""
         rows, routing, residual = self.gate(x, norm, residual)
         if self.fc1_latent_proj is None or self.fc2_latent_proj is None:
-            out = self.experts(rows, routing)
+            shared = self._one_more_expert(len(rows))
+            out = self.experts(rows, routing, shared)
+            if shared is not None:
+                return out, residual
         else:
             out = self.experts(self.fc1_latent_proj(rows)[0], routing)
             out = self.fc2_latent_proj(out if out.dim() == 2 else out.sum(0))[0]
@@ -171,3 +196,10 @@ class SparseMLP(nn.Module):
             gate = self.shared_expert_gate
             out = ops.add_gated(rows, None if gate is None else gate.weight, self.shared_expert(rows)[0], out)
         return out, residual
+
+    def _one_more_expert(self, num_tokens: int) -> SharedExpert | None:
+        """Return the shared expert where it is computed with the others, to save kernels; or None."""
+        if self.shared_expert is None or self.gate.policy.experts(num_tokens) is not ExpertsKernel.EXPERT_GEMV:
+            return None
+        gate = self.shared_expert_gate
+        return self.experts.shared_expert(self.shared_expert.weights, None if gate is None else gate.weight)

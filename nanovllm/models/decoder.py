@@ -29,7 +29,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
-from nanovllm.quantization.weight import Stream
+from nanovllm.quantization.weight import Stream, Weight
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import LayerConfig, ModelConfig
@@ -151,6 +151,11 @@ class MLP(nn.Module):
             size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj"
         )
 
+    @property
+    def weights(self) -> tuple[Weight, Weight]:
+        """The weights of the first product and the last one."""
+        return self.gate_up_proj.weight, self.down_proj.weight
+
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> Stream:
@@ -176,6 +181,11 @@ class Relu2MLP(nn.Module):
             hidden_size, {None: size}, quant_config=quant_config, prefix=f"{prefix}.up_proj"
         )
         self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
+
+    @property
+    def weights(self) -> tuple[Weight, Weight]:
+        """The weights of the first product and the last one."""
+        return self.up_proj.weight, self.down_proj.weight
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None

@@ -37,6 +37,8 @@ _EPS = 1e-6
 """Added to the squared length of queries and keys."""
 _COLUMNS = 32
 """Values of a slice of a state. Few, so that many programs of a multiprocessor hide each other's latency."""
+_FEW_TOKENS = 8
+"""Tokens up to which a program normalises 4 heads of outputs, instead of 16."""
 _FEWEST_HEADS = 128
 """Heads of all rows from which on a program takes all slices of its head, of twice the values, one after the other."""
 
@@ -444,8 +446,9 @@ def _gated_norm(rule: DeltaRule, out: torch.Tensor, z: torch.Tensor) -> torch.Te
     """Compute `DeltaRule.gated_norm` of contiguous outputs."""
     normed = torch.empty_like(out)
     num_tokens, heads, value = out.shape
-    _gated_norm_kernel[(num_tokens, triton.cdiv(heads, 16))](
-        out, z, rule.norm_weight, normed, rule.eps, z.stride(0), HEADS=heads, BLOCK=16, SIZE=value,
+    block = 4 if num_tokens <= _FEW_TOKENS else 16
+    _gated_norm_kernel[(num_tokens, triton.cdiv(heads, block))](
+        out, z, rule.norm_weight, normed, rule.eps, z.stride(0), HEADS=heads, BLOCK=block, SIZE=value,
         num_warps=4, **pdl_options(out.device),
     )  # fmt: skip
     return normed

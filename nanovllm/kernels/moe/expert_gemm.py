@@ -13,7 +13,7 @@ from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_prev
 from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3, kernel_arguments
 from nanovllm.kernels.linear.gemv import load_scales, scaled_product
 from nanovllm.kernels.moe.activation import Activation, activate
-from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.route import Routing, SharedExpert
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 
 _OUTS = 64
@@ -183,21 +183,26 @@ def expert_gemm(
 
 @jit(do_not_specialize=["first_expert"])
 def _up_gemv_kernel(
-    x_ptr, experts_ptr, weight_ptr, out_ptr, first_expert, num_experts, out_features,
-    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, experts_ptr, weight_ptr, shared_ptr, gate_ptr, out_ptr, first_expert, num_experts, out_features,
+    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     GATED: tl.constexpr = ACTIVATION == "silu"
     choice = tl.program_id(1)
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     ins = tl.arange(0, BLOCK_IN)
+    size = tl.cast(out_features, tl.int64) * IN
     wait_for_previous(PDL)
-    expert = tl.load(experts_ptr + choice) - first_expert
+    expert = tl.load(experts_ptr + choice, mask=choice < TOP_K, other=first_expert) - first_expert
     # Of an expert that is not here, no output is computed.
     is_out = outs < tl.where((expert >= 0) & (expert < num_experts), out_features, 0)
+    first_ptr = weight_ptr + (2 if GATED else 1) * expert * size
+    if shared_ptr is not None:  # noqa: SIM102 - known when compiled
+        if choice == TOP_K:
+            first_ptr = shared_ptr
     mask = is_out[:, None] & (ins < IN)[None, :]
-    size = tl.cast(out_features, tl.int64) * IN
-    ptrs = weight_ptr + (2 if GATED else 1) * expert * size + outs.to(tl.int64)[:, None] * IN + ins[None, :]
+    ptrs = first_ptr + outs.to(tl.int64)[:, None] * IN + ins[None, :]
     weight = tl.load(ptrs, mask=mask, other=0.0)
     up_weight = tl.load(ptrs + size, mask=mask, other=0.0) if GATED else weight
     x = tl.load(x_ptr + ins, mask=ins < IN, other=0.0).to(tl.float32)
@@ -215,6 +220,10 @@ def _up_gemv_kernel(
         out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
         up = tl.sum(up_weight.to(tl.float32) * x[None, :], axis=1) if GATED else out
     out = activate(out, up, dtype, ACTIVATION)
+    if gate_ptr is not None:  # noqa: SIM102 - known when compiled
+        if choice == TOP_K:
+            gate = tl.sum(x * tl.load(gate_ptr + ins, mask=ins < IN, other=0.0).to(tl.float32), axis=0)
+            out *= 1 / (1 + tl.exp(-gate))
     tl.store(out_ptr + choice * out_features + outs, out.to(dtype), mask=outs < out_features)
 
 
@@ -235,7 +244,7 @@ def _load_expert_scales(
 
 @jit(do_not_specialize=["first_expert"])
 def _down_gemv_kernel(
-    x_ptr, experts_ptr, scales_ptr, weight_ptr, out_ptr, first_expert, num_experts, out_features,
+    x_ptr, experts_ptr, scales_ptr, weight_ptr, shared_ptr, out_ptr, first_expert, num_experts, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr,
     PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
@@ -254,6 +263,12 @@ def _down_gemv_kernel(
         weight_scales = _load_expert_scales(
             scale_ptr, experts, is_here, outs, out_features, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS
         )
+    if shared_ptr is not None:
+        # Beside the first choice, so that it has a part in the same sums.
+        is_first = (choices == 0)[:, None, None]
+        shared_offsets = (outs.to(tl.int64) * IN)[None, :, None] + ins[None, None, :] + 0 * choices[:, None, None]
+        shared_mask = is_first & (outs < out_features)[None, :, None] & (ins < IN)[None, None, :]
+        shared = tl.load(shared_ptr + shared_offsets, mask=shared_mask, other=0.0)
     wait_for_previous(PDL)
     x_mask = is_here[:, None] & (ins < IN)[None, :]
     x = tl.load(x_ptr + choices[:, None] * IN + ins[None, :], mask=x_mask, other=0.0).to(tl.float32)
@@ -261,10 +276,15 @@ def _down_gemv_kernel(
         by_input = from_e4m3(weight, tl.float16, NATIVE).to(tl.float32) * x[:, None, :]
         EACH: tl.constexpr = SCALE_INS if SCALE_INS else BLOCK_IN
         by_block = tl.sum(tl.reshape(by_input, [CHOICES, BLOCK_OUT, BLOCK_IN // EACH, EACH]), axis=3)
-        products = tl.sum(by_block * weight_scales, axis=2)
+        products = tl.sum(by_block * weight_scales, axis=2) * scales[:, None]
+    elif shared_ptr is not None:
+        shared_x_mask = (choices == 0)[:, None] & (ins < IN)[None, :]
+        shared_x = tl.load(x_ptr + TOP_K * IN + 0 * choices[:, None] + ins[None, :], mask=shared_x_mask, other=0.0)
+        by_input = weight.to(tl.float32) * (x * scales[:, None])[:, None, :]
+        products = tl.sum(by_input + shared.to(tl.float32) * shared_x.to(tl.float32)[:, None, :], axis=2)
     else:
-        products = tl.sum(weight.to(tl.float32) * x[:, None, :], axis=2)
-    out = tl.sum(products * scales[:, None], axis=0)
+        products = tl.sum(weight.to(tl.float32) * x[:, None, :], axis=2) * scales[:, None]
+    out = tl.sum(products, axis=0)
     tl.store(out_ptr + outs, out.to(out_ptr.dtype.element_ty), mask=outs < out_features)
 
 
@@ -275,30 +295,44 @@ def up_gemv(
     out: torch.Tensor,
     first_expert: int,
     activation: Activation,
+    shared: SharedExpert | None = None,
 ) -> None:
-    """Compute the first `expert_gemm` of one row; `out` is zero where the expert is not here."""
-    (rows, in_features), (_, top_k, size) = x.shape, out.shape
+    """Compute the first `expert_gemm` of one row; `out` is zero where the expert is not here.
+
+    With a shared expert, `out` has one more row for it, which the gate has scaled.
+    """
+    (rows, in_features), size, top_k = x.shape, out.shape[2], routing.experts.shape[1]
     weight, scaling = kernel_arguments(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in = triton.next_power_of_2(in_features)
     block_out = min(16, max(1, _GEMV_WEIGHTS // (2 * block_in if activation == "silu" else block_in)))
-    _up_gemv_kernel[(triton.cdiv(size, block_out), top_k)](
-        x, routing.experts, weight, out, first_expert, len(weight), size, IN=in_features, BLOCK_IN=block_in,
-        BLOCK_OUT=block_out, ACTIVATION=activation, num_warps=4, **pdl_options(x.device), **scaling,
+    shared_up, gate = (None, None) if shared is None else (shared.up, shared.gate)
+    _up_gemv_kernel[(triton.cdiv(size, block_out), out.shape[1])](
+        x, routing.experts, weight, shared_up, gate, out, first_expert, len(weight), size, IN=in_features,
+        BLOCK_IN=block_in, BLOCK_OUT=block_out, TOP_K=top_k, ACTIVATION=activation, num_warps=4,
+        **pdl_options(x.device), **scaling,
     )  # fmt: skip
 
 
 def down_gemv(
-    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix, out: torch.Tensor, first_expert: int
+    x: torch.Tensor,
+    routing: Routing,
+    weight: torch.Tensor | Fp8Matrix,
+    out: torch.Tensor,
+    first_expert: int,
+    shared: SharedExpert | None = None,
 ) -> None:
-    """Compute the sum, [1, out_features], over the experts of one row of what `expert_gemm` has for down."""
-    (_, top_k, size), (rows, out_features) = x.shape, out.shape
+    """Compute the sum, [1, out_features], over the experts of one row of what `expert_gemm` has for down.
+
+    With a shared expert, x has one more row for it.
+    """
+    size, top_k, (rows, out_features) = x.shape[2], routing.experts.shape[1], out.shape
     weight, scaling = kernel_arguments(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     block_in, choices = triton.next_power_of_2(size), triton.next_power_of_2(top_k)
     block_out = min(16, max(1, _GEMV_WEIGHTS // (choices * block_in)))
     _down_gemv_kernel[(triton.cdiv(out_features, block_out),)](
-        x, routing.experts, routing.weights, weight, out, first_expert, len(weight), out_features,
-        IN=size, BLOCK_IN=block_in, BLOCK_OUT=block_out, TOP_K=top_k, CHOICES=choices,
+        x, routing.experts, routing.weights, weight, None if shared is None else shared.down, out, first_expert,
+        len(weight), out_features, IN=size, BLOCK_IN=block_in, BLOCK_OUT=block_out, TOP_K=top_k, CHOICES=choices,
         num_warps=4 if choices * block_in <= _MOST_BY_FEW_WARPS else 8, **pdl_options(x.device), **scaling,
     )  # fmt: skip

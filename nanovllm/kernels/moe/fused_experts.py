@@ -12,7 +12,7 @@ from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.moe.activation import Activation, activate_rows
-from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.moe.route import Routing, SharedExpert
 from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
 
 ExpertsMatrices = torch.Tensor | Fp8Matrix
@@ -37,6 +37,7 @@ def fused_experts_ref(
     first_expert: int = 0,
     quantizes_rows: bool = False,
     activation: Activation = "silu",
+    shared: SharedExpert | None = None,
 ) -> torch.Tensor:
     """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
     experts = routing.experts - first_expert
@@ -47,6 +48,10 @@ def fused_experts_ref(
             activated = activate_rows(_torch_linear(x[tokens], up, expert, quantizes_rows), activation)
             weights = routing.weights[tokens, choices].unsqueeze(1)
             out.index_add_(0, tokens, _torch_linear(activated, down, expert, quantizes_rows).float() * weights)
+    if shared is not None:
+        activated = activate_rows(functional.linear(x, shared.up), activation)
+        gate = 1 if shared.gate is None else functional.linear(x.float(), shared.gate.float()).sigmoid()
+        out += functional.linear(activated, shared.down).float() * gate
     return out.to(x.dtype)
 
 
@@ -62,6 +67,7 @@ def fused_experts(
     first_expert: int = 0,
     policy: KernelPolicy = FASTEST,
     activation: Activation = "silu",
+    shared: SharedExpert | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, without experts of other ranks.
 
@@ -73,22 +79,24 @@ def fused_experts(
         first_expert: number of this rank's first expert.
         policy: chooses the kernels.
         activation: between the products.
+        shared: added to the sum; only where the policy takes `EXPERT_GEMV`.
 
     Returns:
         [num_tokens, in_features], or the parts of a sum, [top_k, num_tokens, in_features], which the next norm adds up.
     """
     if not uses_triton(x.device):
-        return fused_experts_ref(x, routing, up, down, first_expert, activation=activation)
+        return fused_experts_ref(x, routing, up, down, first_expert, activation=activation, shared=shared)
     (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, _values(down).shape
     kernel = policy.experts(num_tokens)
-    activated = x.new_empty(num_tokens, top_k, size)
+    activated = x.new_empty(num_tokens, top_k + (shared is not None), size)
     if kernel is ExpertsKernel.EXPERT_GEMV:
         from nanovllm.kernels.moe.expert_gemm import down_gemv, up_gemv  # noqa: PLC0415
 
         out = torch.empty_like(x)
-        up_gemv(x, routing, up, activated, first_expert, activation)
-        down_gemv(activated, routing, down, out, first_expert)
+        up_gemv(x, routing, up, activated, first_expert, activation, shared)
+        down_gemv(activated, routing, down, out, first_expert, shared)
         return out
+    assert shared is None
     # Of experts that are not here, no part is written.
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.fast_math import round_to
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels.linear.norm_linear import norm_linear
+from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm, rms_norm, rms_norm_ref
-
-_STEP_BYTES = 256
-"""Inputs per step of the product, in bytes."""
-_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -29,6 +26,20 @@ class Routing:
     experts: torch.Tensor
     weights: torch.Tensor
     num_experts: int
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """An expert of every token, in the rows' dtype and of the other experts' size.
+
+    Attributes:
+        up, down: its matrices; see `fused_experts`.
+        gate: [1, in_features], whose product's sigmoid is the weight of its output; None for weight 1.
+    """
+
+    up: torch.Tensor
+    down: torch.Tensor
+    gate: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -74,18 +85,17 @@ def route_ref(
 
 
 @jit
-def _choose_row_kernel(
+def _choose_experts_kernel(
     logits_ptr, experts_ptr, weights_ptr, bias_ptr, num_experts, eps, factor,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr,
     SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Choose one row's experts by their ranks, all at once instead of one after the other."""
-    experts, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    row, experts, choices = tl.program_id(0).to(tl.int64), tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     is_expert = experts < num_experts
     wait_for_previous(PDL)
-    logits = tl.load(logits_ptr + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + row * num_experts + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
     if SIGMOID:
-        shares = tl.sigmoid(logits)
+        shares, total = tl.sigmoid(logits), 1.0
         # What experts are chosen by.
         logits = shares
         if bias_ptr is not None:
@@ -93,80 +103,21 @@ def _choose_row_kernel(
         logits = tl.where(is_expert, logits, float("-inf"))
     else:
         shares = tl.exp(logits - tl.max(logits, axis=0))
-    is_equal, is_earlier = logits[None, :] == logits[:, None], experts[None, :] < experts[:, None]
-    is_before = (logits[None, :] > logits[:, None]) | (is_equal & is_earlier)
-    ranks = tl.sum(is_before.to(tl.int32), axis=1)
-    is_chosen = ranks[:, None] == choices[None, :]
-    # Where the row is not a number, as padding may be, all are the best; but what is chosen must be there.
-    chosen = tl.minimum(tl.sum(tl.where(is_chosen, experts[:, None], 0), axis=0), num_experts - 1)
-    weights = tl.sum(tl.where(is_chosen, shares[:, None], 0.0), axis=0)
-    if RENORMALIZE:
-        weights = weights / (tl.sum(tl.where(ranks < TOP_K, shares, 0.0), axis=0) + eps)
-    elif not SIGMOID:
-        weights = weights / tl.sum(shares, axis=0)
-    if SIGMOID:
-        weights *= factor
-    tl.store(experts_ptr + choices, chosen, mask=choices < TOP_K)
-    tl.store(weights_ptr + choices, weights, mask=choices < TOP_K)
-
-
-@jit(do_not_specialize=["num_rows"])
-def _route_kernel(
-    x_ptr, weight_ptr, experts_ptr, weights_ptr, bias_ptr, num_rows, num_experts, in_features, eps, factor,
-    EVEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr,
-    CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    experts = tl.arange(0, EXPERTS)
-    ins = tl.arange(0, INS)
-    is_row, is_expert = (rows < num_rows)[:, None], (experts < num_experts)[None, :]
-    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * in_features + ins[None, :]
-    weight_ptrs = weight_ptr + experts[None, :] * in_features + ins[:, None]
-    acc = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
-    wait_for_previous(PDL)
-    for start in range(0, in_features, INS):
-        x_mask, weight_mask = is_row, is_expert
-        if not EVEN:
-            x_mask = x_mask & (start + ins < in_features)[None, :]
-            weight_mask = weight_mask & (start + ins < in_features)[:, None]
-        x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-        weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
-        acc = tl.dot(x, weight, acc, input_precision="ieee")
-    # Rounded as by a separate product.
-    logits = tl.where(is_expert, round_to(acc, x_ptr.dtype.element_ty) if ROUNDS else acc, float("-inf"))
-    most = tl.max(logits, axis=1)
-    if SIGMOID:
-        shares, total = tl.sigmoid(logits), tl.full([ROWS], 1.0, tl.float32)
-        # What experts are chosen by.
-        logits = shares
-        if bias_ptr is not None:
-            logits += tl.load(bias_ptr + experts, mask=experts < num_experts, other=0.0)[None, :]
-        logits = tl.where(is_expert, logits, float("-inf"))
-    else:
-        total = tl.sum(tl.exp(logits - most[:, None]), axis=1)
-    choices = tl.arange(0, CHOICES)[None, :]
-    chosen = tl.zeros([ROWS, CHOICES], dtype=tl.int32)
-    weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
+        total = tl.sum(shares, axis=0)
+    chosen, weights = tl.zeros([CHOICES], dtype=tl.int32), tl.zeros([CHOICES], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
-        best = tl.max(logits, axis=1)
-        expert = tl.min(tl.where(logits == best[:, None], experts[None, :], EXPERTS), axis=1)
+        expert = tl.min(tl.where(logits == tl.max(logits, axis=0), experts, EXPERTS), axis=0)
         # Where a row is not a number, as padding may be, none is the best; but all must be there.
         expert = tl.minimum(expert, num_experts - 1)
-        chosen = tl.where(choices == choice, expert[:, None], chosen)
-        if SIGMOID:
-            share = tl.sum(tl.where(experts[None, :] == expert[:, None], shares, 0.0), axis=1)
-        else:
-            share = tl.exp(best - most)
-        weights = tl.where(choices == choice, share[:, None], weights)
-        logits = tl.where(experts[None, :] == expert[:, None], float("-inf"), logits)
+        chosen = tl.where(choices == choice, expert, chosen)
+        weights = tl.where(choices == choice, tl.sum(tl.where(experts == expert, shares, 0.0), axis=0), weights)
+        logits = tl.where(experts == expert, float("-inf"), logits)
     if RENORMALIZE:
-        total = tl.sum(weights, axis=1) + eps
+        total = tl.sum(weights, axis=0) + eps
     if SIGMOID:
         weights *= factor
-    places = rows.to(tl.int64)[:, None] * TOP_K + choices
-    mask = is_row & (choices < TOP_K)
-    tl.store(experts_ptr + places, chosen, mask=mask)
-    tl.store(weights_ptr + places, weights / total[:, None], mask=mask)
+    tl.store(experts_ptr + row * TOP_K + choices, chosen, mask=choices < TOP_K)
+    tl.store(weights_ptr + row * TOP_K + choices, weights / total, mask=choices < TOP_K)
 
 
 def route(
@@ -177,45 +128,47 @@ def route(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     sigmoid: SigmoidScores | None = None,
+    policy: KernelPolicy = FASTEST,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
 
     Or by the sigmoids of these logits, if `sigmoid` says how.
 
     x, norm and residual: see `norm_linear`; weight: [num_experts, in_features], contiguous; renormalize: divide the
-    probabilities by their sum. Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
+    probabilities by their sum; policy: chooses the product's kernel. Returns also `norm(x + residual)` and
+    `x + residual`, which may be x itself.
     """
     if not uses_triton(x.device):
         return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid)
-    num_rows, num_experts = x.shape[-2], len(weight)
-    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)
-    experts = max(16, triton.next_power_of_2(num_experts))
-    bias, eps, factor = (None, 0.0, 1.0) if sigmoid is None else (sigmoid.bias, sigmoid.eps, sigmoid.factor)
-    is_exact = sigmoid is not None and sigmoid.is_exact
-    if num_rows == 1 and not is_exact:
-        normed = x if norm is None else torch.empty_like(x)
+    normed, total, logits = x, x, None
+    if norm is not None and x.shape[-2] == 1 and not (sigmoid is not None and sigmoid.is_exact):
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
-        logits, total = gemv(x, weight, None, norm, residual, normed=None if norm is None else normed)
-        _choose_row_kernel[(1,)](
-            logits, chosen, weights, bias, num_experts, eps, factor, EXPERTS=experts, TOP_K=top_k,
-            CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None, num_warps=8,
-            **pdl_options(x.device),
-        )  # fmt: skip
-        return Routing(chosen, weights, num_experts), normed, total
-    normed, total = (x, x) if norm is None else rms_norm(x, norm.weight, norm.eps, residual)
-    in_features = normed.shape[1]
-    assert normed.is_contiguous() and weight.is_contiguous()
-    num_processors, shared_bytes = device_limits(x.device)
-    # Each program reads the whole weight.
-    tile_rows = 16 if num_rows <= 16 * num_processors else 64
-    ins, step_bytes = _STEP_BYTES // normed.element_size(), (tile_rows + experts) * _STEP_BYTES
-    _route_kernel[(triton.cdiv(num_rows, tile_rows),)](
-        normed, weight, chosen, weights, bias, num_rows, num_experts, in_features, eps, factor,
-        EVEN=in_features % ins == 0, ROWS=tile_rows, EXPERTS=experts, INS=ins, TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None,
-        ROUNDS=not is_exact, num_warps=4 if tile_rows == 16 else 8,
-        num_stages=max(1, min(_STAGES, shared_bytes // step_bytes)), **pdl_options(x.device),
+        normed = torch.empty_like(x)
+        logits, total = gemv(x, weight, None, norm, residual, normed=normed)
+    elif norm is not None:
+        normed, total = rms_norm(x, norm.weight, norm.eps, residual)
+    if logits is None:
+        logits = _logits(normed, weight, sigmoid is not None and sigmoid.is_exact, policy)
+    return _choose_experts(logits, top_k, renormalize, sigmoid), normed, total
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor, is_exact: bool, policy: KernelPolicy) -> torch.Tensor:
+    if not is_exact or x.dtype == torch.float32:
+        return norm_linear(x, weight, policy=policy)[0]
+    # Products of 16-bit numbers are exact in float32.
+    return torch.mm(x, weight.T, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().T
+
+
+def _choose_experts(logits: torch.Tensor, top_k: int, renormalize: bool, sigmoid: SigmoidScores | None) -> Routing:
+    """Return the experts of rows; logits: [num_rows, num_experts], contiguous."""
+    num_rows, num_experts = logits.shape
+    chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)
+    bias, eps, factor = (None, 0.0, 1.0) if sigmoid is None else (sigmoid.bias, sigmoid.eps, sigmoid.factor)
+    _choose_experts_kernel[(num_rows,)](
+        logits, chosen, weights, bias, num_experts, eps, factor, EXPERTS=triton.next_power_of_2(num_experts),
+        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None,
+        num_warps=1, **pdl_options(logits.device),
     )  # fmt: skip
-    return Routing(chosen, weights, num_experts), normed, total
+    return Routing(chosen, weights, num_experts)

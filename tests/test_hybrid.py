@@ -91,15 +91,18 @@ def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "size"), [*((name, 1) for name in NAMES), ("dense", 2), ("next", 2)])
 def test_bf16_engines_are_as_near_to_float32_as_transformers(
-    references: dict[str, tuple[Path, Any]], name: str
+    references: dict[str, tuple[Path, Any]], name: str, size: int
 ) -> None:
+    if torch.cuda.device_count() < size:
+        pytest.skip("needs two GPUs")
     folder, model = references[name]
     rough = copy.deepcopy(model).bfloat16()
     asked = prompts((1, 17, 70, 200, 33))
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
     settings = SETTINGS | {"device": "cuda", "dtype": "bfloat16", "num_kvcache_blocks": 1000}
+    settings["tensor_parallel_size"] = size
     outputs = []
     for chunk in (256, 19):
         with LLM(str(folder), max_num_batched_tokens=chunk, **settings) as llm:

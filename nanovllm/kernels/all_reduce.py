@@ -238,10 +238,14 @@ def _pack(first, second, dtype: tl.constexpr):
 @jit
 def _load_weight(weight_ptr, offsets, mask, dtype: tl.constexpr):
     """Return the weights of the values in each word of a row of `dtype`; they may be kept in float32."""
+    # One return: what follows one in a branch is compiled, too.
     if weight_ptr.dtype.element_ty == dtype:
-        return _unpack(tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0), dtype)
-    pairs = weight_ptr + 2 * offsets
-    return tl.load(pairs, mask=mask, other=0.0), tl.load(pairs + 1, mask=mask, other=0.0)
+        words = tl.load(weight_ptr.to(tl.pointer_type(tl.int32)) + offsets, mask=mask, other=0)
+        first, second = _unpack(words, dtype)
+    else:
+        pairs = weight_ptr + 2 * offsets
+        first, second = tl.load(pairs, mask=mask, other=0.0), tl.load(pairs + 1, mask=mask, other=0.0)
+    return first, second
 
 
 @jit(do_not_specialize=["call_in_step"])

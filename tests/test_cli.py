@@ -6,7 +6,6 @@ import fcntl
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -662,18 +661,6 @@ def test_a_chat_through_pipes() -> None:
     assert process.returncode == 0
     assert begun == b"Hello! I am"[:10] and output.count(b"\n") == 1 and len(output) < 4000
     assert b"over max_model_len" in errors and b"Traceback" not in errors
-
-
-@pytest.mark.parametrize(
-    # An answer ends where the model ends it, or at what is asked for.
-    ("flags", "says"), [([], r"Hello! .*Nano.*\.\n"), (["--max-tokens", "3", "--temperature", "0"], "Hello! I\n")],
-)  # fmt: skip
-def test_a_chat_ends_with_its_input(
-    flags: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("introduce yourself\n"))
-    assert main(["chat", *ENGINE, *flags]) == 0
-    assert re.fullmatch(says, capsys.readouterr().out)
 
 
 def test_help_without_docstrings() -> None:

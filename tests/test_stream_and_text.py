@@ -133,7 +133,7 @@ def texts_with_stops(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     return token_ids, SamplingParams(0, 64, stop=stop, **given)
 
 
-@settings(max_examples=num_examples(75, 300), deadline=None)
+@settings(max_examples=num_examples(50, 300), deadline=None)
 @given(texts_with_stops())
 def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[list[int], SamplingParams]) -> None:
     token_ids, params = case

@@ -112,17 +112,6 @@ def test_outputs_match(llm: LLM, fields: dict[str, Any], fits: Callable[[str], A
     assert sum(item.finish_reason == "stop" for item in output.outputs) > len(output.outputs) / 2
 
 
-def test_any_json_object(llm: LLM) -> None:
-    # Likely ends, so that outputs end.
-    bias = {token: 12.0 for text in ('"', "}") for token in llm.tokenizer.encode(text)}
-    params = constrained(2, 1.0, n=8, json_object=True, logit_bias=bias)
-    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
-    assert all(item.text.startswith("{") for item in output.outputs)
-    for item in output.outputs:
-        if item.finish_reason == "stop":
-            assert isinstance(json.loads(item.text), dict)
-
-
 def mixed() -> tuple[list[Any], list[SamplingParams]]:
     """Rows with grammars, with words that may not come, with both, and with neither."""
     params = [constrained(10 + i, **fields) for i, (fields, _) in enumerate(CASES.values())]

@@ -307,7 +307,7 @@ def test_sampled_answers_follow_from_the_engines_seed_and_the_line(llm: LLM) -> 
 
 def test_few_lines_are_held_and_the_batch_stays_full(llm: LLM) -> None:
     num_read, most_held, written = 0, 0, list[bytes]()
-    lengths = [1, 16] * 30
+    lengths = [1, 12] * 20
 
     def lines() -> Iterator[bytes]:
         nonlocal num_read, most_held

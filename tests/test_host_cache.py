@@ -576,7 +576,7 @@ def test_inputs_do_not_wait_on_the_link_for_what_a_step_loads(
         note(runner.kv_cache.copies, "queue")
         note(runner.kv_cache.copies, "wait_for_loads")
         for prompt in documents():
-            llm.generate([prompt], GREEDY, use_tqdm=False)
+            llm.generate([prompt], replace(GREEDY, max_tokens=8), use_tqdm=False)
         assert llm.stats()["num_loaded_blocks"] and {"queue", "wait_for_loads"} <= {*done}
         assert all(before == "send" for before, after in pairwise(done) if after == "queue")
         # Alone, a prompt is computed in the step that loads its blocks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import signal
 import threading
 import warnings
 import weakref
@@ -366,6 +367,22 @@ def test_requests_by_hand(llm: LLM) -> None:
         counts[1] += result.num_output_tokens
     assert set(outputs) == {first, second}
     assert counts == [33, 8 + len(outputs[second]["token_ids"])]
+
+
+def test_ctrl_c_while_decoding_is_a_keyboard_interrupt(llm: LLM) -> None:
+    class Interrupted:
+        def decode(self, token_ids: list[int], **_: Any) -> str:
+            signal.raise_signal(signal.SIGINT)
+            return "text"
+
+    processor = llm.output_processor
+    before, processor.tokenizer = processor.tokenizer, Interrupted()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], SamplingParams(max_tokens=1), use_tqdm=False)
+    finally:
+        processor.tokenizer = before
+    assert llm.is_finished() and llm.stats()["num_used_blocks"] == 0
 
 
 def test_a_failed_step_leaves_the_engine_usable(checkpoint: Path) -> None:

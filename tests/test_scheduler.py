@@ -794,8 +794,11 @@ def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
 
 def test_a_shared_prompt_is_computed_once_and_copied_on_write() -> None:
     engine, runner = make_engine(pipeline_depth=0, enable_prefix_caching=False)
-    engine.add_request(list(range(20)), SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True, n=3))
-    run(engine)
+    for _ in range(2):
+        # Nothing is found of the first one.
+        runner.batches.clear()
+        engine.add_request(list(range(20)), SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True, n=3))
+        assert [output.num_cached_tokens for output in run(engine).values()] == [0]
     assert [(chunk.start, len(chunk.token_ids), chunk.store) for chunk in runner.batches[0].chunks] == [
         (0, 20, True), (19, 1, False), (19, 1, False),
     ]  # fmt: skip

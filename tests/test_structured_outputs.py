@@ -114,7 +114,7 @@ def test_outputs_match(llm: LLM, fields: dict[str, Any], fits: Callable[[str], A
 def mixed() -> tuple[list[Any], list[SamplingParams]]:
     """Rows with grammars, with words that may not come, with both, and with neither."""
     params = [constrained(10 + i, max_tokens=60, **fields) for i, (fields, _) in enumerate(CASES.values())]
-    params += [constrained(20, choice=["may", "maybe not"], bad_words=["maybe"])]
+    params += [constrained(20, max_tokens=60, choice=["may", "maybe not"], bad_words=["maybe"])]
     params += [SamplingParams(1.0, 25, seed=30), SamplingParams(0, 25, bad_words=["ship rain"], repetition_penalty=1.2)]
     return [f"{PROMPT} {i} please and thank you" for i in range(len(params))], params
 

@@ -18,7 +18,7 @@ import pytest
 
 from nanovllm.cli import main
 from nanovllm.cli.batch_files import AnsweredRequests, ResultFile
-from tests.batch_lines import ENGINE, command, encode, lines_of_every_kind
+from tests.batch_lines import ENGINE, command, encode, lines_of_every_kind, results_of
 
 RUN = "0123456789abcdef"
 
@@ -29,16 +29,6 @@ def answered_line(number: int, request: int, run: str = RUN) -> bytes:
 
 def run(source: Path, output: Path, *flags: str) -> int:
     return main(["run", "-i", str(source), "-o", str(output), *ENGINE, "--temperature", "0", *flags])
-
-
-def results_of(path: Path) -> dict[int, Any]:
-    """Return the results by line number; there is one of each line."""
-    results = [json.loads(line) for line in path.read_bytes().splitlines()]
-    for result in results:
-        # The time of an answer is all that differs between two runs.
-        (result.get("response") or {"body": {}})["body"].pop("created", None)
-    assert len({result["line"] for result in results}) == len(results)
-    return {result["line"]: result for result in results}
 
 
 def write_prompts(path: Path, *prompts: str) -> None:

@@ -551,6 +551,19 @@ def test_decode_steps_with_the_same_members_send_nothing_new(depth: int) -> None
         assert not batch.new_requests and not batch.new_blocks and not batch.chunks
 
 
+@DEPTHS
+def test_abort_frees_at_once(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth)
+    ids = [engine.add_request([i] * 20, greedy(50)) for i in range(6)]
+    for _ in range(4):
+        engine.step()
+    assert (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (4, 2)
+    engine.abort(ids[1:])
+    assert engine.block_manager.num_used_blocks == engine.block_manager.num_blocks_for(20 + 4)
+    assert (engine.stats()["num_running"], engine.stats()["num_waiting"]) == (1, 0)
+    assert list(run(engine)) == ids[:1]
+
+
 def test_stats_count_what_happened() -> None:
     engine, _ = make_engine(pipeline_depth=0)
     engine.add_request(list(range(20)), greedy(5))

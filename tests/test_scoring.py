@@ -194,7 +194,7 @@ def test_beam_search_with_a_temperature(folder: Path, mode: LogprobsMode) -> Non
 
 @pytest.mark.parametrize(("width", "length_penalty"), [(1, 1.0), (2, 0.0), (2, 2.0), (5, 1.0), (5, -1.0)])
 def test_beam_search_equals_transformers(llm: LLM, folder: Path, width: int, length_penalty: float) -> None:
-    prompts = [prompt(n, seed=n) for n in (3, 20, 40)]
+    prompts = [prompt(n, seed=n) for n in (3, 40)]
     # With enough ends that searches are over at different lengths, with one, and without.
     for ends in ([EOS, *range(100, 160)], [EOS], []):
         params = BeamSearchParams(width, 8, ignore_eos=not ends, length_penalty=length_penalty)

@@ -34,19 +34,21 @@ def _run(arguments: list[str], files: list[str], environment: dict[str, str], nu
 class ForkedPopen(subprocess.Popen[bytes]):
     """A command with standard streams as `subprocess.Popen` makes them."""
 
-    def _execute_child(self, args: list[str], *others: Any) -> None:  # type: ignore[override]
+    def _execute_child(self, args: list[str], *others: Any) -> None:
         # What the child reads, and what it writes; the ends between are this process's.
         pipes = others[9:15]
         streams = [own if given == -1 else given for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
         self._process = CONTEXT.Process(target=_Streams(streams, args, dict(os.environ)))
         self._process.start()
+        assert self._process.pid is not None
         self.pid, self._child_created = self._process.pid, True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._process.exitcode
-        return self.returncode
+        code = self._process.exitcode
+        if code is not None:
+            self.returncode = code
+        return code
 
     def _wait(self, timeout: float | None) -> int | None:
         self._process.join(timeout)

@@ -41,11 +41,11 @@ PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def load(folder: Path, **kwargs: Any) -> LLM:
+def load(folder: Path | str, **kwargs: Any) -> LLM:
     return LLM(folder, device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20, **kwargs)
 
 
-def tokens(folder: Path, **kwargs: Any) -> list[list[int]]:
+def tokens(folder: Path | str, **kwargs: Any) -> list[list[int]]:
     with load(folder, **kwargs) as llm:
         return [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 

@@ -175,7 +175,7 @@ def test_ranks_are_not_for_windows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_needs_no_client_and_no_plots() -> None:
     pytest.importorskip("fastapi")
-    # It begins with the modules of the server, of which these are none.
+    # The server's modules are loaded there, and these are not among them.
     process = CONTEXT.Process(target=_make_app)
     process.start()
     process.join(PATIENCE_SECONDS)
@@ -184,6 +184,7 @@ def test_a_server_needs_no_client_and_no_plots() -> None:
 
 def _make_app() -> None:
     assert not {"openai", "matplotlib", "anthropic"} & set(sys.modules)
-    sys.modules |= dict.fromkeys(["openai", "matplotlib", "anthropic"])
+    absent: Any = dict.fromkeys(["openai", "matplotlib", "anthropic"])
+    sys.modules |= absent
     create_app = importlib.import_module("nanovllm.serve.app").create_app
     create_app(Mock(settings=importlib.import_module("nanovllm.serve.settings").ServeSettings()))

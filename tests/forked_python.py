@@ -14,7 +14,12 @@ from typing import Any
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Its server imports what any process of the tests runs."""
-CONTEXT.set_forkserver_preload(["tests.forked_python", "tests.forked_command", "tests.mock_llm"])
+CONTEXT.set_forkserver_preload(
+    [
+        "tests.forked_python", "tests.forked_command", "tests.mock_llm", "nanovllm.client.engine_server",
+        "nanovllm.models.decoder", "nanovllm.runner.worker", "safetensors.torch", "fsspec.implementations.local",
+    ]
+)  # fmt: skip
 
 started: list[ForkedPython] = []
 """The processes whose exit has not been seen."""

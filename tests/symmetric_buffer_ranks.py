@@ -18,9 +18,6 @@ SIZE, MAX_ROWS, MAX_CANDIDATES = 102, 16, 40
 """Rows of two-byte elements have an odd number of words."""
 STEP_ROWS = (16, 3, 1)
 """Rows of each step's calls."""
-_WHOLE = Rounding(SIZE, for_scaled_mm=True)
-ROUNDINGS = ((None, None, None), (_WHOLE, Rounding(32), None), (None, _WHOLE, Rounding(32)))
-"""How rows of each step's calls are rounded, if they have 16 bits."""
 
 
 @dataclass

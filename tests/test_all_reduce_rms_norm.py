@@ -12,7 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
-from torch.multiprocessing import get_context
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import all_reduce
@@ -34,6 +33,7 @@ from nanovllm.runner.worker import step_limits
 from tests import symmetric_buffer_ranks
 from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
 from tests.conftest import MakeCheckpoint
+from tests.forked_python import CONTEXT
 from tests.server_process import PATIENCE_SECONDS
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 
@@ -74,11 +74,10 @@ def test_ranks_that_share_memory(tmp_path: Path) -> None:
     dtypes = list(DTYPES[1:])
     memory = torch.zeros(len(dtypes), symmetric_buffer_ranks.NUM_RANKS, 2**18, dtype=torch.uint8).share_memory_()
     abort = torch.zeros(1, dtype=torch.int32).share_memory_()
-    context = get_context("spawn")
     processes = []
     for rank in range(symmetric_buffer_ranks.NUM_RANKS):
         args = rank, memory, abort, dtypes, str(tmp_path / f"{rank}")
-        processes.append(context.Process(target=symmetric_buffer_ranks.run_process, args=args, daemon=True))
+        processes.append(CONTEXT.Process(target=symmetric_buffer_ranks.run_process, args=args, daemon=True))
         processes[-1].start()
     try:
         running = {process.sentinel: process for process in processes}
@@ -240,12 +239,11 @@ def test_words_of_old_calls_are_not_taken_for_new(tmp_path: Path) -> None:
     runs = [AFTER_MANY, AT_THE_LAST]
     stores: list[TCPStore] = [open_store(NUM_RANKS) for _ in runs]
     memory = torch.zeros(len(runs), NUM_RANKS, 2**21, dtype=torch.uint8).share_memory_()
-    context = get_context("spawn")
     processes: list[BaseProcess] = []
     files = [str(tmp_path / f"{rank}") for rank in range(NUM_RANKS)]
     for rank, file in enumerate(files):
         args = rank, [store.port for store in stores], memory, runs, file
-        processes.append(context.Process(target=run_rank, args=args, daemon=True))
+        processes.append(CONTEXT.Process(target=run_rank, args=args, daemon=True))
         processes[-1].start()
     for process in processes:
         process.join(PATIENCE_SECONDS)

@@ -9,12 +9,7 @@ from nanovllm.engine.prefix_cache import SPENT, FoundBlock, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from tests.cache_checks import check_blocks
 from tests.mock_runner import (
-    complete,
-    greedy,
-    make_engine,
-    make_request,
     make_sequence,
-    run,
     window_kinds,
 )
 
@@ -33,16 +28,6 @@ def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
 def cached(manager: BlockManager, tokens: list[int]) -> int:
     """Blocks of a prompt that would be found."""
     return len(manager._match_prefix(make_sequence(0, tokens))[0])
-
-
-def test_the_tail_of_a_prefix_goes_before_its_head() -> None:
-    manager = BlockManager(3, 2)
-    prompt = [1, 2, 3, 4, 5, 6]
-    manager.free(hold(manager, prompt))
-    for left in (3, 2, 1):
-        assert cached(manager, prompt) == left
-        hold(manager, [50 + left])
-    assert cached(manager, prompt) == 0
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -197,18 +182,6 @@ def test_blocks_of_a_step_stand_or_fall_with_it() -> None:
     manager.free(hold(manager, [3, 3]))
     manager.rollback()
     assert cached(manager, [3, 3]) == 1
-
-
-def test_requests_share_blocks_with_those_of_their_salt_alone() -> None:
-    engine, _ = make_engine(pipeline_depth=1, num_blocks=32, block_size=4)
-    prompt = list(range(10, 42))
-    counts = []
-    for salt in (None, "a", "b", "a", None, "b"):
-        engine.enqueue(make_request(prompt, greedy(6), cache_salt=salt))
-        (output,) = run(engine).values()
-        counts.append(output.num_cached_tokens)
-        assert output.outputs[0].token_ids == complete(prompt, 6, frozenset(), 128)
-    assert counts == [0, 0, 0, 31, 31, 31]
 
 
 def test_no_group_finds_what_another_has_kept_since_before_a_reset() -> None:

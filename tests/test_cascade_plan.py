@@ -41,7 +41,7 @@ def test_blocks_that_are_not_full_are_nobody_elses() -> None:
 
 
 @given(st.data())
-@settings(max_examples=num_examples(75, 400), deadline=None)
+@settings(max_examples=num_examples(40, 400), deadline=None)
 def test_every_shared_key_is_attended_to_once(data: st.DataObject) -> None:
     rows_per_item, max_items = data.draw(st.sampled_from([1, 3, 8])), data.draw(st.integers(1, 12))
     prefixes = data.draw(st.lists(st.lists(st.integers(1, 3), max_size=9), min_size=1, max_size=3))

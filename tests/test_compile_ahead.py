@@ -201,6 +201,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.compat
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes the place of the GPU's driver")
 def test_kernels_are_compiled_and_loaded_once_and_not_launched(tmp_path: Path) -> None:
     pytest.importorskip("triton")

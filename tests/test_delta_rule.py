@@ -189,7 +189,7 @@ def check_states(layer: Layer, same_dtype: Layer, exact: Layer, written: set[int
 def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
     torch.manual_seed(0)
     layer = Layer(dtype, 2, 2, size)
-    lengths = LENGTHS if size == 16 or GPU else [2, 70]
+    lengths = LENGTHS if (size == 16 and dtype == torch.float32) or GPU else [2, 70]
     chunks = []
     for number, length in enumerate(lengths):
         continued = number % 2 == 1

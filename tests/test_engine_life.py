@@ -475,11 +475,11 @@ class RemoteLife(Life):
 
 TestLocal, TestRemote = LocalLife.TestCase, RemoteLife.TestCase
 TestLocal.settings = settings(
-    max_examples=num_examples(40, 200),
+    max_examples=num_examples(25, 200),
     stateful_step_count=40,
     deadline=None,
     report_multiple_bugs=False,
     suppress_health_check=list(HealthCheck),
 )
-TestRemote.settings = settings(TestLocal.settings, max_examples=num_examples(8, 40))
+TestRemote.settings = settings(TestLocal.settings, max_examples=num_examples(5, 40))
 pytestmark = pytest.mark.filterwarnings("ignore:replica:UserWarning")

@@ -394,7 +394,7 @@ def test_outputs_of_prompts_in_e4m3(for_scaled_mm: bool, dtype: torch.dtype, by_
     torch.manual_seed(0)
     if by_hopper and not (is_hopper(torch.device(DEVICE)) and dtype.itemsize == 2):
         pytest.skip("needs a Hopper GPU and 16 bits")
-    pairs = [(1, 1), (17, 40), (133, 140), *([(999, 2999)] if GPU else [])]
+    pairs = [(1, 1), (17, 40), *([(133, 140), (999, 2999)] if GPU else [(129, 131)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, seq_lens = paged(lens, 256, KV_HEADS, SIZE, dtype)
     chunks = chunk_rows(tables, seq_lens, query_lens)
@@ -431,8 +431,8 @@ def test_a_model_says_what_it_says_with_rows_rounded_apart(
     for rounds in (True, False):
         made.clear()
         with LLM(stored, **SETTINGS | {"num_kvcache_blocks": 60}) as llm:
-            params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=0)
-            outputs = llm.generate([list(range(i, i + 3)) for i in range(18)], params, use_tqdm=False)
+            params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, logprobs=0)
+            outputs = llm.generate([[i, i + 1][i % 3 > 0 :] for i in range(17)], params, use_tqdm=False)
         assert any(made) == rounds and not all(made)
         said.append([output.outputs[0] for output in outputs])
     for mine, apart in zip(*said, strict=True):

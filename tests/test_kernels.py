@@ -677,7 +677,7 @@ def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dty
 @pytest.mark.parametrize(("case", "dtypes"), over_dtypes(UNEVEN, dtypes=CACHED))
 def test_prefill_attention_with_options(case: Uneven, dtypes: Any) -> None:
     (sizes, window, capped), (dtype, cached) = case, dtypes
-    pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(140, 200)])]
+    pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(129, 131)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
     query = randn(sum(query_lens), 2 * sizes[2], sizes[0], dtype=dtype)
@@ -758,7 +758,7 @@ def hopper_prefill_attention(
 )
 def test_prefill_attention(shape: tuple[int, int, int], dtypes: Any, function: Any) -> None:
     (head_dim, group, block_size), (dtype, cached), kv_heads = shape, dtypes, 2
-    pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(140, 150)])]
+    pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(129, 131)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     query = randn(sum(query_lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]

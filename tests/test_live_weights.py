@@ -262,22 +262,6 @@ def test_requests_that_were_paused_leave_nothing_that_others_find(pair: tuple[Pa
     assert [a == b for a, b in zip(found, want, strict=True)] == [True, True]
 
 
-def test_salted_requests_share_with_equal_salts_alone_through_all_of_it(live: LLM) -> None:
-    params = SamplingParams(0, 2, ignore_eos=True)
-
-    def num_cached(salt: str | None) -> int:
-        prompt: Any = {"prompt_token_ids": PREFIX} | ({"cache_salt": salt} if salt else {})
-        cached: int = live.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens
-        return cached
-
-    assert [num_cached(salt) for salt in (None, "a", "b", "a", None)] == [0, 0, 0, 48, 48]
-    assert live.reset_prefix_cache()
-    assert [num_cached(salt) for salt in ("a", None, "b", "b")] == [0, 0, 0, 48]
-    live.sleep()
-    live.wake_up()
-    assert [num_cached(salt) for salt in ("b", "a")] == [0, 0]
-
-
 def save_adapter(folder: Path, base: dict[str, torch.Tensor], seed: int, **config: Any) -> dict[str, torch.Tensor]:
     """Write an adapter of rank 4; returns the weights that it makes of `base`."""
     tensors: dict[str, torch.Tensor] = {}

@@ -41,11 +41,11 @@ PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-def load(folder: Path, **kwargs: Any) -> LLM:
+def load(folder: Path | str, **kwargs: Any) -> LLM:
     return LLM(folder, device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20, **kwargs)
 
 
-def tokens(folder: Path, **kwargs: Any) -> list[list[int]]:
+def tokens(folder: Path | str, **kwargs: Any) -> list[list[int]]:
     with load(folder, **kwargs) as llm:
         return [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
@@ -148,14 +148,6 @@ def test_stacked_projections_of_another_size(make_checkpoint: Any) -> None:
         load(folder)
 
 
-def test_tensors_given_twice(copy: Path) -> None:
-    weights = load_file(copy / "model.safetensors")
-    (copy / "model.safetensors").rename(copy / "weights.safetensors")
-    save_file({"model.norm.weight": weights["model.norm.weight"]}, copy / "zzz.safetensors")
-    with pytest.raises(ValueError, match=r"'model.norm.weight' is there twice.*zzz.safetensors"):
-        load(copy)
-
-
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
@@ -167,6 +159,8 @@ def test_tensors_given_twice(copy: Path) -> None:
         ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map"),
         ("config.json", "{", r"config\.json"),
         ("tokenizer.json", "{}", "tokenizer in .* cannot be read"),
+        ("tokenizer.json", '{"version": "1.0", "truncation', r"tokenizer\.json in .* is not JSON"),
+        ("model.safetensors", "cut", r"model.safetensors' is damaged"),
     ],
 )
 def test_odd_files(copy: Path, file: str, content: str, message: str) -> None:
@@ -190,13 +184,6 @@ def test_other_floats_are_converted_with_a_warning(copy: Path, recwarn: pytest.W
     assert not [warning for warning in recwarn if "stored as" in str(warning.message)]
 
 
-def test_truncated_weights(copy: Path) -> None:
-    file = copy / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"model.safetensors' is damaged"):
-        load(copy)
-
-
 def test_a_terminal_shows_how_far_weights_are(monkeypatch: pytest.MonkeyPatch) -> None:
     bars: list[Any] = []
 
@@ -215,19 +202,6 @@ def test_a_terminal_shows_how_far_weights_are(monkeypatch: pytest.MonkeyPatch) -
             assert not terminal or bar.n == bar.total == 4 * llm.num_parameters
         bars.clear()
     assert loading_bar("Loading weights", 5, "B", rank=1).disable
-
-
-def test_no_weights_no_config_no_folder(copy: Path, tmp_path: Path) -> None:
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
-        load(copy)
-    (copy / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        load(copy)
-    with pytest.raises(ValueError, match="missing' does not exist"):
-        load(tmp_path / "missing")
-    with pytest.raises(ValueError, match="does not exist"):
-        resolve_model("some/relative/folder", None)
 
 
 def test_dummy_weights_fetch_no_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -334,7 +308,7 @@ def hub_that_answers(answer: tuple[int, str] | list[str] | None) -> Iterator[str
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:
@@ -603,13 +577,6 @@ def test_pointers_where_they_are_harder_to_see(copy: Path) -> None:
         list(stored_tensors("memory://pointers"))
 
 
-def test_a_truncated_vocabulary_is_named(copy: Path) -> None:
-    whole = (Path(BUNDLED_MODEL) / "tokenizer.json").read_text()
-    (copy / "tokenizer.json").write_text(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"tokenizer\.json in .* is not JSON"):
-        load(copy)
-
-
 def sentencepiece_model(path: Path) -> None:
     trainer = pytest.importorskip("sentencepiece").SentencePieceTrainer
     with path.open("wb") as stream:
@@ -643,11 +610,6 @@ def test_special_tokens_alone_are_no_tokenizer(tmp_path: Path, model_type: str, 
         (tmp_path / name).write_text("hello\nworld\n")
     with pytest.raises(ValueError, match=r"special tokens alone, since .* is missing: .*tokenizer\.json"):
         load_tokenizer(str(tmp_path), trust_remote_code=False)
-
-
-def test_no_tokenizer_is_none(tmp_path: Path) -> None:
-    write_json(tmp_path / "config.json", {"model_type": "llama"})
-    assert load_tokenizer(str(tmp_path), trust_remote_code=False) is None
 
 
 @pytest.mark.parametrize(

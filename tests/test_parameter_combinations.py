@@ -40,6 +40,16 @@ def llm(make_checkpoint: MakeCheckpoint) -> Iterator[LLM]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"max_tokens": 0}, "max_tokens must be >= 1, not 0"),
+        ({"max_tokens": 1.5}, "max_tokens must be an integer"),
+        ({"max_tokens": True}, "max_tokens must be an integer"),
+        ({"temperature": 10**400}, "temperature must be a finite number"),
+        ({"temperature": -0.1}, "temperature must be a finite number >= 0, not -0.1"),
+        ({"temperature": math.nan}, "temperature must be a finite number"),
+        ({"temperature": "hot"}, "temperature must be a finite number"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, not 'no'"),
+        ({"seed": -2}, "seed must be"),
+        ({"seed": 2**64}, "seed must be"),
         ({"n": 0}, "n must be >= 1, not 0"),
         ({"n": 2, "temperature": 0}, "n=2 with temperature=0"),
         ({"top_p": 0}, "top_p must be a finite number > 0 and <= 1, not 0"),

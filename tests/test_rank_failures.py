@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,16 @@ from nanovllm.outputs import StepError
 from nanovllm.parallel.channel import Sender
 from nanovllm.parallel.distributed_communicator import DistributedCommunicator
 from nanovllm.parallel.symmetric_communicator import connect
-from nanovllm.runner import parallel_runner
+from nanovllm.runner import parallel_runner, worker_processes
 from nanovllm.runner.batch import StepShape
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_outputs import PendingStep
 from nanovllm.runner.worker import StepOrder, WorkerFailure, WorkerPlan
 from nanovllm.runner.worker_processes import WorkerError, WorkerProcess, WorkerProcesses, start_worker
-from nanovllm.utils.processes import PythonProcess
+from nanovllm.utils.processes import PythonProcess, start_python
+from tests.forked_python import started
 from tests.rank_processes import rank_pids
 
-# Each test starts several processes, on however few cores.
-
-real_processes = True
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[1, 2, 3], list(range(40))]
 
@@ -82,13 +81,23 @@ def channel_pipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     assert not pipes & open_pipes()
 
 
+@pytest.fixture
+def real_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are started as outside of tests, and not forked."""
+    monkeypatch.setattr(worker_processes, "start_python", start_python)
+
+
 def kill(rank: int) -> None:
     """Kill a rank's process, as the out-of-memory killer would, and wait until the system has done it."""
     pid = rank_pids()[rank]
+    forked = next((process for process in started if process.pid == pid), None)
     os.kill(pid, signal.SIGKILL)
     # The engine's watching thread may have asked first.
-    with suppress(ChildProcessError):
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    with suppress(ChildProcessError, ValueError):
+        if forked is None:
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        else:
+            wait([forked._process.sentinel])
 
 
 def kill_when(owner: Any, name: str, rank: int, call: int) -> None:
@@ -109,6 +118,7 @@ def parallel(llm: LLM) -> Any:
     return llm.llm_engine._runner
 
 
+@pytest.mark.usefixtures("real_ranks")
 def test_killed_in_decode_and_a_new_engine_in_the_same_process(folder: Path) -> None:
     llm = make_llm(folder, 3)
     want = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
@@ -129,6 +139,7 @@ def test_killed_in_decode_and_a_new_engine_in_the_same_process(folder: Path) -> 
 
 
 @pytest.mark.compat
+@pytest.mark.usefixtures("real_ranks")
 def test_killed_between_steps(folder: Path) -> None:
     with make_llm(folder) as llm:
         parallel(llm).pipeline_depth = 1
@@ -379,6 +390,7 @@ def test_a_script_needs_no_main_guard_exit_or_joined_threads(tmp_path: Path) -> 
     assert (*script.communicate(timeout=240), script.returncode) == ("3\n3\n", "", 3)
 
 
+@pytest.mark.usefixtures("real_ranks")
 def test_a_rank_that_never_starts_times_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.runner.worker_processes._START_SECONDS", 0.5)
 
@@ -392,6 +404,7 @@ def test_a_rank_that_never_starts_times_out(folder: Path, monkeypatch: pytest.Mo
         make_llm(folder)
 
 
+@pytest.mark.usefixtures("real_ranks")
 def test_an_interrupt_while_ranks_are_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     start_rank = start_worker
 

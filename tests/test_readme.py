@@ -54,7 +54,13 @@ def test_marks_stand_before_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(block, id=name) for name, block in BLOCKS.items() if block.code not in PLAIN]
+    "block",
+    [
+        # Each starts a process; those in Python that need no extra run in one.
+        pytest.param(block, id=name, marks=[pytest.mark.compat] if block.language == "python" else [])
+        for name, block in BLOCKS.items()
+        if block.code not in PLAIN
+    ],
 )
 def test_a_block_runs(block: Block, tmp_path: Path) -> None:
     kind, _, value = block.mark.partition(":")

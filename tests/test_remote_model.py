@@ -12,18 +12,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file, save_file
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM
 from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.remote import cached_copy
 from nanovllm.weights.files import stored_tensors, weight_files
 from tests.conftest import MakeCheckpoint
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def tokens(model: str | Path, **kwargs: Any) -> list[list[int]]:
-    with LLM(model, device="cpu", max_model_len=64, kvcache_block_size=16, num_kvcache_blocks=20, **kwargs) as llm:
-        return [output["token_ids"] for output in llm.generate([[1, 2, 3], [*range(40)]], GREEDY, use_tqdm=False)]
+from tests.test_loading import tokens
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from array import array
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from nanovllm.engine.request import Request
 from tests.mock_llm import MockReplicas, mock_llm
 from tests.mock_runner import complete
 from tests.rank_processes import engine_pids
+from tests.server_process import wait_until
 
 BLOCK = 16
 
@@ -186,13 +185,6 @@ def test_accepted_drafts_of_replicas_add_up_by_position() -> None:
         with pytest.warns(UserWarning, match="its 0 requests run again"):
             engine._lose(engine._replicas[0])
         assert engine.stats()["num_accepted_per_position"] == [12, 6, 1]
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 200
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.deaths

@@ -105,16 +105,6 @@ def test_rows_keep_their_own_parameters_also_when_preempted(llm: LLM, folder: Pa
         assert tight.stats()["num_preemptions"] > 0 == tight.stats()["num_used_blocks"]
 
 
-def test_penalties_count_the_output_from_before_a_preemption(llm: LLM, folder: Path) -> None:
-    prompts = [prompt(20 + i, seed=50 + i) for i in range(6)]
-    given: dict[str, Any] = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "allowed_token_ids": FEW[1:]}
-    params = [SamplingParams(0.7, 40, seed=i, ignore_eos=True, logprobs=1, **given) for i in range(6)]
-    want = [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(prompts, params, strict=True)]
-    with LLM(folder, **(TIGHT | {"num_kvcache_blocks": 9})) as tight:
-        closely(tight.generate(prompts, params, use_tqdm=False), want)
-        assert tight.stats()["num_preemptions"] > 0
-
-
 def test_min_tokens_gives_way_where_nothing_else_may_come(llm: LLM) -> None:
     params = SamplingParams(0, 9, min_tokens=5, allowed_token_ids=[EOS], logprobs=1)
     item = llm.generate([prompt(5, seed=1)], params, use_tqdm=False)[0].outputs[0]

@@ -91,7 +91,7 @@ def num_needed(
     return num_states + sum(min(filled, 1 + -(-(max(2, window or num_tokens) - 1) // block_size)) for window in windows)
 
 
-@settings(max_examples=num_examples(150, 1000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(80, 1000), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SIZES, EVENTS)
 def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[Any, ...]]) -> None:
     engine, runner = make_engine(**sizes)
@@ -157,28 +157,6 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
     for output in outputs.values():
         stopped = output["token_ids"][-1] in sizes["eos"]
         assert output["finish_reason"] == ("stop" if stopped else "length")
-
-
-@DEPTHS
-@pytest.mark.parametrize("caching", [True, False])
-def test_a_window_bounds_the_blocks_of_a_long_sequence(depth: int, caching: bool) -> None:
-    # Eight tokens before a query, and a chunk of eight, lie in five blocks of four; what decodes holds three.
-    engine, _ = make_engine(
-        pipeline_depth=depth, windows=[9], block_size=4, num_blocks=12, max_num_batched_tokens=8, max_model_len=300,
-        enable_prefix_caching=caching,
-    )  # fmt: skip
-    prompts = [[i] * 150 for i in range(3)]
-    wanted = {engine.add_request(prompt, greedy(100)): complete(prompt, 100, frozenset(), 300, 9) for prompt in prompts}
-    outputs: dict[int, Any] = {}
-    num_decoding = 0
-    while not engine.is_finished():
-        outputs.update(engine.step().finished)
-        check_engine(engine)
-        for seq in engine.scheduler.running:
-            assert len(seq.block_tables[0].held) <= (5 if seq.is_behind or seq.num_tokens < 156 else 3)
-        num_decoding = max(num_decoding, len(engine.scheduler.steady))
-    assert {request_id: output["token_ids"] for request_id, output in outputs.items()} == wanted
-    assert num_decoding == 3 and not engine.stats()["num_preemptions"]
 
 
 def test_prompts_may_be_arrays() -> None:
@@ -749,7 +727,7 @@ def test_a_priority_preempts_one_sequence_a_step(depth: int) -> None:
     assert [len(outputs[request_id]["token_ids"]) for request_id in low] == [8, 9, 10, 11]
 
 
-@settings(max_examples=num_examples(50, 200), deadline=None)
+@settings(max_examples=num_examples(30, 200), deadline=None)
 @given(data=st.data())
 def test_outputs_share_a_prompt_and_copy_on_write(data: st.DataObject) -> None:
     depth = data.draw(st.sampled_from([0, 1]))
@@ -829,8 +807,11 @@ def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
 
 def test_a_shared_prompt_is_computed_once_and_copied_on_write() -> None:
     engine, runner = make_engine(pipeline_depth=0, enable_prefix_caching=False)
-    engine.add_request(list(range(20)), SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True, n=3))
-    run(engine)
+    for _ in range(2):
+        # Nothing is found of the first one.
+        runner.batches.clear()
+        engine.add_request(list(range(20)), SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True, n=3))
+        assert [output.num_cached_tokens for output in run(engine).values()] == [0]
     assert [(chunk.start, len(chunk.token_ids), chunk.store) for chunk in runner.batches[0].chunks] == [
         (0, 20, True), (19, 1, False), (19, 1, False),
     ]  # fmt: skip

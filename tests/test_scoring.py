@@ -68,16 +68,6 @@ def test_prompt_logprobs_in_chunks_and_with_a_hot_cache(folder: Path) -> None:
         assert one.prompt_logprobs == [None]
 
 
-def test_prompt_logprobs_of_preempted_prompts(folder: Path) -> None:
-    prompts = [prompt(40 + 3 * i, seed=i) for i in range(6)]
-    params = [SamplingParams(0, 30, prompt_logprobs=i, logprobs=1, ignore_eos=True) for i in range(6)]
-    with LLM(folder, num_kvcache_blocks=9, max_num_batched_tokens=32, max_num_seqs=4, **SETTINGS) as tight:
-        outputs = tight.generate(prompts, params, use_tqdm=False)
-        assert tight.stats()["num_preemptions"] > 0 == tight.stats()["num_used_blocks"]
-    for i, output in enumerate(outputs):
-        check_prompt(folder, output, i)
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_prompt_preempted_part_way_is_scored_once(folder: Path, depth: int) -> None:
     tokens = prompt(90, seed=3)
@@ -204,7 +194,7 @@ def test_beam_search_with_a_temperature(folder: Path, mode: LogprobsMode) -> Non
 
 @pytest.mark.parametrize(("width", "length_penalty"), [(1, 1.0), (2, 0.0), (2, 2.0), (5, 1.0), (5, -1.0)])
 def test_beam_search_equals_transformers(llm: LLM, folder: Path, width: int, length_penalty: float) -> None:
-    prompts = [prompt(n, seed=n) for n in (3, 20, 40)]
+    prompts = [prompt(n, seed=n) for n in (3, 40)]
     # With enough ends that searches are over at different lengths, with one, and without.
     for ends in ([EOS, *range(100, 160)], [EOS], []):
         params = BeamSearchParams(width, 8, ignore_eos=not ends, length_penalty=length_penalty)

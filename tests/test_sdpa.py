@@ -113,7 +113,7 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "triton"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else DTYPES[-1:])
 def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode rows, the longest one split, then a chunk: in layers of one model, with and without a window."""
     lens, num_queries, num_heads = [3, 40, 700 if DEVICE == "cuda" else 130, 50], 9, 4

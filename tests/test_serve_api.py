@@ -478,13 +478,11 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "code", "param", "part"), BAD)
-def test_errors_are_openais(
-    client: Any, fields: dict[str, Any], code: str, param: str | None, part: str, stream: bool
-) -> None:
+def test_errors_are_openais(client: Any, fields: dict[str, Any], code: str, param: str | None, part: str) -> None:
+    # Of a stream, too, before it begins.
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": stream, **fields})
+        client.chat.completions.create(**{"model": MODEL, "messages": HELLO, "stream": len(part) % 2 == 1, **fields})
     error = caught.value
     assert (error.type, error.code, error.param) == ("invalid_request_error", code, param) and part in error.message
 

@@ -207,7 +207,7 @@ LARGE_BODIES = {
     "long prompts": (b"characters, over the", TEXT, {"prompt": ["a b " * 2000] * 128, "max_tokens": 1}),
     "a long message": (b"characters, over the", CHAT, LONG_MESSAGE),
     "bad words": (b"one of bad_words has", TEXT, {"prompt": ["a"] * 100, "bad_words": ["a b " * 15_000] * 64}),
-    "long documents": (b"over max_model_len", "/rerank", {"query": "a", "documents": ["b" * 4000] * 1023}),
+    "long documents": (b"over max_model_len", "/rerank", {"query": "a", "documents": ["b" * 4000] * 300}),
     "short bad words": (
         b"text_completion", TEXT, {"prompt": ["a"] * 100, "bad_words": ["a b " * 30] * 64, "max_tokens": 1},
     ),

@@ -28,7 +28,7 @@ from tests.server_process import ServerProcess, unexpected_lines  # noqa: E402
 from tests.test_live_weights import save_adapter  # noqa: E402
 
 KEY = "secret"
-NUM_CLIENTS, NUM_TOKENS = 8, 100
+NUM_CLIENTS, NUM_TOKENS = 3, 60
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ STATS = {
     "num_free_blocks": 10,
 }
 HOST_STATS = {"num_host_blocks": 5, "num_saved_blocks": 9, "num_loaded_blocks": 4, "num_lost_blocks": 1}
+HOST_NAMES = ("blocks", "saved_blocks_total", "loaded_blocks_total", "lost_blocks_total")
 STATE_STATS = {"num_used_states": 7, "num_kept_states": 6, "num_matched_tokens": 300}
 SPECULATION_STATS = {
     "num_drafts": 40,
@@ -84,22 +85,19 @@ def test_the_engines_counters_are_read_when_they_are_asked_for() -> None:
     assert {name: value(metrics, name) for name in expected} == expected | changed
 
 
-def test_a_host_cache_has_counters_where_there_is_one() -> None:
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        (HOST_STATS, [f"host_cache_{name}" for name in HOST_NAMES]),
+        (STATE_STATS, ["num_states_running", "num_states_kept", "prefix_cache_key_hits_total"]),
+    ],
+)
+def test_what_an_engine_may_have_is_counted_where_it_has_it(more: dict[str, int], names: list[str]) -> None:
     stats = dict(STATS)
-    metrics = Metrics(lambda: stats, "m", {})
-    assert not any("host_cache" in name for name, _ in samples(metrics))
-    stats |= HOST_STATS
-    names = ("blocks", "saved_blocks_total", "loaded_blocks_total", "lost_blocks_total")
-    assert [samples(metrics)[f"nanovllm_host_cache_{name}", ()] for name in names] == [5, 9, 4, 1]
-
-
-def test_states_have_counters_where_a_model_has_states() -> None:
-    stats = dict(STATS)
-    metrics = Metrics(lambda: stats, "m", {})
-    names = ("num_states_running", "num_states_kept", "prefix_cache_key_hits_total")
-    assert not {(f"nanovllm_{name}", ()) for name in names} & samples(metrics).keys()
-    stats |= STATE_STATS
-    assert [samples(metrics)[f"nanovllm_{name}", ()] for name in names] == [7, 6, 300]
+    metrics, keys = Metrics(lambda: stats, "m", {}), [(f"nanovllm_{name}", ()) for name in names]
+    assert not samples(metrics).keys() & set(keys)
+    stats |= more
+    assert [samples(metrics)[key] for key in keys] == list(more.values())
 
 
 def test_drafts_are_counted_where_the_engine_speculates() -> None:

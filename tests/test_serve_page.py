@@ -226,7 +226,7 @@ def test_an_answer_streams_in_and_joins_the_next_request(visit: Visit, stub: Stu
     ]
 
 
-@pytest.mark.parametrize("button", ["Stop", "Clear"])
+@pytest.mark.parametrize("button", ["Stop", pytest.param("Clear", marks=pytest.mark.compat)])
 def test_an_answer_is_ended_and_kept_or_forgotten(visit: Visit, stub: StubServer, page_url: str, button: str) -> None:
     page = visit()
     stub.held_at = 60
@@ -246,6 +246,7 @@ def test_an_answer_is_ended_and_kept_or_forgotten(visit: Visit, stub: StubServer
     assert sent_by(page, "go on")["messages"] == [*kept, {"role": "user", "content": "go on"}]
 
 
+@pytest.mark.compat
 def test_a_refused_request_shows_why_and_gives_the_question_back(visit: Visit) -> None:
     page = visit()
     page.get_by_label("Max tokens").fill("5000")
@@ -258,6 +259,7 @@ def test_a_refused_request_shows_why_and_gives_the_question_back(visit: Visit) -
     assert page.get_by_role("alert").is_hidden()
 
 
+@pytest.mark.compat
 def test_a_wrong_key_is_refused_and_a_right_one_kept(visit: Visit) -> None:
     page = visit(key="wrong")
     expect(page.get_by_role("status")).to_have_text("needs an API key")
@@ -272,6 +274,7 @@ def test_a_wrong_key_is_refused_and_a_right_one_kept(visit: Visit) -> None:
     assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
 
 
+@pytest.mark.compat
 def test_the_fields_are_sent_and_empty_ones_are_not(visit: Visit) -> None:
     page = visit()
     expect(page.get_by_role("status")).to_have_text("live")
@@ -304,6 +307,7 @@ def test_markup_in_an_answer_is_text(visit: Visit) -> None:
     assert page.title() == "nanovllm"
 
 
+@pytest.mark.compat
 @pytest.mark.parametrize(
     ("end", "message"),
     [
@@ -320,6 +324,7 @@ def test_an_answer_that_fails_midway_is_kept_with_its_error(visit: Visit, end: s
     page.get_by_text("broken off").wait_for()
 
 
+@pytest.mark.compat
 def test_everything_is_in_reach_on_a_phone(visit: Visit, stub: StubServer) -> None:
     stub.held_at = 60
     page = visit(viewport={"width": 360, "height": 640}, has_touch=True, is_mobile=True)

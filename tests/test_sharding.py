@@ -214,15 +214,6 @@ def test_shares_are_even_and_aligned(size: int) -> None:
     assert len(vocab) == 1 and vocab.pop() % 64 == 0
 
 
-def test_seven_ranks_by_hand() -> None:
-    parts = shares_of(7)
-    assert [part.kv_heads.size for part in parts] == [2, 1, 1, 1, 1, 1, 1]
-    assert [(part.heads.start, part.heads.stop) for part in parts[:3]] == [(0, 8), (8, 12), (12, 16)]
-    assert [part.intermediate.size for part in parts] == [1760] * 5 + [1744] * 2
-    assert [part.vocab.size for part in parts] == [21760] * 7
-    assert parts[6].vocab.present == slice(130560, 151936)
-
-
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "size"), [(16, 2, 4), (16, 2, 8), (6, 1, 4), (12, 3, 7)])
 def test_ranks_share_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> None:
     parts = shares_of(size, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -233,17 +224,6 @@ def test_ranks_share_kv_heads(num_heads: int, num_kv_heads: int, size: int) -> N
     assert found == [(head, head // group) for head in range(num_heads)]
     sizes = [part.heads.size for part in parts]
     assert min(sizes) >= 1 and (max(sizes) == min(sizes) or num_heads % size)
-
-
-def test_a_vocabulary_of_few_leaves_ranks_with_padding_alone() -> None:
-    parts = shares_of(3, vocab_size=65)
-    assert [part.vocab.num_present for part in parts] == [64, 1, 0]
-    assert parts[2].vocab.present == slice(65, 65)
-
-
-def test_one_rank_holds_all_without_padding() -> None:
-    (part,) = shares_of(1, vocab_size=321, intermediate_size=7)
-    assert (part.vocab.size, part.intermediate.size, part.kv_heads.size) == (321, 7, 8)
 
 
 def test_a_share_is_whole_if_it_is_everything_and_no_more() -> None:

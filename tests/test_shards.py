@@ -23,7 +23,7 @@ from nanovllm.cli.batch_files import (
     request_digest,
     whole_file,
 )
-from tests.batch_lines import ENGINE
+from tests.batch_lines import ENGINE, results_of
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 local = pytest.importorskip("fsspec.implementations.local")
@@ -39,12 +39,6 @@ def answered_line(number: int, text: str, run: str = RUN) -> bytes:
 
 def run(source: Path | str, output: Path | str, *flags: str) -> int:
     return main(["run", "-i", str(source), "-o", str(output), *ENGINE, "--seed", "1", "--max-model-len", "64", *flags])
-
-
-def results_of(path: Path) -> dict[int, Any]:
-    results = [json.loads(line) for line in path.read_bytes().splitlines()]
-    assert len({result["line"] for result in results}) == len(results)
-    return {result["line"]: result for result in results}
 
 
 def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path) -> None:

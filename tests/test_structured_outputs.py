@@ -67,7 +67,6 @@ def fits_brackets(text: str) -> bool:
 
 CASES: dict[str, tuple[dict[str, Any], Callable[[str], Any]]] = {
     "schema": ({"json": SCHEMA}, fits_schema),
-    "schema as text": ({"json": json.dumps(SCHEMA)}, fits_schema),
     "regex": ({"regex": r"[a-c]{3}\d{2,4}é+[^x]?"}, lambda text: re.fullmatch(r"[a-c]{3}\d{2,4}é+[^x]?", text)),
     "choice": ({"choice": CHOICES}, lambda text: text in CHOICES),
     "grammar": ({"grammar": BRACKETS}, fits_brackets),
@@ -112,21 +111,10 @@ def test_outputs_match(llm: LLM, fields: dict[str, Any], fits: Callable[[str], A
     assert sum(item.finish_reason == "stop" for item in output.outputs) > len(output.outputs) / 2
 
 
-def test_any_json_object(llm: LLM) -> None:
-    # Likely ends, so that outputs end.
-    bias = {token: 12.0 for text in ('"', "}") for token in llm.tokenizer.encode(text)}
-    params = constrained(2, 1.0, n=8, json_object=True, logit_bias=bias)
-    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
-    assert all(item.text.startswith("{") for item in output.outputs)
-    for item in output.outputs:
-        if item.finish_reason == "stop":
-            assert isinstance(json.loads(item.text), dict)
-
-
 def mixed() -> tuple[list[Any], list[SamplingParams]]:
     """Rows with grammars, with words that may not come, with both, and with neither."""
-    params = [constrained(10 + i, **fields) for i, (fields, _) in enumerate(CASES.values())]
-    params += [constrained(20, choice=["may", "maybe not"], bad_words=["maybe"])]
+    params = [constrained(10 + i, max_tokens=60, **fields) for i, (fields, _) in enumerate(CASES.values())]
+    params += [constrained(20, max_tokens=60, choice=["may", "maybe not"], bad_words=["maybe"])]
     params += [SamplingParams(1.0, 25, seed=30), SamplingParams(0, 25, bad_words=["ship rain"], repetition_penalty=1.2)]
     return [f"{PROMPT} {i} please and thank you" for i in range(len(params))], params
 
@@ -141,12 +129,11 @@ def test_rows_with_and_without_grammars(llm: LLM) -> None:
     alone = [results(llm, prompt, param)[0] for prompt, param in zip(prompts, params, strict=True)]
     assert results(llm, prompts, params) == alone
     assert alone[len(CASES)][1] == "may"
-    tight = SETTINGS | {"max_num_batched_tokens": 24, "num_kvcache_blocks": 10}
+    tight = SETTINGS | {"max_num_batched_tokens": 24, "num_kvcache_blocks": 8}
     with LLM(BUNDLED_MODEL, **tight) as small:
         runner: Any = small.llm_engine._runner
-        for depth in (0, 1):
-            runner.pipeline_depth = depth
-            assert results(small, prompts, params) == alone
+        runner.pipeline_depth = 1
+        assert results(small, prompts, params) == alone
         assert small.stats()["num_preemptions"] > 0 == small.stats()["num_used_blocks"]
 
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import triton
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from transformers import Olmo2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Olmo2Config, Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -60,9 +60,13 @@ SIZES = {
         "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128,
         "num_experts_per_tok": 8, "norm_topk_prob": True,
     },
+    "3.5-4B": {
+        "hidden_size": 2560, "intermediate_size": 9216, "num_attention_heads": 16, "num_key_value_heads": 4,
+        "head_dim": 256, "num_hidden_layers": 4,
+    },
     "OLMo-7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32},
 }  # fmt: skip
-CONFIGS = {"30B-A3B": Qwen3MoeConfig, "OLMo-7B": Olmo2Config}
+CONFIGS = {"30B-A3B": Qwen3MoeConfig, "3.5-4B": Qwen3_5TextConfig, "OLMo-7B": Olmo2Config}
 """Of the sizes that are not Qwen3's."""
 _ALIGNED = 256
 
@@ -178,7 +182,7 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
     config_class = CONFIGS.get(size, Qwen3Config)
     usual = {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
     shape = config_class(**usual | SIZES[size])
-    shape.architectures = [config_class.__name__.replace("Config", "ForCausalLM")]
+    shape.architectures = [re.sub("(Text)?Config", "ForCausalLM", config_class.__name__)]
     config = Config(
         "none",
         device="cuda:0",

@@ -85,7 +85,7 @@ def test_kernels_fit_the_device(
         needed = {"_hopper_prefill_kernel", "_decode_kernel"}
     needed |= {"_cascade_kernel", "_draw_kernel"} if is_usual else {"_draw_kernel"}
     assert needed <= {kernel["name"] for kernel in kernels} and len(kernels) >= (20 if is_usual else 16)
-    mixture = {"_route_kernel", "_down_gemv_kernel", "_place_slots_kernel", "_grouped_gemm_kernel"}
+    mixture = {"_choose_experts_kernel", "_down_gemv_kernel", "_place_slots_kernel", "_grouped_gemm_kernel"}
     assert not size.startswith("30B-A3B") or mixture <= {kernel["name"] for kernel in kernels}
     assert not is_hopper or all(kernel["launch_pdl"] for kernel in kernels if kernel["name"] in EARLY)
     check_fit(kernels, capability)
@@ -137,3 +137,10 @@ def test_kernels_wait_and_use_relaxed_accesses(tmp_path: Path) -> None:
     for kernel in kernels:
         assert kernel["accesses"] == wanted[kernel["name"]] and not kernel["launch_pdl"], kernel
         assert not kernel["accesses"] or not kernel["spilled_bytes"], kernel
+
+
+@pytest.mark.compat
+def test_norms_in_float32_compile_for_several_ranks(tmp_path: Path) -> None:
+    names = {"_one_shot_kernel", "_two_shot_kernel", "_delta_rule_step_kernel"}
+    _, kernels = read(start(tmp_path, "90", "3.5-4B", "bfloat16", "2", *names))
+    assert {kernel["name"] for kernel in kernels} == names

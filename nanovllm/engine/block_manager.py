@@ -332,7 +332,8 @@ class BlockManager:
                 identity = found[-1].identity
             block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
-        self._copy_states(seq, sources)
+        if self._states:
+            self._copy_states(seq, sources)
         if sources and self.host is not None:
             copies = [block for block in chain(*fit.found, sources) if isinstance(block, HostBlock)]
             self.host.note_loads(copies)

@@ -212,7 +212,7 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     with torch.device("meta"):
         specs = [layer.state_spec(torch.bfloat16) for layer in make_model(model, Communicator()).state_layers]
     state_bytes, num_attending = StateLayout.of(specs).num_bytes, model.num_layers - len(specs)
-    layer_itemsize = 1 if model.quantization is not None else itemsize
+    layer_itemsize = itemsize if model.quantization is None else model.quantization.weight_bytes
     heads_size = model.num_heads * model.head_dim
     kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
     kv_bytes = 2 * num_attending * model.num_kv_heads * model.head_dim * kv_itemsize

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanovllm.config import ModelImpl, Pooling, Quantization
-from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.configs.quantization import FourBits, QuantizationConfig
 from nanovllm.configs.rope import RopeConfig, read_rope, yarn_length
 from nanovllm.utils.checks import UnsupportedError, check_int, read_json, read_json_list, refuse_remote_code
 from nanovllm.utils.folder_faults import no_model
@@ -297,9 +297,13 @@ class ModelConfig:
         if self.hf is not None:
             raise ValueError(f"quantization={quantization!r} is not supported for models that transformers' code runs")
         if self.quantization is not None:
-            # The checkpoint's own e4m3.
+            stored = "fp8" if self.quantization.four_bits is None else "int4"
+            if stored != quantization:
+                raise ValueError(f"quantization={quantization!r}: the checkpoint is quantised already, otherwise")
+            # The checkpoint's own format.
             return self
-        return replace(self, quantization=QuantizationConfig("channel"))
+        four_bits = FourBits() if quantization == "int4" else None
+        return replace(self, quantization=QuantizationConfig("channel", four_bits=four_bits))
 
     @classmethod
     def for_transformers(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:

@@ -63,6 +63,7 @@ def with_stored_head(model_config: ModelConfig, folder: str) -> ModelConfig:
     quantization = model_config.quantization
     if quantization is None or not quantization.is_stored:
         return model_config
-    if not any(name.startswith("lm_head.weight_scale") for _, name, _ in stored_tensors(folder)):
+    quantised = "lm_head.weight_scale", "lm_head.qweight"
+    if not any(name.startswith(quantised) for _, name, _ in stored_tensors(folder)):
         return model_config
     return replace(model_config, quantization=replace(quantization, has_head=True))

@@ -11,6 +11,7 @@ from typing_extensions import override
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.moe.fused_experts import ExpertsMatrices
 from nanovllm.parallel.shard import Shard
+from nanovllm.quantization.four_bits import FourBitValues
 from nanovllm.quantization.fp8 import Fp8Values
 from nanovllm.quantization.weight import MatrixShard
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
@@ -96,6 +97,25 @@ class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
         return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
 
 
+class FourBitExpertsWeight(FourBitValues, ExpertsWeight):
+    """Values in four bits."""
+
+    def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
+        super().__init__(shard, config, (experts.size,))
+        self.experts = experts
+
+    @property
+    @override
+    def matrices(self) -> ExpertsMatrices:
+        return self.matrix
+
+    @override
+    def projection_slices(
+        self, target: WeightTarget, outputs: Shard, place: int, start: int
+    ) -> dict[WeightTarget, WeightSlice]:
+        return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
+
+
 def make_experts_weight(
     quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard
 ) -> ExpertsWeight:
@@ -104,4 +124,6 @@ def make_experts_weight(
     parent, _, name = prefix.rpartition(".")
     if quant_config is None or quant_config.ignores(f"{parent}.0.{name}", shard.outputs):
         return DenseExpertsWeight(experts, shard)
+    if quant_config.four_bits is not None:
+        return FourBitExpertsWeight(experts, shard, quant_config)
     return Fp8ExpertsWeight(experts, shard, quant_config)

@@ -10,18 +10,21 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
+from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.moe.activation import Activation, activate_rows
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
 
-ExpertsMatrices = torch.Tensor | Fp8Matrix
+ExpertsMatrices = torch.Tensor | Fp8Matrix | FourBitMatrix
 """One matrix for each expert, [num_experts, out_features, in_features]."""
 
 
 def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight[expert])
+    if isinstance(weight, FourBitMatrix):
+        return functional.linear(x, dequantize_four_bits_ref(weight.expert(expert), x.dtype))
     if quantizes_rows:
         from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref  # noqa: PLC0415
 

@@ -136,7 +136,7 @@ def quantize_four_bits(weight: torch.Tensor, group: int, kind: FourBitFormat, dt
             wide = wide_scales(scales, kind)
         ratios = groups / wide[:, :, None]
         table = torch.tensor(E2M1, device=weight.device)
-        codes = torch.bucketize(ratios.abs(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
+        codes = torch.bucketize(ratios.abs().contiguous(), (table[1:] + table[:-1]) / 2).to(torch.uint8)
         codes |= ratios.signbit().to(torch.uint8) << 3
     values = pack(codes.flatten(1)[:, :num_ins])
     return FourBitMatrix(values, scales, None, factors, group, kind, num_ins)

@@ -12,12 +12,14 @@ from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
-from nanovllm.kernels.moe.activation import Activation, activate_rows
+from nanovllm.kernels.moe.activation import Activation, activate_rows, is_gated
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
 
 ExpertsMatrices = torch.Tensor | Fp8Matrix | FourBitMatrix
 """One matrix for each expert, [num_experts, out_features, in_features]."""
+Biases = tuple[torch.Tensor, torch.Tensor]
+"""Of the experts' first and second products, [num_experts, out_features] each."""
 
 
 def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
@@ -40,6 +42,7 @@ def fused_experts_ref(
     first_expert: int = 0,
     quantizes_rows: bool = False,
     activation: Activation = "silu",
+    biases: Biases | None = None,
 ) -> torch.Tensor:
     """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
     experts = routing.experts - first_expert
@@ -47,9 +50,11 @@ def fused_experts_ref(
     for expert in experts.unique().tolist():
         if 0 <= expert < len(_values(down)):
             tokens, choices = (experts == expert).nonzero(as_tuple=True)
-            activated = activate_rows(_torch_linear(x[tokens], up, expert, quantizes_rows), activation)
-            weights = routing.weights[tokens, choices].unsqueeze(1)
-            out.index_add_(0, tokens, _torch_linear(activated, down, expert, quantizes_rows).float() * weights)
+            first = _torch_linear(x[tokens], up, expert, quantizes_rows)
+            first = first if biases is None else first + biases[0][expert]
+            second = _torch_linear(activate_rows(first, activation), down, expert, quantizes_rows)
+            second = second if biases is None else second + biases[1][expert]
+            out.index_add_(0, tokens, second.float() * routing.weights[tokens, choices].unsqueeze(1))
     return out.to(x.dtype)
 
 
@@ -65,6 +70,7 @@ def fused_experts(
     first_expert: int = 0,
     policy: KernelPolicy = FASTEST,
     activation: Activation = "silu",
+    biases: Biases | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, without experts of other ranks.
 
@@ -76,16 +82,19 @@ def fused_experts(
         first_expert: number of this rank's first expert.
         policy: chooses the kernels.
         activation: between the products.
+        biases: added to the products, or None.
 
     Returns:
         [num_tokens, in_features], or the parts of a sum, [top_k, num_tokens, in_features], which the next norm adds up.
     """
     if not uses_triton(x.device):
-        return fused_experts_ref(x, routing, up, down, first_expert, activation=activation)
-    (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, _values(down).shape
-    kernel = policy.experts(num_tokens)
+        return fused_experts_ref(x, routing, up, down, first_expert, activation=activation, biases=biases)
+    (num_tokens, top_k), (num_experts, in_features) = routing.experts.shape, _values(down).shape[:2]
+    kernel, (up_bias, down_bias) = policy.experts(num_tokens), biases or (None, None)
+    size = _values(up).shape[1] // (2 if is_gated(activation) else 1)
     activated = x.new_empty(num_tokens, top_k, size)
-    if kernel is ExpertsKernel.EXPERT_GEMV:
+    is_plain = biases is None and not isinstance(up, FourBitMatrix) and not isinstance(down, FourBitMatrix)
+    if kernel is ExpertsKernel.EXPERT_GEMV and is_plain:
         from nanovllm.kernels.moe.expert_gemm import down_gemv, up_gemv  # noqa: PLC0415
 
         out = torch.empty_like(x)
@@ -95,18 +104,19 @@ def fused_experts(
     # Of experts that are not here, no part is written.
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)
-    if kernel is ExpertsKernel.EXPERT_GEMM:
+    if kernel is not ExpertsKernel.GROUPED_GEMM:
         from nanovllm.kernels.moe.expert_gemm import expert_gemm  # noqa: PLC0415
 
-        expert_gemm(x, routing, up, activated, first_expert, activation)
-        expert_gemm(activated, routing, down, parts, first_expert, None)
+        expert_gemm(x, routing, up, activated, first_expert, activation, up_bias)
+        expert_gemm(activated, routing, down, parts, first_expert, None, down_bias)
         return parts.transpose(0, 1)
     from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots  # noqa: PLC0415
 
     order, by_slot = sort_slots(routing, first_expert, num_experts), activated.flatten(0, 1)
-    for rows, weight, out, own in ((x, up, by_slot, activation), (by_slot, down, parts.flatten(0, 1), None)):
+    products = (x, up, by_slot, activation, up_bias), (by_slot, down, parts.flatten(0, 1), None, down_bias)
+    for rows, weight, out, own, bias in products:
         given: torch.Tensor | Fp8Rows = rows
-        if isinstance(weight, Fp8Matrix) and policy.rounds_rows(num_tokens, x.dtype, x.device):
+        if isinstance(weight, Fp8Matrix) and bias is None and policy.rounds_rows(num_tokens, x.dtype, x.device):
             given = quantize_rows(rows, Rounding(weight.block_ins))[0]
-        grouped_gemm(given, routing, order, weight, out, own, policy)
+        grouped_gemm(given, routing, order, weight, out, own, policy, bias)
     return parts.transpose(0, 1)

@@ -56,11 +56,12 @@ def route_ref(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     sigmoid: SigmoidScores | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
     is_exact = sigmoid is not None and sigmoid.is_exact
-    logits = functional.linear(*(one.float() if is_exact else one for one in (normed, weight))).float()
+    logits = functional.linear(*(one.float() if is_exact else one for one in (normed, weight)), bias).float()
     if sigmoid is not None:
         shares = logits.sigmoid()
         scores = shares if sigmoid.bias is None else shares + sigmoid.bias
@@ -112,7 +113,8 @@ def _choose_row_kernel(
 
 @jit(do_not_specialize=["num_rows"])
 def _route_kernel(
-    x_ptr, weight_ptr, experts_ptr, weights_ptr, bias_ptr, num_rows, num_experts, in_features, eps, factor,
+    x_ptr, weight_ptr, experts_ptr, weights_ptr, bias_ptr, logit_bias_ptr, num_rows, num_experts, in_features, eps,
+    factor,
     EVEN: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, INS: tl.constexpr, TOP_K: tl.constexpr,
     CHOICES: tl.constexpr, RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,6 +134,8 @@ def _route_kernel(
         x = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
         weight = tl.load(weight_ptrs + start, mask=weight_mask, other=0.0)
         acc = tl.dot(x, weight, acc, input_precision="ieee")
+    if logit_bias_ptr is not None:
+        acc += tl.load(logit_bias_ptr + experts, mask=experts < num_experts, other=0.0).to(tl.float32)[None, :]
     # Rounded as by a separate product.
     logits = tl.where(is_expert, round_to(acc, x_ptr.dtype.element_ty) if ROUNDS else acc, float("-inf"))
     most = tl.max(logits, axis=1)
@@ -177,29 +181,32 @@ def route(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     sigmoid: SigmoidScores | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
 
     Or by the sigmoids of these logits, if `sigmoid` says how.
 
     x, norm and residual: see `norm_linear`; weight: [num_experts, in_features], contiguous; renormalize: divide the
-    probabilities by their sum. Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
+    probabilities by their sum; bias: [num_experts], of logits, not with `sigmoid`.
+
+    Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
     """
     if not uses_triton(x.device):
-        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid)
+        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid, bias)
     num_rows, num_experts = x.shape[-2], len(weight)
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)
     experts = max(16, triton.next_power_of_2(num_experts))
-    bias, eps, factor = (None, 0.0, 1.0) if sigmoid is None else (sigmoid.bias, sigmoid.eps, sigmoid.factor)
+    score_bias, eps, factor = (None, 0.0, 1.0) if sigmoid is None else (sigmoid.bias, sigmoid.eps, sigmoid.factor)
     is_exact = sigmoid is not None and sigmoid.is_exact
     if num_rows == 1 and not is_exact:
         normed = x if norm is None else torch.empty_like(x)
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
-        logits, total = gemv(x, weight, None, norm, residual, normed=None if norm is None else normed)
+        logits, total = gemv(x, weight, bias, norm, residual, normed=None if norm is None else normed)
         _choose_row_kernel[(1,)](
-            logits, chosen, weights, bias, num_experts, eps, factor, EXPERTS=experts, TOP_K=top_k,
+            logits, chosen, weights, score_bias, num_experts, eps, factor, EXPERTS=experts, TOP_K=top_k,
             CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None, num_warps=8,
             **pdl_options(x.device),
         )  # fmt: skip
@@ -212,7 +219,7 @@ def route(
     tile_rows = 16 if num_rows <= 16 * num_processors else 64
     ins, step_bytes = _STEP_BYTES // normed.element_size(), (tile_rows + experts) * _STEP_BYTES
     _route_kernel[(triton.cdiv(num_rows, tile_rows),)](
-        normed, weight, chosen, weights, bias, num_rows, num_experts, in_features, eps, factor,
+        normed, weight, chosen, weights, score_bias, bias, num_rows, num_experts, in_features, eps, factor,
         EVEN=in_features % ins == 0, ROWS=tile_rows, EXPERTS=experts, INS=ins, TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k), RENORMALIZE=renormalize, SIGMOID=sigmoid is not None,
         ROUNDS=not is_exact, num_warps=4 if tile_rows == 16 else 8,

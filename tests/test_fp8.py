@@ -307,7 +307,8 @@ def dequantised(model: CausalLM) -> Regions:
         parent = layer.rpartition(".")[0]
         if isinstance(module, ExpertsWeight):
             for local in range(module.experts.size):
-                held, number = module.matrices, module.experts.start + local
+                held: Any = module.matrices
+                number = module.experts.start + local
                 matrix = held.expert(local) if isinstance(held, Fp8Matrix) else held[local]
                 wholes[f"{parent}.{number}."] = wide_values(matrix)
         elif isinstance(module, Fp8Weight | DenseWeight) and "_proj" in name:

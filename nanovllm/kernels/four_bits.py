@@ -198,11 +198,11 @@ def widen_values(bytes, dtype: tl.constexpr, FORMAT: tl.constexpr):
         bits = bytes.to(tl.int32)
         low, high = _widen(bits & 15, IS_INTEGER).to(dtype), _widen(bits >> 4, IS_INTEGER).to(dtype)
     elif dtype == tl.bfloat16:
-        ASM: tl.constexpr = _INT4_TO_BF16 if IS_INTEGER else _E2M1_TO_BF16
-        low, high = tl.inline_asm_elementwise(ASM, _REGISTERS, [bytes], (tl.bfloat16, tl.bfloat16), True, 4)
+        TO_BF16: tl.constexpr = _INT4_TO_BF16 if IS_INTEGER else _E2M1_TO_BF16
+        low, high = tl.inline_asm_elementwise(TO_BF16, _REGISTERS, [bytes], (tl.bfloat16, tl.bfloat16), True, 4)
     else:
-        ASM: tl.constexpr = _INT4_TO_F16 if IS_INTEGER else _E2M1_TO_F16
-        low, high = tl.inline_asm_elementwise(ASM, _REGISTERS, [bytes], (tl.float16, tl.float16), True, 4)
+        TO_F16: tl.constexpr = _INT4_TO_F16 if IS_INTEGER else _E2M1_TO_F16
+        low, high = tl.inline_asm_elementwise(TO_F16, _REGISTERS, [bytes], (tl.float16, tl.float16), True, 4)
     return low, high
 
 

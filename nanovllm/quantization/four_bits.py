@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Outputs by their places in a word, from the lowest bits on."""
 _ORDER = tuple(range(8))
-_INTS, _BYTES = (torch.int32,), (torch.uint8,)
+_INTS = (torch.int32,)
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FourBitValues(LoadableModule):
@@ -89,11 +90,11 @@ class FourBitValues(LoadableModule):
         if self.four_bits.stored is None:
             slices: Mapping[str, WeightSlice] = {"weight": RoundingSlice.of(outputs, self.shard.inputs, region)}
         else:
-            slices = _FORMATS[self.four_bits.stored](_Part(self.four_bits, outputs, self.shard.inputs, region))
+            slices = _FORMATS[self.four_bits.stored](_Projection(self.four_bits, outputs, self.shard.inputs, region))
         if self.has_input_scale:
             # It is not used.
             name = "input_global_scale" if self.four_bits.stored == "nvfp4" else "input_scale"
-            slices = {**slices, name: IgnoredSlice((), (), torch.empty(0), shapes=((), (1,)))}
+            slices = {**slices, name: PackedSlice((), (), self.values, stored_as=_FLOATS, shapes=((1,),))}
         return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
 
 
@@ -141,16 +142,18 @@ class PackedSlice(WeightSlice):
     """A slice of a tensor that is converted when it is stored.
 
     Attributes:
-        convert: from what is read to what the region has.
+        convert: from what is read to what the region has; None if the tensor is not used.
         stored_as: dtypes that the tensor may have.
         shapes: other shapes that it may have.
+        check: rejects values, given the tensor's name and a part of it; None if all can be stored.
     """
 
     has_model_dtype: ClassVar[bool] = False
 
-    convert: Callable[[torch.Tensor], torch.Tensor] = lambda values: values
+    convert: Convert | None = None
     stored_as: tuple[torch.dtype, ...] = _INTS
     shapes: tuple[tuple[int, ...], ...] = ()
+    check: Callable[[str, torch.Tensor], None] | None = None
 
     @override
     def check_dtype(self, name: str, dtype: torch.dtype) -> None:
@@ -163,84 +166,25 @@ class PackedSlice(WeightSlice):
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
 
     @override
-    def store(self, name: str, values: torch.Tensor) -> None:
-        self.check_values(name, WholeValues(values))
-        self.region.copy_(self.convert(values))
-
-
-class WholeValues:
-    """Values as `check_values` takes them."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.values
-
-
-@dataclass(frozen=True)
-class ScalesSlice(PackedSlice):
-    """Scales, or what multiplies or divides all of them, which must be numbers."""
-
-    @override
     def check_values(self, name: str, tensor: Any) -> None:
-        if not tensor[()].isfinite().all():
-            raise ValueError(f"scales {name!r} must be finite")
-
-
-@dataclass(frozen=True)
-class E8M0Slice(PackedSlice):
-    """Scales in e8m0, whose bits 255 are no number."""
-
-    @override
-    def check_values(self, name: str, tensor: Any) -> None:
-        if (tensor[()] == 255).any():
-            raise ValueError(f"scales {name!r} must be numbers")
-
-
-@dataclass(frozen=True)
-class IgnoredSlice(PackedSlice):
-    """A tensor that is not used."""
-
-    stored_as: tuple[torch.dtype, ...] = (*_FLOATS, torch.int64, torch.int32)
+        if self.check is not None:
+            self.check(name, tensor[()])
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        pass
+        self.check_values(name, values)
+        if self.convert is not None:
+            self.region.copy_(self.convert(values))
 
 
-@dataclass(frozen=True)
-class SymmetricZerosSlice(PackedSlice):
-    """Zeros that must all be 8."""
-
-    @override
-    def check_values(self, name: str, tensor: Any) -> None:
-        if (self.convert(tensor[()]) != 8).any():
-            raise ValueError(f"{name!r} has zeros other than 8, though the config says that values are symmetric")
-
-    @override
-    def store(self, name: str, values: torch.Tensor) -> None:
-        self.check_values(name, WholeValues(values))
+def _check_finite(name: str, values: torch.Tensor) -> None:
+    if not values.isfinite().all():
+        raise ValueError(f"scales {name!r} must be finite")
 
 
-@dataclass(frozen=True)
-class SortedGroupsSlice(PackedSlice):
-    """GPTQ's group of each input, which must be in order (`desc_act` sorts inputs otherwise).
-
-    group: inputs of one.
-    """
-
-    group: int = 0
-
-    @override
-    def check_values(self, name: str, tensor: Any) -> None:
-        groups: torch.Tensor = tensor[()]
-        if not torch.equal(groups.long(), torch.arange(len(groups), device=groups.device) // self.group):
-            raise ValueError(f"{name!r} has groups that are not in order (desc_act): this is not supported")
-
-    @override
-    def store(self, name: str, values: torch.Tensor) -> None:
-        self.check_values(name, WholeValues(values))
+def _check_e8m0(name: str, values: torch.Tensor) -> None:
+    if (values == 255).any():
+        raise ValueError(f"scales {name!r} must be numbers")
 
 
 @dataclass(frozen=True)
@@ -276,163 +220,161 @@ class RoundingSlice(WeightSlice):
 
 
 def _words(words: torch.Tensor, dim: int, order: tuple[int, ...] = _ORDER) -> torch.Tensor:
-    """Return the bits of values, uint8, eight of which lie in an int32 along a dimension in some order."""
+    """Return the bits of values, uint8, eight of them in an int32, along a dimension and in some order."""
     shifts = torch.tensor([4 * order.index(i) for i in range(8)], device=words.device)
     spread = words.movedim(dim, -1).unsqueeze(-1) >> shifts & 15
     return spread.to(torch.uint8).flatten(-2).movedim(-1, dim)
 
 
 def _pairs(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of values, [outs, ins] uint8, two of which lie in a byte, the first in its low half."""
+    """Return the bits of values, [outs, ins] uint8; the first of two lies in the low half of a byte."""
     values = values.flatten(1)
     return torch.stack((values & 15, values >> 4), 2).flatten(1)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What the slices of a projection are made of: its outputs and inputs of this rank, and where they go."""
+class _Projection:
+    """A projection of this rank, for which formats have slices.
 
-    four_bits: FourBits
-    outputs: Shard
-    inputs: Shard
-    region: FourBitMatrix
+    Attributes:
+        outs, ins, groups: the tensors' slices of outputs, inputs and groups.
+        out_words, in_words: the tensors' slices of words of eight, and how many there are.
+        matrix: where they go.
+    """
 
-    def __post_init__(self) -> None:
-        if self.four_bits.stored in ("gptq", "gptq_v2", "awq", "packed") and self.outputs.start % 8:
-            raise ValueError(f"outputs {self.outputs.start} ... of a rank begin within a word of 8")
+    def __init__(self, four_bits: FourBits, outputs: Shard, inputs: Shard, region: FourBitMatrix) -> None:
+        self.four_bits, self.outputs, self.inputs = four_bits, outputs.total, inputs.total
+        self.outs, self.ins, self.matrix = outputs.present, inputs.present, region.outputs(0, outputs.num_present)
+        if four_bits.stored in ("gptq", "gptq_v2", "awq", "packed") and self.outs.start % 8:
+            raise ValueError(f"outputs {self.outs.start} ... of a rank begin within a word of 8")
+        self.group = four_bits.group or inputs.total
+        self.num_groups = -(-inputs.total // self.group)
+        self.groups = _units(self.ins, self.group)
+        self.num_out_words, self.out_words = -(-outputs.total // 8), _units(self.outs, 8)
+        self.num_in_words, self.in_words = -(-inputs.total // 8), _units(self.ins, 8)
 
-    @property
-    def group(self) -> int:
-        return self.four_bits.group or self.inputs.total
-
-    @property
-    def num_groups(self) -> int:
-        return -(-self.inputs.total // self.group)
-
-    @property
-    def groups(self) -> slice:
-        """The groups of this rank's inputs."""
-        inputs = self.inputs.present
-        return slice(inputs.start // self.group, max(-(-inputs.stop // self.group), inputs.start // self.group))
-
-    @property
-    def matrix(self) -> FourBitMatrix:
-        """The region without padding."""
-        return self.region.outputs(0, self.outputs.num_present)
-
-    def words(self, shard: Shard) -> tuple[int, slice]:
-        """Return the number of words of a dimension, and this rank's."""
-        present = shard.present
-        return -(-shard.total // 8), slice(present.start // 8, -(-present.stop // 8))
-
-    def trimmed(self, codes: torch.Tensor) -> torch.Tensor:
+    def packed(self, codes: torch.Tensor) -> torch.Tensor:
         """Return the bytes of values, [outs, ins], without the padding of words."""
-        return pack(codes[: self.outputs.num_present, : self.inputs.size])
+        return pack(codes[: len(self.matrix.values), : self.matrix.in_features])
+
+    def zeros(self, zeros: torch.Tensor) -> torch.Tensor:
+        """Return zeros, [outs, groups], without the padding of words."""
+        return zeros[: len(self.matrix.values)]
 
 
-def _gptq(part: _Part) -> dict[str, WeightSlice]:
+def _units(items: slice, unit: int) -> slice:
+    """Return the units that items lie in."""
+    return slice(items.start // unit, -(-items.stop // unit) if items.stop > items.start else items.start // unit)
+
+
+def _gptq(part: _Projection) -> dict[str, WeightSlice]:
     """Words of inputs of an output, [inputs / 8, outputs]; zeros minus 1, but in the format's second version."""
-    (num_ins, ins), (num_outs, outs) = part.words(part.inputs), part.words(part.outputs)
     matrix, offset = part.matrix, int(part.four_bits.stored == "gptq")
 
-    def zeros(values: torch.Tensor) -> torch.Tensor:
-        return (_words(values, 1).T[: part.outputs.num_present] + offset) & 15
+    def zeros(words: torch.Tensor) -> torch.Tensor:
+        return part.zeros((_words(words, 1).T + offset) & 15)
 
-    values = PackedSlice(
-        (num_ins, part.outputs.total), (ins, part.outputs.present), matrix.values,
-        convert=lambda words: part.trimmed(_words(words, 0).T),
-    )  # fmt: skip
-    own: type[PackedSlice] = SymmetricZerosSlice if matrix.zeros is None else PackedSlice
-    region = matrix.scales if matrix.zeros is None else matrix.zeros
-    return {
-        "qweight": values,
-        "qzeros": own((part.num_groups, num_outs), (part.groups, outs), region, convert=zeros),
-        "scales": _transposed_scales(part),
-        "g_idx": SortedGroupsSlice((part.inputs.total,), (slice(0, part.inputs.total),), region, group=part.group),
-    }
+    def check_zeros(name: str, words: torch.Tensor) -> None:
+        if (zeros(words) != 8).any():
+            raise ValueError(f"{name!r} has zeros other than 8, though the config says that values are symmetric")
 
+    def check_groups(name: str, groups: torch.Tensor) -> None:
+        if not torch.equal(groups.long(), torch.arange(len(groups), device=groups.device) // part.group):
+            raise ValueError(f"{name!r} has groups that are not in order (desc_act): this is not supported")
 
-def _transposed_scales(part: _Part) -> WeightSlice:
-    return ScalesSlice(
-        (part.num_groups, part.outputs.total), (part.groups, part.outputs.present), part.matrix.scales,
-        convert=lambda scales: scales.T, stored_as=_FLOATS,
-    )  # fmt: skip
-
-
-def _awq(part: _Part) -> dict[str, WeightSlice]:
-    """Words of outputs of an input, [inputs, outputs / 8], in an order of their own."""
-    (num_outs, outs), matrix, num_present = part.words(part.outputs), part.matrix, part.outputs.num_present
-    assert matrix.zeros is not None
+    zeros_shape, zeros_index = (part.num_groups, part.num_out_words), (part.groups, part.out_words)
+    if matrix.zeros is None:
+        own = PackedSlice(zeros_shape, zeros_index, matrix.scales, check=check_zeros)
+    else:
+        own = PackedSlice(zeros_shape, zeros_index, matrix.zeros, convert=zeros)
     return {
         "qweight": PackedSlice(
-            (part.inputs.total, num_outs), (part.inputs.present, outs), matrix.values,
-            convert=lambda words: part.trimmed(_words(words, 1, _AWQ_ORDER).T),
+            (part.num_in_words, part.outputs), (part.in_words, part.outs), matrix.values,
+            convert=lambda words: part.packed(_words(words, 0).T),
+        ),
+        "qzeros": own,
+        "scales": _transposed_scales(part),
+        "g_idx": PackedSlice((part.inputs,), (slice(0, part.inputs),), matrix.scales, check=check_groups),
+    }  # fmt: skip
+
+
+def _transposed_scales(part: _Projection) -> WeightSlice:
+    return PackedSlice(
+        (part.num_groups, part.outputs), (part.groups, part.outs), part.matrix.scales, convert=torch.t,
+        stored_as=_FLOATS, check=_check_finite,
+    )  # fmt: skip
+
+
+def _awq(part: _Projection) -> dict[str, WeightSlice]:
+    """Words of outputs of an input, [inputs, outputs / 8], in an order of their own."""
+    assert part.matrix.zeros is not None
+    return {
+        "qweight": PackedSlice(
+            (part.inputs, part.num_out_words), (part.ins, part.out_words), part.matrix.values,
+            convert=lambda words: part.packed(_words(words, 1, _AWQ_ORDER).T),
         ),
         "qzeros": PackedSlice(
-            (part.num_groups, num_outs), (part.groups, outs), matrix.zeros,
-            convert=lambda words: _words(words, 1, _AWQ_ORDER).T[:num_present],
+            (part.num_groups, part.num_out_words), (part.groups, part.out_words), part.matrix.zeros,
+            convert=lambda words: part.zeros(_words(words, 1, _AWQ_ORDER).T),
         ),
         "scales": _transposed_scales(part),
     }  # fmt: skip
 
 
-def _compressed(part: _Part) -> dict[str, WeightSlice]:
+def _compressed(part: _Projection) -> dict[str, WeightSlice]:
     """Words of inputs of an output, [outputs, inputs / 8], and of outputs' zeros, [outputs / 8, groups]."""
-    (num_ins, ins), (num_outs, outs) = part.words(part.inputs), part.words(part.outputs)
-    matrix, present = part.matrix, part.outputs.present
     slices: dict[str, WeightSlice] = {
         "weight_packed": PackedSlice(
-            (part.outputs.total, num_ins), (present, ins), matrix.values,
-            convert=lambda words: part.trimmed(_words(words, 1)),
+            (part.outputs, part.num_in_words), (part.outs, part.in_words), part.matrix.values,
+            convert=lambda words: part.packed(_words(words, 1)),
         ),
-        "weight_scale": ScalesSlice(
-            (part.outputs.total, part.num_groups), (present, part.groups), matrix.scales, stored_as=_FLOATS
+        "weight_scale": PackedSlice(
+            (part.outputs, part.num_groups), (part.outs, part.groups), part.matrix.scales, convert=torch.Tensor.float,
+            stored_as=_FLOATS, check=_check_finite,
         ),
-        "weight_shape": IgnoredSlice((2,), (slice(0, 2),), matrix.values),
+        "weight_shape": PackedSlice((2,), (slice(0, 2),), part.matrix.values, stored_as=(torch.int64, torch.int32)),
     }  # fmt: skip
-    if matrix.zeros is not None:
+    if part.matrix.zeros is not None:
         slices["weight_zero_point"] = PackedSlice(
-            (num_outs, part.num_groups), (outs, part.groups), matrix.zeros,
-            convert=lambda words: _words(words, 0)[: part.outputs.num_present],
+            (part.num_out_words, part.num_groups), (part.out_words, part.groups), part.matrix.zeros,
+            convert=lambda words: part.zeros(_words(words, 0)),
         )  # fmt: skip
     return slices
 
 
-def _nvfp4(part: _Part, values: str, factor: str, invert: bool) -> dict[str, WeightSlice]:
-    """Bytes of inputs, scales in e4m3, and one number that multiplies, or divides, all scales."""
-    matrix, outputs, (first, last) = part.matrix, part.outputs, (part.inputs.present.start, part.inputs.present.stop)
-    assert matrix.factors is not None
-
-    def factors(number: torch.Tensor) -> torch.Tensor:
-        return (1 / number.float() if invert else number.float()).flatten()
-
+def _nvfp4(part: _Projection, values: str, factor: str, convert: Convert) -> dict[str, WeightSlice]:
+    """Bytes of inputs, scales in e4m3, and one number that is converted to what multiplies all scales."""
+    assert part.matrix.factors is not None
     return {
         values: PackedSlice(
-            (outputs.total, part.inputs.total // 2), (outputs.present, slice(first // 2, last // 2)), matrix.values,
-            convert=lambda pairs: part.trimmed(_pairs(pairs)), stored_as=_BYTES,
+            (part.outputs, part.inputs // 2), (part.outs, _units(part.ins, 2)), part.matrix.values,
+            convert=lambda pairs: part.packed(_pairs(pairs)), stored_as=(torch.uint8,),
         ),
         "weight_scale": PackedSlice(
-            (outputs.total, part.num_groups), (outputs.present, part.groups), matrix.scales,
+            (part.outputs, part.num_groups), (part.outs, part.groups), part.matrix.scales,
             convert=lambda scales: scales.view(torch.uint8), stored_as=(torch.float8_e4m3fn,),
         ),
-        factor: ScalesSlice((), (), matrix.factors, convert=factors, stored_as=_FLOATS, shapes=((1,),)),
+        factor: PackedSlice(
+            (), (), part.matrix.factors, convert=convert, stored_as=_FLOATS, shapes=((1,),), check=_check_finite
+        ),
     }  # fmt: skip
 
 
-def _mxfp4(part: _Part) -> dict[str, WeightSlice]:
+def _mxfp4(part: _Projection) -> dict[str, WeightSlice]:
     """Bytes of inputs, [outputs, groups, 16], and scales in e8m0."""
-    matrix, index = part.matrix, (part.outputs.present, part.groups)
+    shape, index = (part.outputs, part.num_groups), (part.outs, part.groups)
     return {
         "blocks": PackedSlice(
-            (part.outputs.total, part.num_groups, 16), (*index, slice(0, 16)), matrix.values,
-            convert=lambda pairs: part.trimmed(_pairs(pairs)), stored_as=_BYTES,
+            (*shape, 16), (*index, slice(0, 16)), part.matrix.values,
+            convert=lambda pairs: part.packed(_pairs(pairs)), stored_as=(torch.uint8,),
         ),
-        "scales": E8M0Slice((part.outputs.total, part.num_groups), index, matrix.scales, stored_as=_BYTES),
+        "scales": PackedSlice(
+            shape, index, part.matrix.scales, convert=lambda scales: scales, stored_as=(torch.uint8,), check=_check_e8m0
+        ),
     }  # fmt: skip
 
 
-_FORMATS: dict[str, Callable[[_Part], dict[str, WeightSlice]]] = {
+_FORMATS: dict[str, Callable[[_Projection], dict[str, WeightSlice]]] = {
     "gptq": _gptq, "gptq_v2": _gptq, "awq": _awq, "packed": _compressed, "mxfp4": _mxfp4,
-    "nvfp4": lambda part: _nvfp4(part, "weight_packed", "weight_global_scale", invert=True),
-    "modelopt": lambda part: _nvfp4(part, "weight", "weight_scale_2", invert=False),
+    "nvfp4": lambda part: _nvfp4(part, "weight_packed", "weight_global_scale", torch.reciprocal),
+    "modelopt": lambda part: _nvfp4(part, "weight", "weight_scale_2", torch.Tensor.float),
 }  # fmt: skip

@@ -101,15 +101,19 @@ def _multiply(
     policy: KernelPolicy,
 ) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear` without a norm by a kernel that has none."""
+    if isinstance(weight, FourBitMatrix):
+        if kernel is LinearKernel.FOUR_BIT_GEMM:
+            from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm  # noqa: PLC0415
+
+            out = four_bit_gemm(x, weight, bias)
+        else:
+            out = _dequantized_linear(x, weight, bias)
+        return silu_and_mul(out) if gated else out
     if kernel is LinearKernel.SKINNY_GEMM:
         from nanovllm.kernels.linear.skinny_gemm import skinny_gemm  # noqa: PLC0415
 
         return skinny_gemm(x, weight, bias, gated)
-    if kernel is LinearKernel.FOUR_BIT_GEMM:
-        from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm  # noqa: PLC0415
-
-        out = four_bit_gemm(x, weight, bias)
-    elif isinstance(weight, Fp8Matrix | FourBitMatrix):
+    if isinstance(weight, Fp8Matrix):
         out = _dequantized_linear(x, weight, bias)
     elif kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
@@ -154,8 +158,7 @@ def linear_into(
 
         return scaled_gemm(x.part(slice(x.num_rows)), weight, x.dtype, parts=parts), residual
     assert isinstance(x, torch.Tensor)
-    kernel = None if isinstance(weight, FourBitMatrix) else policy.branch_end(len(x), weight)
-    if kernel is None:
+    if isinstance(weight, FourBitMatrix) or (kernel := policy.branch_end(len(x), weight)) is None:
         return norm_linear(x, weight, policy=policy)[0], residual
     if kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415

@@ -91,7 +91,7 @@ def _multiply_four_bits(
     x_ptrs, row_mask, values_ptr, expert, outs, in_features, out_features, scale_ptr, zero_ptr, factor_ptr,
     INS: tl.constexpr, GATED: tl.constexpr, SCALE_INS: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Compute `_multiply` of weights in four bits; those of up are columns of the same tile."""
+    """Compute `_multiply` of weights in four bits; up's are columns of the same tile."""
     HALVES: tl.constexpr = 2 if GATED else 1
     COLUMNS: tl.constexpr = HALVES * outs.shape[0]
     # What lies beyond the end is computed from what does not, and is not stored.
@@ -316,7 +316,7 @@ def _down_gemv_kernel(
 def up_gemv(
     x: torch.Tensor,
     routing: Routing,
-    weight: torch.Tensor | Fp8Matrix,
+    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
     out: torch.Tensor,
     first_expert: int,
     activation: Activation,
@@ -334,7 +334,11 @@ def up_gemv(
 
 
 def down_gemv(
-    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix, out: torch.Tensor, first_expert: int
+    x: torch.Tensor,
+    routing: Routing,
+    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
+    out: torch.Tensor,
+    first_expert: int,
 ) -> None:
     """Compute the sum, [1, out_features], over the experts of one row of what `expert_gemm` has for down."""
     (_, top_k, size), (rows, out_features) = x.shape, out.shape

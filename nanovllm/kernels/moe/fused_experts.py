@@ -93,8 +93,8 @@ def fused_experts(
     kernel, (up_bias, down_bias) = policy.experts(num_tokens), biases or (None, None)
     size = _values(up).shape[1] // (2 if is_gated(activation) else 1)
     activated = x.new_empty(num_tokens, top_k, size)
-    is_plain = biases is None and not isinstance(up, FourBitMatrix) and not isinstance(down, FourBitMatrix)
-    if kernel is ExpertsKernel.EXPERT_GEMV and is_plain:
+    is_packed = isinstance(up, FourBitMatrix) or isinstance(down, FourBitMatrix)
+    if kernel is ExpertsKernel.EXPERT_GEMV and biases is None and not is_packed:
         from nanovllm.kernels.moe.expert_gemm import down_gemv, up_gemv  # noqa: PLC0415
 
         out = torch.empty_like(x)
@@ -118,5 +118,5 @@ def fused_experts(
         given: torch.Tensor | Fp8Rows = rows
         if isinstance(weight, Fp8Matrix) and bias is None and policy.rounds_rows(num_tokens, x.dtype, x.device):
             given = quantize_rows(rows, Rounding(weight.block_ins))[0]
-        grouped_gemm(given, routing, order, weight, out, own, policy, bias)
+        grouped_gemm(given, routing, order, weight, out, own, policy, bias=bias)
     return parts.transpose(0, 1)

@@ -257,6 +257,7 @@ def grouped_gemm(
     out: torch.Tensor,
     activation: Activation | None,
     policy: KernelPolicy = FASTEST,
+    *,
     bias: torch.Tensor | None = None,
 ) -> None:
     """Multiply rows with the weights of their experts: the first ones, or down; see `expert_gemm`.
@@ -272,10 +273,8 @@ def grouped_gemm(
         bias: of all experts' products, not of rows in e4m3; or None.
     """
     (num_rows, top_k), gated = routing.experts.shape, is_gated(activation)
-    if isinstance(weight, Fp8Matrix) and isinstance(x, Fp8Rows):
-        weight, scaling = weight.values, weight.scaling
-    else:
-        weight, scaling = kernel_arguments(weight)
+    values, scaling = kernel_arguments(weight)
+    weight = weight.values if isinstance(weight, Fp8Matrix) and isinstance(x, Fp8Rows) else values
     if isinstance(x, Fp8Rows):
         scaling["x_scale_ptr"], x = x.scales, x.values
     num_experts, in_features, out_features = len(weight), x.shape[-1], out.shape[-1]

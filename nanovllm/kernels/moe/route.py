@@ -61,7 +61,8 @@ def route_ref(
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
     is_exact = sigmoid is not None and sigmoid.is_exact
-    logits = functional.linear(*(one.float() if is_exact else one for one in (normed, weight)), bias).float()
+    rows, matrix = (one.float() if is_exact else one for one in (normed, weight))
+    logits = functional.linear(rows, matrix, bias).float()
     if sigmoid is not None:
         shares = logits.sigmoid()
         scores = shares if sigmoid.bias is None else shares + sigmoid.bias

@@ -207,6 +207,32 @@ def widen_values(bytes, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @jit
+def add_pairs(x, y, dtype: tl.constexpr):
+    """Return x + y, two values at a time: Triton adds and multiplies halves of registers one by one."""
+    if _INTERPRETED or dtype == tl.float32:
+        total = x + y
+    elif dtype == tl.bfloat16:
+        asm: tl.constexpr = "{ .reg .b32 one; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, $1, one, $2; }"
+        total = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], tl.bfloat16, True, 2)
+    else:
+        total = tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.float16, True, 2)
+    return total
+
+
+@jit
+def multiply_pairs(x, y, dtype: tl.constexpr):
+    """Return x * y, two values at a time."""
+    if _INTERPRETED or dtype == tl.float32:
+        product = x * y
+    elif dtype == tl.bfloat16:
+        asm: tl.constexpr = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
+        product = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], tl.bfloat16, True, 2)
+    else:
+        product = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.float16, True, 2)
+    return product
+
+
+@jit
 def _widen(bits, IS_INTEGER: tl.constexpr):
     """Return four-bit values, int32, in float32."""
     if IS_INTEGER:
@@ -267,13 +293,14 @@ def multiply_four_bits(
         scales = load_scales(scale_ptrs[None, None, :] + first // SCALE_INS, scale_mask, FORMAT)
         if zero_ptrs is not None:
             zeros = tl.load(zero_ptrs[None, None, :] + first // SCALE_INS, mask=scale_mask, other=8)
-            zeros = (zeros.to(tl.int32) - 8).to(dtype)
-            low, high = low - zeros, high - zeros
+            zeros = (8 - zeros.to(tl.int32)).to(dtype)
+            low, high = add_pairs(low, zeros, dtype), add_pairs(high, zeros, dtype)
         high_scales = scales
         if SCALE_INS == 16:
             scale_mask = out_mask[None, None, :] & (first + 16 < in_features)
             high_scales = load_scales(scale_ptrs[None, None, :] + first // 16 + 1, scale_mask, FORMAT)
-        low, high = low * scales.to(dtype), high * high_scales.to(dtype)
+        low = multiply_pairs(low, scales.to(dtype), dtype)
+        high = multiply_pairs(high, high_scales.to(dtype), dtype)
         OUTS: tl.constexpr = out_mask.shape[0]
         acc = tl.dot(x_low, tl.reshape(low, [INS // 2, OUTS]), acc, input_precision="ieee")
         acc = tl.dot(x_high, tl.reshape(high, [INS // 2, OUTS]), acc, input_precision="ieee")

@@ -145,7 +145,8 @@ def quantize_four_bits(weight: torch.Tensor, group: int, kind: FourBitFormat, dt
 def _round_to_integers(groups: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the bits of [outs, groups, inputs], and scales, [outs, groups]."""
     # Of the two ends, the further one is given to the sign of the largest value.
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    most, least = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
+    largest = torch.where(most > -least, most, least)
     best_errors, best_codes, best = torch.full_like(largest, torch.inf), torch.full_like(groups, 8), largest
     for clip in _CLIPS:
         scales = (largest * (clip / -8)).to(dtype).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,10 @@ def test_scales_that_are_no_numbers_and_dummy_weights(wide: Path, tmp_path: Path
         bad = load_file(stored / "model.safetensors")[name].fill_(255)
         with pytest.raises(ValueError, match=f"scales '{name}' must be numbers"):
             llm.load_weights({name: bad})
+        # The bits of 1, which would be no number in e4m3.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llm.load_weights({name: bad.fill_(127)})
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17])

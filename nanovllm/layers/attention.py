@@ -72,7 +72,7 @@ class CachedAttention(nn.Module):
 
     @property
     def options(self) -> AttentionOptions:
-        """How the layer differs from plain attention, once it is loaded."""
+        """Options of the layer's attention, with its sinks once it is loaded."""
         return self.given_options if self.sinks is None else replace(self.given_options, sinks=self.sinks.values)
 
     def kv_cache_spec(self, dtype: torch.dtype) -> Paged:

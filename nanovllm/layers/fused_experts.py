@@ -75,7 +75,7 @@ class Router(LoadableModule):
         if norm is not None and norm.communicator.size == 1:
             params = Norm(norm.weight, norm.eps)
             routing, rows, total = route(
-                x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid, self.bias
+                x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid, bias=self.bias
             )
             return rows, routing, total
         if norm is not None:
@@ -127,7 +127,7 @@ class FusedExperts(nn.Module):
         up, (up_bias, down_bias) = first.weight, (first.bias, self.down_proj.bias)
         biases = None if up_bias is None or down_bias is None else (up_bias.values, down_bias.values)
         out = fused_experts(
-            x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation, biases
+            x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation, biases=biases
         )
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
 

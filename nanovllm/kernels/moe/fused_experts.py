@@ -42,6 +42,7 @@ def fused_experts_ref(
     first_expert: int = 0,
     quantizes_rows: bool = False,
     activation: Activation = "silu",
+    *,
     biases: Biases | None = None,
 ) -> torch.Tensor:
     """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
@@ -70,6 +71,7 @@ def fused_experts(
     first_expert: int = 0,
     policy: KernelPolicy = FASTEST,
     activation: Activation = "silu",
+    *,
     biases: Biases | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, without experts of other ranks.

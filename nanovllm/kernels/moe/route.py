@@ -56,6 +56,7 @@ def route_ref(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     sigmoid: SigmoidScores | None = None,
+    *,
     bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
@@ -182,6 +183,7 @@ def route(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     sigmoid: SigmoidScores | None = None,
+    *,
     bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
@@ -194,7 +196,7 @@ def route(
     Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
     """
     if not uses_triton(x.device):
-        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid, bias)
+        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid, bias=bias)
     num_rows, num_experts = x.shape[-2], len(weight)
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=x.device)

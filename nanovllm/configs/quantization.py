@@ -52,7 +52,7 @@ _DELTA_NET_PARTS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class FourBits:
-    """How linear layers and experts are stored in four bits.
+    """Storage of linear layers and experts in four bits.
 
     Attributes:
         format: of values and scales; see `kernels.four_bits`.

@@ -64,6 +64,7 @@ class CachedAttention(nn.Module):
         scale: float,
         options: AttentionOptions,
         scales: KVCacheScales | None = None,
+        *,
         sinks: AttentionSinks | None = None,
     ) -> None:
         super().__init__()
@@ -109,7 +110,7 @@ class Attention(CachedAttention):
         sinks: AttentionSinks | None = None,
     ) -> None:
         scale = head_dim**-0.5 if scale is None else scale
-        super().__init__(num_kv_heads, head_dim, head_dim, scale, options, scales, sinks)
+        super().__init__(num_kv_heads, head_dim, head_dim, scale, options, scales, sinks=sinks)
         self.head_dim, self.eps, self.rotary, self.has_gates = head_dim, eps, rotary, has_gates
 
     def rope(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormRope:

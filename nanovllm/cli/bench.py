@@ -189,7 +189,7 @@ class WeightCounts:
         dense = count_parameters(model) - head * (1 if model.tie_word_embeddings else 2)
         if experts is None:
             return cls(dense, head, 0, 1, 1)
-        matrices = 3 if experts.activation == "silu" else 2
+        matrices = 2 if experts.activation == "relu2" else 3
         each = matrices * (experts.latent_size or model.hidden_size) * experts.intermediate_size
         expert = each * sum(layer.has_experts for layer in model.layers)
         return cls(dense - experts.num_experts * expert, head, expert, experts.num_experts, experts.top_k)

@@ -29,7 +29,9 @@ def make_model(config: ModelConfig, communicator: Communicator) -> CausalLM:
 def count_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of a config's whole model; tied parameters count once."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in make_model(config, Communicator()).parameters())
+        parameters = list(make_model(config, Communicator()).parameters())
+    # A byte has two weights in four bits.
+    return sum(one.numel() * (2 if one.dtype == torch.uint8 else 1) for one in parameters)
 
 
 def load_model(

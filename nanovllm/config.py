@@ -13,7 +13,7 @@ from nanovllm.utils.checks import check_bool, check_int, check_number, strict_ke
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "sdpa", "triton", "flash_attn"]
 LoadFormat = Literal["auto", "dummy"]
-Quantization = Literal["fp8"]
+Quantization = Literal["fp8", "int4"]
 KVCacheDtype = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "scaled_logprobs"]
@@ -133,8 +133,8 @@ class Config:
         attention_backend: "triton" (heads of up to 512 elements), "flash_attn" (block size a multiple of 256, no
             float32) or "sdpa" (needs no Triton); "auto" is "triton" on CUDA and "sdpa" on the CPU.
         load_format: "auto" reads safetensors; "dummy" draws seeded random weights, and needs only a `config.json`.
-        quantization: "fp8" rounds linear layers and experts to e4m3 while loading, with a scale for each output;
-            quantised checkpoints need no value.
+        quantization: while loading "fp8" rounds linear layers and experts to e4m3, with a scale for each output, and
+            "int4" to four bits, with one for 128 inputs; quantised checkpoints need no value.
         model_impl: "native" runs this library's own model code, "transformers" runs transformers' code with this
             library's attention and cache; "auto" prefers native code.
         revision: branch, tag or commit of a Hub id.
@@ -208,7 +208,7 @@ class Config:
         if self.kv_cache_dtype == "fp8" and self.attention_backend == "flash_attn":
             raise ValueError("attention_backend='flash_attn' does not support kv_cache_dtype='fp8'")
         if self.quantization not in (None, *get_args(Quantization)):
-            raise ValueError(f"quantization must be None or 'fp8', not {self.quantization!r}")
+            raise ValueError(f"quantization must be None, 'fp8' or 'int4', not {self.quantization!r}")
         if self.speculative_config is not None:
             # The caller may change its mapping, or have one that does not pickle.
             checked = SpeculativeConfig.from_mapping(self.speculative_config)

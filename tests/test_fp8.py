@@ -307,7 +307,8 @@ def dequantised(model: CausalLM) -> Regions:
         parent = layer.rpartition(".")[0]
         if isinstance(module, ExpertsWeight):
             for local in range(module.experts.size):
-                held, number = module.matrices, module.experts.start + local
+                held: Any = module.matrices
+                number = module.experts.start + local
                 matrix = held.expert(local) if isinstance(held, Fp8Matrix) else held[local]
                 wholes[f"{parent}.{number}."] = wide_values(matrix)
         elif isinstance(module, Fp8Weight | DenseWeight) and "_proj" in name:
@@ -505,8 +506,8 @@ def test_mixtral_has_other_names(make_checkpoint: MakeCheckpoint, tmp_path: Path
     ("changes", "message"),
     [
         ("fp8", "quantization_config='fp8' in '.*config.json' must be an object"),
-        ({"quant_method": "awq", "bits": 4}, "quant_method 'awq' is not supported"),
-        ({"quant_method": "gptq", "bits": 4}, "quant_method 'gptq' is not supported"),
+        ({"quant_method": "bitsandbytes", "bits": 4}, "quant_method 'bitsandbytes' is not supported"),
+        ({"quant_method": "gptq", "bits": 8}, "bits=8 is not supported"),
         (FP8 | {"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0' is not supported"),
         (FP8 | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
         (FP8 | {"weight_block_size": [64, 128]}, r"blocks of \[64, 128\] are not supported: only \[128, 128\]"),
@@ -516,7 +517,7 @@ def test_mixtral_has_other_names(make_checkpoint: MakeCheckpoint, tmp_path: Path
             FP8 | {"modules_to_not_convert": ["q_proj"]},
             r"ignores \['model.layers.0.self_attn.q_proj'\], but not all of",
         ),
-        (compressed(None, strategy="channel") | {"format": "pack-quantized"}, "format='pack-quantized' is not"),
+        (compressed(None, strategy="channel") | {"format": "marlin-24"}, "format='marlin-24' is not"),
         (compressed(None, strategy="channel") | {"kv_cache_scheme": STATIC | {"type": "int"}}, "scheme of type='int'"),
         (with_group_format("pack-quantized"), "format='pack-quantized' is not supported: only 'float-quantized'"),
         (compressed(None, strategy="channel") | {"ignore": "lm_head"}, "ignore='lm_head' must be a list of names"),
@@ -571,7 +572,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(base: Path, tmp_path: P
     change(stored, num_key_value_heads=10)
     with pytest.raises(ValueError, match="64 inputs of a KV head's group are no multiple of the 128"):
         LLM(stored, tensor_parallel_size=2, **SETTINGS)
-    with pytest.raises(ValueError, match="quantization must be None or 'fp8', not 'awq'"):
+    with pytest.raises(ValueError, match="quantization must be None, 'fp8' or 'int4', not 'awq'"):
         LLM(base, quantization="awq", **SETTINGS)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'fp8' is not supported for models that transformers' code runs"):
         LLM(base, quantization="fp8", model_impl="transformers", **SETTINGS)

@@ -204,7 +204,7 @@ def test_what_the_ranks_hold_adds_up(size: int, is_parallel: bool) -> None:
     x, routing = torch.randn(20, 80), route_ref(torch.randn(20, 80), torch.randn(5, 80), 2, True)[0]
     total = torch.zeros(20, 80)
     for rank in range(size):
-        module = FusedExperts(80, experts_shard(config, rank, size), Communicator())
+        module = FusedExperts(80, experts_shard(config, rank, size), Communicator(), config)
         assert module.gate_up_proj is not None
         for layer in (module.gate_up_proj, module.down_proj):
             slices = layer.weight.weight_slices("weight")

@@ -27,10 +27,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.kernels import qkv_rope_store
+from nanovllm.kernels.four_bits import quantize_four_bits
 from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.linear.quantize_rows import quantize_rows_ref
 from nanovllm.kernels.policy import KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages
+from nanovllm.quantization import four_bits
 from nanovllm.runner.kv_cache import KVCache
 from tests.test_fp8 import FORMATS, quantizes, write
 
@@ -144,10 +146,10 @@ def emulate(folder: Path, variant: Variant, prompts: list[list[int]], dtype: tor
     return torch.cat([model(torch.tensor([prompt])).logits[0, :-1].float() for prompt in prompts])
 
 
-def run_engine(folder: Path, variant: Variant, prompts: list[list[int]]) -> tuple[torch.Tensor, int]:
+def run_engine(folder: Path, variant: Variant, prompts: list[list[int]], **settings: Any) -> tuple[torch.Tensor, int]:
     """Return the same of the engine, all prompts in one step, and how many keys and values were clipped."""
     logits: list[torch.Tensor] = []
-    settings: dict[str, Any] = {"kv_cache_dtype": "auto" if variant.kv_scale is None else "fp8"}
+    settings["kv_cache_dtype"] = "auto" if variant.kv_scale is None else "fp8"
     with ExitStack() as stack:
         if variant.rounds_rows:
             stack.enter_context(patch.object(KernelPolicy, "rounds_rows", quantizes))
@@ -291,3 +293,36 @@ def test_e4m3_is_the_rule_in_plain_torch_and_faults_are_not(folder: Path, tmp_pa
             logits, _ = run_engine(fault.make_folder(), VARIANTS[fault.variant], prompts)
         # NaN compares false, and counts as found.
         assert not divergence(rules[fault.variant], logits) <= 10 * most[fault.variant], fault.name
+
+
+def in_int4(weight: torch.Tensor) -> torch.Tensor:
+    """Round groups of 128 inputs to integers from -8 to 7, with the best of seven scales by the squared error."""
+    groups = torch.nn.functional.pad(weight, (0, -weight.shape[1] % 128)).unflatten(1, (-1, 128))
+    most, least = groups.amax(2, keepdim=True), groups.amin(2, keepdim=True)
+    # The value furthest from zero becomes -8, or beyond it.
+    furthest = torch.where(most > -least, most, least)
+    tried = torch.stack([furthest * (clip / -8) for clip in (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)])
+    rounded = (groups / torch.where(tried == 0, 1.0, tried)).round().clamp(-8, 7) * tried
+    best = (rounded - groups).square().sum(3, keepdim=True).argmin(0, keepdim=True)
+    return rounded.take_along_dim(best, 0)[0].flatten(1)[:, : weight.shape[1]]
+
+
+def test_int4_is_the_rule_in_plain_torch_and_faults_are_not(folder: Path) -> None:
+    prompts = [AutoTokenizer.from_pretrained(folder)(topics["compound"])["input_ids"][:201]]
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wide = model(torch.tensor(prompts)).logits[0, :-1]
+        for name, layer in model.named_modules():
+            if name.endswith("_proj"):
+                layer.weight.data = in_int4(layer.weight.data)
+        rule = model(torch.tensor(prompts)).logits[0, :-1]
+    logits, _ = run_engine(folder, Variant(), prompts, quantization="int4")
+    assert divergence(rule, logits) < 1e-5
+    assert divergence(wide, logits) < 0.6
+
+    def shifted(*args: Any) -> Any:
+        made = quantize_four_bits(*args)
+        return made._replace(scales=made.scales.roll(1, 1))
+
+    with patch.object(four_bits, "quantize_four_bits", shifted):
+        assert not divergence(rule, run_engine(folder, Variant(), prompts, quantization="int4")[0]) < 1e-3

@@ -48,6 +48,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1, "norm_topk_prob": False, "moe_intermediate_size": 48, "head_dim": 16,
         "use_sliding_window": True, "sliding_window": 36, "max_window_layers": 2,
     },
+    "GptOssForCausalLM": {
+        "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40, "rope_parameters": None,
+    },
     "MixtralForCausalLM": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 40},
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

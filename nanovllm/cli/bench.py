@@ -189,7 +189,7 @@ class WeightCounts:
         dense = count_parameters(model) - head * (1 if model.tie_word_embeddings else 2)
         if experts is None:
             return cls(dense, head, 0, 1, 1)
-        matrices = 3 if experts.activation == "silu" else 2
+        matrices = 2 if experts.activation == "relu2" else 3
         each = matrices * (experts.latent_size or model.hidden_size) * experts.intermediate_size
         expert = each * sum(layer.has_experts for layer in model.layers)
         return cls(dense - experts.num_experts * expert, head, expert, experts.num_experts, experts.top_k)
@@ -212,7 +212,7 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     with torch.device("meta"):
         specs = [layer.state_spec(torch.bfloat16) for layer in make_model(model, Communicator()).state_layers]
     state_bytes, num_attending = StateLayout.of(specs).num_bytes, model.num_layers - len(specs)
-    layer_itemsize = 1 if model.quantization is not None else itemsize
+    layer_itemsize = itemsize if model.quantization is None else model.quantization.weight_bytes
     heads_size = model.num_heads * model.head_dim
     kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
     kv_bytes = 2 * num_attending * model.num_kv_heads * model.head_dim * kv_itemsize

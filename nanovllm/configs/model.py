@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanovllm.config import ModelImpl, Pooling, Quantization
-from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.configs.quantization import FourBits, QuantizationConfig
 from nanovllm.configs.rope import RopeConfig, read_rope, yarn_length
 from nanovllm.utils.checks import UnsupportedError, check_int, read_json, read_json_list, refuse_remote_code
 from nanovllm.utils.folder_faults import no_model
@@ -27,6 +27,8 @@ class Architecture:
     Attributes:
         name: in config.json's `architectures`.
         qkv_bias: whether queries, keys and values have biases.
+        out_bias: whether attention's outputs have biases.
+        has_sinks: whether each head has a sink; see `AttentionOptions`.
         qk_norm: span of the norm of queries and keys: each head, or all heads of a token at once; None: no norm.
         norms: where attention and MLP are normalised: their input ("before"), or their output ("after").
         has_experts: whether MLPs are mixtures of experts, except in layers that the config names.
@@ -48,6 +50,8 @@ class Architecture:
 
     name: str
     qkv_bias: bool = False
+    out_bias: bool = False
+    has_sinks: bool = False
     qk_norm: Literal["heads", "projections"] | None = None
     norms: Literal["before", "after"] = "before"
     has_experts: bool = False
@@ -87,6 +91,7 @@ _ROWS = (
     Architecture("Olmo3ForCausalLM", qk_norm="projections", norms="after", scaled_ropes="full_attention"),
     Architecture("Qwen3MoeForCausalLM", qk_norm="heads", has_experts=True, windows="all"),
     Architecture("MixtralForCausalLM", has_experts=True, windows="all"),
+    Architecture("GptOssForCausalLM", qkv_bias=True, out_bias=True, has_sinks=True, has_experts=True),
     _hybrid("Qwen3NextForCausalLM", has_experts=True, is_wrapper=False, delta_net="heads"),
     _hybrid("Qwen3_5ForCausalLM", has_experts=False, is_wrapper=False, delta_net="parts"),
     _hybrid("Qwen3_5ForConditionalGeneration", has_experts=False, is_wrapper=True, delta_net="parts"),
@@ -115,6 +120,8 @@ _LEAST_TRANSFORMERS = (4, 56)
 _MAX_POSITION = 2**20
 """Default for configs without a limit."""
 _MAX_HEAD_DIM = 512
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702
+"""Of gpt-oss: the largest gate and up, and the slope of the gate's sigmoid."""
 _STATE_SIZES = (16, 32, 64, 128, 256)
 _LINEAR = {
     "delta_net": {"linear_attention"}, "short_conv": {"conv"}, "mamba": {"linear_attention", "hybrid"},
@@ -297,9 +304,13 @@ class ModelConfig:
         if self.hf is not None:
             raise ValueError(f"quantization={quantization!r} is not supported for models that transformers' code runs")
         if self.quantization is not None:
-            # The checkpoint's own e4m3.
+            stored = "fp8" if self.quantization.four_bits is None else "int4"
+            if stored != quantization:
+                raise ValueError(f"quantization={quantization!r}: the checkpoint is quantised already, otherwise")
+            # The checkpoint's own format.
             return self
-        return replace(self, quantization=QuantizationConfig("channel"))
+        four_bits = FourBits() if quantization == "int4" else None
+        return replace(self, quantization=QuantizationConfig("channel", four_bits=four_bits))
 
     @classmethod
     def for_transformers(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
@@ -525,6 +536,8 @@ class ExpertsConfig:
         shared_size: of the expert that computes every token; 0: there is none.
         gates_shared: whether that expert is scaled by a gate of its own.
         sigmoid: how sigmoids of logits become a token's weights; None: a softmax does.
+        has_biases: whether the router and the experts have biases.
+        alternates: whether a checkpoint's gates and ups are stacked alternately, and transposed but in four bits.
         activation: see `kernels.moe.activation`.
         latent_size: of what experts take and return, projections of hidden states; None: hidden states.
     """
@@ -537,7 +550,9 @@ class ExpertsConfig:
     shared_size: int = 0
     gates_shared: bool = True
     sigmoid: SigmoidRouting | None = None
-    activation: Literal["silu", "relu2"] = "silu"
+    has_biases: bool = False
+    alternates: bool = False
+    activation: Literal["silu", "relu2", "clamped"] = "silu"
     latent_size: int | None = None
 
     @classmethod
@@ -552,6 +567,10 @@ class ExpertsConfig:
             # transformers' code of some families treats that as a model without mixtures.
             raise UnsupportedError("num_experts=0 is not supported")
         size = getattr(hf, "moe_intermediate_size", None) or getattr(hf, "intermediate_size", None)
+        is_oss = hf.model_type == "gpt_oss"
+        for name, value in (("swiglu_limit", SWIGLU_LIMIT), ("swiglu_alpha", SWIGLU_ALPHA)):
+            if (found := getattr(hf, name, value)) != value:
+                raise UnsupportedError(f"{name}={found!r} is not supported: only {value}")
         names = "shared_intermediate_size", "moe_shared_expert_intermediate_size"
         plain = next(filter(None, (getattr(hf, name, None) for name in names)), None)
         shared = plain or getattr(hf, "shared_expert_intermediate_size", None) or 0
@@ -564,7 +583,9 @@ class ExpertsConfig:
             shared_size=check_int("shared_expert_intermediate_size", shared, 0),
             gates_shared=plain is None,
             sigmoid=SigmoidRouting.from_hf(hf) if hf.model_type in ("lfm2_moe", "nemotron_h") else None,
-            activation="relu2" if getattr(hf, "mlp_hidden_act", None) == "relu2" else "silu",
+            has_biases=is_oss,
+            alternates=is_oss,
+            activation="clamped" if is_oss else "relu2" if getattr(hf, "mlp_hidden_act", None) == "relu2" else "silu",
             latent_size=getattr(hf, "moe_latent_size", None),
         )
 

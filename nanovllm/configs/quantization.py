@@ -1,14 +1,16 @@
 """Reads config.json's `quantization_config`: how a checkpoint stores the matrices of linear layers and experts.
 
-The formats are `fp8` of transformers and vLLM, and `float-quantized` of compressed-tensors: e4m3 values with multiplied
-scales. Unsupported values are rejected by name, before any weight is read.
+The formats are e4m3 values with multiplied scales (`fp8` of transformers and vLLM, `float-quantized` of
+compressed-tensors), and four bits: GPTQ, AWQ, `pack-quantized` and `nvfp4-pack-quantized` of compressed-tensors,
+modelopt's NVFP4, and gpt-oss's MXFP4. Unsupported values are rejected by name, before any weight is read.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 BLOCK = 128
@@ -23,6 +25,22 @@ _COMPRESSED_KEYS = {
     "quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status",
     "global_compression_ratio", "version",
 }  # fmt: skip
+_GPTQ_KEYS = {
+    "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "true_sequential",
+    "damp_percent", "static_groups", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
+    "batch_size", "pad_token_id", "dataset", "tokenizer", "use_cuda_fp16", "max_input_length", "exllama_config",
+    "use_exllama", "disable_exllama", "model_name_or_path", "model_file_base_name", "quant_type", "is_marlin_format",
+    "meta", "cache_block_outputs", "modules_in_block_to_quantize", "pack_dtype", "dynamic", "backend", "version",
+}  # fmt: skip
+_AWQ_KEYS = {
+    "quant_method", "bits", "group_size", "zero_point", "version", "modules_to_not_convert", "backend", "do_fuse",
+    "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
+}  # fmt: skip
+_MODELOPT_KEYS = {"quant_method", "quant_algo", "ignore", "config_groups", "producer", "kv_cache_scheme", "group_size"}
+_FOUR_BIT_GROUPS = (32, 64, 128, 256)
+_NVFP4_GROUP, _MXFP4_GROUP, _INT4_GROUP = 16, 32, 128
+_RUN = 32
+"""Inputs that lie together in memory; see `kernels.four_bits`."""
 _OTHER_NAMES = {"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 """Modules with other names in Mixtral's checkpoints, as `DecoderForCausalLM` reads them: name here -> name there."""
 _DELTA_NET_PARTS: dict[str, dict[str, str]] = {
@@ -33,8 +51,25 @@ _DELTA_NET_PARTS: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
+class FourBits:
+    """Storage of linear layers and experts in four bits.
+
+    Attributes:
+        format: of values and scales; see `kernels.four_bits`.
+        group: inputs that have one scale; None for all.
+        has_zeros: whether integers of a group have a zero of their own.
+        stored: how the checkpoint has them; None if they are rounded during loading.
+    """
+
+    format: Literal["int4", "mxfp4", "nvfp4"] = "int4"
+    group: int | None = _INT4_GROUP
+    has_zeros: bool = False
+    stored: Literal["gptq", "gptq_v2", "awq", "packed", "nvfp4", "modelopt", "mxfp4"] | None = None
+
+
+@dataclass(frozen=True)
 class QuantizationConfig:
-    """Linear layers and experts have e4m3 values and float32 scales; embedding, norms and routers keep their dtype.
+    """Linear layers and experts have e4m3 values and float32 scales, or four bits; others keep their dtype.
 
     Attributes:
         granularity: extent of one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
@@ -45,6 +80,7 @@ class QuantizationConfig:
         kv_scales: extent of a scale of a layer's keys, and of its values, for a cache in e4m3: all heads ("tensor"), or
             each ("head"); None if the checkpoint has no such scales.
         has_head: whether the LM head is one of the layers, which is rare; known from the checkpoint's tensors.
+        four_bits: None for e4m3.
     """
 
     granularity: Granularity
@@ -53,6 +89,19 @@ class QuantizationConfig:
     ignored: tuple[str, ...] = ()
     kv_scales: KVGranularity | None = None
     has_head: bool = False
+    four_bits: FourBits | None = None
+
+    @property
+    def input_unit(self) -> int:
+        """Inputs that must stay together on one rank."""
+        if self.four_bits is not None:
+            return max(_RUN, self.four_bits.group or 0)
+        return BLOCK if self.granularity == "block" else 1
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight, without scales."""
+        return 1.0 if self.four_bits is None else 0.5
 
     @classmethod
     def from_hf(cls, hf: Any) -> QuantizationConfig | None:
@@ -65,18 +114,19 @@ class QuantizationConfig:
         if values is None:
             return None
         method = values.get("quant_method")
-        if method == "fp8":
-            return _read_fp8(values)
-        if method == "compressed-tensors":
-            return _read_compressed_tensors(values)
+        if (read := _READERS.get(method)) is not None:
+            return read(values)
         raise ValueError(
-            f"quantization_config={dict(values)!r:.400}: quant_method {method!r} is not supported: only 'fp8' and "
-            "'compressed-tensors'"
+            f"quantization_config={dict(values)!r:.400}: quant_method {method!r} is not supported: only "
+            f"{', '.join(map(repr, _READERS))}"
         )
 
     def unstored(self) -> QuantizationConfig:
         """Return the config of a checkpoint whose same layers are to be quantised during loading."""
-        return QuantizationConfig("channel", ignored=self.ignored)
+        four_bits = None if self.four_bits is None else replace(self.four_bits, has_zeros=False, stored=None)
+        if four_bits is not None and four_bits.format == "int4" and four_bits.group is None:
+            four_bits = FourBits()
+        return QuantizationConfig("channel", ignored=self.ignored, four_bits=four_bits)
 
     def ignores(self, name: str, parts: Iterable[str | None]) -> bool:
         """Return whether a layer is stored unquantised.
@@ -179,8 +229,9 @@ def _check_block(size: Any) -> None:
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     _refuse(_others(values, _COMPRESSED_KEYS), "")
-    if (stored := values.get("format")) != "float-quantized":
-        raise ValueError(f"quantization_config: format={stored!r} is not supported: only 'float-quantized'")
+    known = "float-quantized", "pack-quantized", "nvfp4-pack-quantized"
+    if (stored := values.get("format")) not in known:
+        raise ValueError(f"quantization_config: format={stored!r} is not supported: only {known}")
     if (status := values.get("quantization_status", "compressed")) != "compressed":
         raise ValueError(f"quantization_config: quantization_status={status!r} is not supported: only 'compressed'")
     groups = values.get("config_groups")
@@ -191,6 +242,11 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantization_config: format={group['format']!r} is not supported: only {stored!r}")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     _refuse({"output_activations": group.get("output_activations")}, "")
+    if stored != "float-quantized":
+        four_bits = _read_packed(stored, weights, inputs)
+        kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
+        ignored = _module_names(values, "ignore")
+        return QuantizationConfig("channel", True, bool(inputs), ignored, kv_scales, four_bits=four_bits)
     for what, args in (("weights", weights), ("input_activations", inputs)):
         if args or what == "weights":
             _check_e4m3(what, args)
@@ -213,3 +269,83 @@ def _check_e4m3(what: str, args: Any) -> None:
     if (kind, num_bits, symmetric) != ("float", 8, True):
         found = f"type={kind!r}, num_bits={num_bits!r}, symmetric={symmetric!r}"
         raise ValueError(f"quantization_config: {what} of {found} are not supported: only symmetric floats of 8 bits")
+
+
+def _read_packed(stored: str, weights: Mapping[str, Any], inputs: Any) -> FourBits:
+    """Read the weights of a group of compressed-tensors."""
+    strategy, group, symmetric = weights.get("strategy"), weights.get("group_size"), weights.get("symmetric", True)
+    kind = weights.get("type"), weights.get("num_bits")
+    if stored == "nvfp4-pack-quantized":
+        if kind != ("float", 4) or strategy != "tensor_group" or group != _NVFP4_GROUP or not symmetric:
+            raise ValueError(f"quantization_config: weights={dict(weights)!r:.400} are not NVFP4")
+        return FourBits("nvfp4", _NVFP4_GROUP, stored="nvfp4")
+    if kind != ("int", 4) or strategy not in ("group", "channel"):
+        found = f"type={kind[0]!r}, num_bits={kind[1]!r}, strategy={strategy!r}"
+        raise ValueError(f"quantization_config: weights of {found} are not supported: only 4-bit groups and channels")
+    # Inputs of these were sorted by the groups, or by importance; the former has an index of groups.
+    if (order := weights.get("actorder")) not in (None, False, "weight", "static"):
+        raise ValueError(f"quantization_config: actorder={order!r} is not supported")
+    _refuse({"input_activations": inputs}, "")
+    return FourBits("int4", _group_size(group) if strategy == "group" else None, not symmetric, "packed")
+
+
+def _group_size(size: Any) -> int | None:
+    """Return a config's `group_size`, None for -1."""
+    if size != -1 and size not in _FOUR_BIT_GROUPS:
+        raise ValueError(f"quantization_config: group_size={size!r} is not supported: only -1, {_FOUR_BIT_GROUPS}")
+    return None if size == -1 else int(size)
+
+
+def _check_bits(values: Mapping[str, Any]) -> None:
+    if (bits := values.get("bits", values.get("w_bit"))) != 4:
+        raise ValueError(f"quantization_config: bits={bits!r} is not supported: only 4")
+
+
+def _read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
+    # `desc_act` alone says little: an index of groups that is not sorted is refused where it is read.
+    _refuse(_others(values, _GPTQ_KEYS), "")
+    _refuse({name: values.get(name) for name in ("dynamic", "is_marlin_format")}, "")
+    _check_bits(values)
+    if (stored := values.get("checkpoint_format") or "gptq") not in ("gptq", "gptq_v2"):
+        raise ValueError(f"quantization_config: checkpoint_format={stored!r} is not supported: only 'gptq', 'gptq_v2'")
+    four_bits = FourBits("int4", _group_size(values.get("group_size")), not values.get("sym", True), stored)
+    return QuantizationConfig("channel", True, four_bits=four_bits)
+
+
+def _read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
+    _refuse(_others(values, _AWQ_KEYS), "")
+    _check_bits(values)
+    if (version := str(values.get("version", "gemm")).lower()) != "gemm" or not values.get("zero_point", True):
+        found = f"version={version!r}, zero_point={values.get('zero_point')!r}"
+        raise ValueError(f"quantization_config: {found} is not supported: only 'gemm' with zeros")
+    four_bits = FourBits("int4", _group_size(values.get("group_size")), True, "awq")
+    ignored = _module_names(values, "modules_to_not_convert")
+    return QuantizationConfig("channel", True, ignored=ignored, four_bits=four_bits)
+
+
+def _read_mxfp4(values: Mapping[str, Any]) -> QuantizationConfig:
+    """Read gpt-oss's: experts alone are in four bits."""
+    _refuse(_others(values, {"quant_method", "modules_to_not_convert", "dequantize"}), "")
+    four_bits = FourBits("mxfp4", _MXFP4_GROUP, stored="mxfp4")
+    return QuantizationConfig("channel", True, ignored=(r"re:(?!.*\.experts\.)",), four_bits=four_bits)
+
+
+def _read_modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
+    _refuse(_others(values, _MODELOPT_KEYS), "")
+    if (algorithm := values.get("quant_algo")) != "NVFP4":
+        raise ValueError(f"quantization_config: quant_algo={algorithm!r} is not supported: only 'NVFP4'")
+    if (group := values.get("group_size", _NVFP4_GROUP)) != _NVFP4_GROUP:
+        raise ValueError(f"quantization_config: group_size={group!r} is not supported: only {_NVFP4_GROUP}")
+    # Names may have wildcards.
+    ignored = tuple(
+        f"re:{fnmatch.translate(name)}" if "*" in name else name for name in _module_names(values, "ignore")
+    )
+    kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
+    four_bits = FourBits("nvfp4", _NVFP4_GROUP, stored="modelopt")
+    return QuantizationConfig("channel", True, True, ignored, kv_scales, four_bits=four_bits)
+
+
+_READERS = {
+    "fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "gptq": _read_gptq, "awq": _read_awq,
+    "mxfp4": _read_mxfp4, "modelopt": _read_modelopt,
+}  # fmt: skip

@@ -34,6 +34,7 @@ class YarnScaling:
     attention_factor: float | None = None
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    truncate: bool = True
 
 
 _SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {

@@ -14,6 +14,7 @@ from torch.nn import functional
 from nanovllm.kernels._triton import INTERPRETED as _INTERPRETED
 from nanovllm.kernels._triton import converts_e4m3, jit, tl, triton, uses_triton
 from nanovllm.kernels.fast_math import round_to
+from nanovllm.kernels.four_bits import FourBitMatrix
 
 E4M3_MAX = 448.0
 _TILE_OUTS, _TILE_INS = 32, 128
@@ -55,8 +56,10 @@ class Fp8Matrix(NamedTuple):
         return self._replace(values=self.values[number], scales=self.scales[number])
 
 
-def kernel_arguments(weight: torch.Tensor | Fp8Matrix) -> tuple[torch.Tensor, dict[str, Any]]:
+def kernel_arguments(weight: torch.Tensor | Fp8Matrix | FourBitMatrix) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return a weight's values as kernels take them, and its `scaling`, if it has any."""
+    if isinstance(weight, FourBitMatrix):
+        return weight.values, weight.scaling
     return (weight.bytes, weight.scaling) if isinstance(weight, Fp8Matrix) else (weight, {})
 
 

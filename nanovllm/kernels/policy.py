@@ -17,6 +17,7 @@ from nanovllm.kernels._triton import converts_e4m3, device_limits, is_hopper, tr
 
 if TYPE_CHECKING:
     from nanovllm.kernels.e4m3 import Fp8Matrix
+    from nanovllm.kernels.four_bits import FourBitMatrix
 
 MAX_SKINNY_ROWS = 16
 """With more rows cuBLAS is faster: with 32, layers of Qwen3-1.7B to 32B take 6 to 17% longer in `skinny_gemm`."""
@@ -50,6 +51,9 @@ FP8_INS = 128
 MAX_GATED_ROWS = 64
 """Sums of gate and up for more do not fit into the registers of `scaled_gemm`."""
 
+MAX_FOUR_BIT_ROWS = 1024
+"""Of more rows, weights in four bits become 16-bit before the product; not measured."""
+
 MAX_EXPERT_ROWS = 16
 """Up to this many rows `expert_gemm` multiplies each by its own experts; more are sorted by expert."""
 EXPERT_TILE_ROWS = (8, 24, 64, 512)
@@ -79,6 +83,7 @@ class LinearKernel(Enum):
     PERSISTENT_GEMM = auto()
     SCALED_GEMM = auto()
     SCALED_MM = auto()
+    FOUR_BIT_GEMM = auto()
     CUBLAS = auto()
 
 
@@ -147,8 +152,8 @@ class KernelPolicy:
     A subclass that does not look at the number of rows makes a sequence's bits independent of the others in its batch.
 
     Attributes:
-        dense_rows, fp8_rows, attention_rows: numbers of rows at which the choice for 16-bit and e4m3 weights and for
-            decode attention changes; one step of each is compiled at the start.
+        dense_rows, fp8_rows, four_bit_rows, attention_rows: numbers of rows at which the choice for weights in 16 bits,
+            e4m3 and four bits, and for decode attention changes; one step of each is compiled at the start.
         dense_tokens, fp8_tokens: the same for prompt tokens, beside rows that decode.
         uses_cascade: whether sequences that share a prefix may attend to it together.
     """
@@ -160,6 +165,9 @@ class KernelPolicy:
         MAX_SPLITK_ROWS + 1,
     )  # fmt: skip
     fp8_tokens: tuple[int, ...] = (MAX_OWN_FP8_ROWS + 1,)
+    four_bit_rows: tuple[int, ...] = (
+        1, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, 65, MAX_FOUR_BIT_ROWS + 1
+    )  # fmt: skip
     # With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do.
     attention_rows: tuple[int, ...] = (1, 17, FEW_SEQS + 1)
     uses_cascade = True
@@ -258,6 +266,11 @@ class KernelPolicy:
             return LinearKernel.GEMV
         is_skinny = num_rows <= MAX_SKINNY_ROWS and dtype.itemsize == 2
         return LinearKernel.SKINNY_GEMM if is_skinny else LinearKernel.CUBLAS
+
+    def four_bit_linear(self, num_rows: int, dtype: torch.dtype, weight: FourBitMatrix) -> LinearKernel:
+        """Return the kernel for rows of a dtype and weights in four bits."""
+        is_own = num_rows <= MAX_FOUR_BIT_ROWS and dtype.itemsize == 2 and uses_triton(weight.values.device)
+        return LinearKernel.FOUR_BIT_GEMM if is_own else LinearKernel.CUBLAS
 
     def rounds_rows(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether rows are rounded to e4m3 beside weights of e4m3, and multiplied in 8 bits."""

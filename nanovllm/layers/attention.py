@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.attention.backend import AttentionBackend, AttentionLayer
 from nanovllm.attention.kv_cache_spec import Paged
@@ -14,12 +16,27 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import DenseWeight, Rows, Weight
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Rounding
     from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
     from nanovllm.quantization.fp8 import KVCacheScales
+
+
+class AttentionSinks(LoadableModule):
+    """The score of each of this rank's heads for a key without a value; see `AttentionOptions`."""
+
+    def __init__(self, heads: Shard) -> None:
+        super().__init__()
+        self.heads = heads
+        self.values = nn.Parameter(torch.empty(heads.size), requires_grad=False)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        return {WeightTarget(name): WeightSlice.of((self.heads,), self.values.data)}
 
 
 class CachedAttention(nn.Module):
@@ -30,6 +47,7 @@ class CachedAttention(nn.Module):
         key_size, value_size: elements of a head's key and of its value.
         scale, options: see `AttentionLayer`.
         scales: of a cache in e4m3, if the checkpoint has them.
+        sinks: if the model has some.
 
     Attributes:
         backend, layer: bound by the runner.
@@ -46,14 +64,21 @@ class CachedAttention(nn.Module):
         scale: float,
         options: AttentionOptions,
         scales: KVCacheScales | None = None,
+        *,
+        sinks: AttentionSinks | None = None,
     ) -> None:
         super().__init__()
         self.num_kv_heads, self.key_size, self.value_size = num_kv_heads, key_size, value_size
-        self.scale, self.options, self.scales = scale, options, scales
+        self.scale, self.given_options, self.scales, self.sinks = scale, options, scales, sinks
+
+    @property
+    def options(self) -> AttentionOptions:
+        """Options of the layer's attention, with its sinks once it is loaded."""
+        return self.given_options if self.sinks is None else replace(self.given_options, sinks=self.sinks.values)
 
     def kv_cache_spec(self, dtype: torch.dtype) -> Paged:
         """Return what the layer caches, in the dtype of its keys and values."""
-        return Paged(self.num_kv_heads, self.key_size, self.value_size, self.options.window, dtype)
+        return Paged(self.num_kv_heads, self.key_size, self.value_size, self.given_options.window, dtype)
 
     def bind(self, pages: KVPages, backend: AttentionBackend, group: int = 0) -> None:
         """Give the layer its cache, its backend and its group."""
@@ -82,8 +107,10 @@ class Attention(CachedAttention):
         *,
         scale: float | None = None,
         has_gates: bool = False,
+        sinks: AttentionSinks | None = None,
     ) -> None:
-        super().__init__(num_kv_heads, head_dim, head_dim, head_dim**-0.5 if scale is None else scale, options, scales)
+        scale = head_dim**-0.5 if scale is None else scale
+        super().__init__(num_kv_heads, head_dim, head_dim, scale, options, scales, sinks=sinks)
         self.head_dim, self.eps, self.rotary, self.has_gates = head_dim, eps, rotary, has_gates
 
     def rope(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> NormRope:
@@ -137,7 +164,7 @@ class Attention(CachedAttention):
             assert isinstance(attended, torch.Tensor)
             gates = heads if rows is None else heads[rows]
             return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
-        if rows is None and self.options.is_plain:
+        if rows is None and self.layer.options.is_plain:
             out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata(), rounding)
             if out is not None:
                 return out.flatten(1) if isinstance(out, torch.Tensor) else out

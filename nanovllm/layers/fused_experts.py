@@ -12,8 +12,8 @@ from typing_extensions import override
 from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels import ops
-from nanovllm.kernels.moe.activation import Activation
-from nanovllm.kernels.moe.fused_experts import fused_experts
+from nanovllm.kernels.moe.activation import Activation, is_gated
+from nanovllm.kernels.moe.fused_experts import Biases, fused_experts
 from nanovllm.kernels.moe.route import Routing, SharedExpert, SigmoidScores, route
 from nanovllm.kernels.policy import ExpertsKernel
 from nanovllm.kernels.rms_norm import Norm
@@ -21,7 +21,7 @@ from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
-from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsWeight, make_experts_weight
+from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsBias, ExpertsWeight, make_experts_weight
 from nanovllm.quantization.weight import DenseWeight, MatrixShard, Stream, Weight
 from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
@@ -34,6 +34,7 @@ class Router(LoadableModule):
 
     Attributes:
         weight: [num_experts, hidden_size].
+        bias: [num_experts], of logits; None for zero.
         expert_bias: see `SigmoidScores`.
     """
 
@@ -42,6 +43,8 @@ class Router(LoadableModule):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
         self.top_k, self.renormalize, self.sigmoid = config.top_k, config.renormalize, config.sigmoid
         self.expert_bias: nn.Parameter | None = None
+        bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if config.has_biases else None
+        self.bias: nn.Parameter | None = bias
         if config.sigmoid is not None and config.sigmoid.has_bias:
             self.expert_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
 
@@ -77,12 +80,14 @@ class Router(LoadableModule):
         if norm is not None and norm.communicator.size == 1:
             params = Norm(norm.weight, norm.eps)
             routing, rows, total = route(
-                x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid, self.policy
+                x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid, self.policy, bias=self.bias
             )
             return rows, routing, total
         if norm is not None:
             x, residual = norm(x, residual)
-        routing, _, _ = route(x, self.weight, self.top_k, self.renormalize, sigmoid=sigmoid, policy=self.policy)
+        routing, _, _ = route(
+            x, self.weight, self.top_k, self.renormalize, sigmoid=sigmoid, policy=self.policy, bias=self.bias
+        )
         return x, routing, residual
 
 
@@ -90,10 +95,16 @@ class _ExpertsLinear(nn.Module):
     """One projection of all experts, which holds its weight by the name that it has in checkpoints."""
 
     def __init__(
-        self, experts: Shard, shard: MatrixShard, quant_config: QuantizationConfig | None, prefix: str
+        self,
+        experts: Shard,
+        shard: MatrixShard,
+        config: ExpertsConfig,
+        quant_config: QuantizationConfig | None,
+        prefix: str,
     ) -> None:
         super().__init__()
-        self.weight = make_experts_weight(quant_config, prefix, experts, shard)
+        self.weight = make_experts_weight(quant_config, prefix, experts, shard, config.alternates)
+        self.bias = ExpertsBias(experts, shard, config.alternates) if config.has_biases else None
 
 
 class FusedExperts(nn.Module):
@@ -101,18 +112,19 @@ class FusedExperts(nn.Module):
 
     def __init__(
         self, hidden_size: int, shard: ExpertsShard, communicator: Communicator,
-        *, activation: Activation = "silu", quant_config: QuantizationConfig | None = None, prefix: str = "",
+        config: ExpertsConfig, *, quant_config: QuantizationConfig | None = None, prefix: str = "",
     ) -> None:  # fmt: skip
         super().__init__()
-        hidden, size, self.activation = Shard.whole(hidden_size), shard.intermediate, activation
-        is_gated = activation == "silu"
-        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if is_gated else {None: size}
-        name = "gate_up_proj" if is_gated else "up_proj"
-        first = _ExpertsLinear(shard.experts, MatrixShard(outputs, hidden), quant_config, f"{prefix}.{name}")
-        self.gate_up_proj: _ExpertsLinear | None = first if is_gated else None
-        self.up_proj: _ExpertsLinear | None = None if is_gated else first
+        hidden, size = Shard.whole(hidden_size), shard.intermediate
+        self.activation: Activation = config.activation
+        has_gate = is_gated(config.activation)
+        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if has_gate else {None: size}
+        name = "gate_up_proj" if has_gate else "up_proj"
+        first = _ExpertsLinear(shard.experts, MatrixShard(outputs, hidden), config, quant_config, f"{prefix}.{name}")
+        self.gate_up_proj: _ExpertsLinear | None = first if has_gate else None
+        self.up_proj: _ExpertsLinear | None = None if has_gate else first
         self.down_proj = _ExpertsLinear(
-            shard.experts, MatrixShard({None: hidden}, size), quant_config, f"{prefix}.down_proj"
+            shard.experts, MatrixShard({None: hidden}, size), config, quant_config, f"{prefix}.down_proj"
         )
         self.communicator = communicator
 
@@ -123,19 +135,27 @@ class FusedExperts(nn.Module):
         assert first is not None
         return first.weight, self.down_proj.weight
 
+    @property
+    def biases(self) -> Biases | None:
+        """The biases of both products, or None."""
+        first = self.up_proj if self.gate_up_proj is None else self.gate_up_proj
+        up, down = None if first is None else first.bias, self.down_proj.bias
+        return None if up is None or down is None else (up.values, down.values)
+
     def shared_expert(self, weights: tuple[Weight, Weight], gate: torch.Tensor | None) -> SharedExpert | None:
         """Return an expert of every token as `forward` takes it beside one token; None if it is not like the others."""
         own = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
         others = [weight.values for weight in self.weights if isinstance(weight, DenseExpertsWeight)]
         is_alike = len(others) == 2 and [values.shape for values in own] == [values.shape[1:] for values in others]
-        return SharedExpert(own[0], own[1], gate) if is_alike else None
+        return SharedExpert(own[0], own[1], gate) if is_alike and self.biases is None else None
 
     def forward(self, x: torch.Tensor, routing: Routing, shared: SharedExpert | None = None) -> torch.Tensor:
         """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
         up, down = self.weights
         out = fused_experts(
-            x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation, shared
-        )
+            x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation,
+            biases=self.biases, shared=shared,
+        )  # fmt: skip
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
 
 
@@ -166,7 +186,7 @@ class SparseMLP(nn.Module):
         hidden_size, latent_size, quant_config = config.hidden_size, config.experts.latent_size, config.quantization
         self.gate = Router(hidden_size, config.experts)
         self.experts = FusedExperts(
-            latent_size or hidden_size, shard.experts, communicator, activation=config.experts.activation,
+            latent_size or hidden_size, shard.experts, communicator, config.experts,
             quant_config=quant_config, prefix=f"{prefix}.experts",
         )  # fmt: skip
         self.fc1_latent_proj: ReplicatedLinear | None = None

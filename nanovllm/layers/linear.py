@@ -98,11 +98,17 @@ class RowParallelLinear(nn.Module):
     """The last projection of a branch, whose inputs are divided among the ranks: its product is a part of a sum."""
 
     def __init__(
-        self, inputs: Shard, out_features: int, *, quant_config: QuantizationConfig | None = None, prefix: str = ""
+        self,
+        inputs: Shard,
+        out_features: int,
+        bias: bool = False,
+        *,
+        quant_config: QuantizationConfig | None = None,
+        prefix: str = "",
     ) -> None:
         super().__init__()
         self.inputs = inputs
-        self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs))
+        self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs), bias)
 
     def forward(self, x: Rows, residual: torch.Tensor | None = None) -> Stream:
         """Return the x and the residual of the norm that follows, whose sum is `x @ weight.T + residual`.

@@ -48,8 +48,10 @@ def _yarn_frequencies(base: torch.Tensor, theta: float, yarn: YarnScaling) -> tu
         length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(length) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension(yarn.beta_fast)), 0)
-    high = min(math.ceil(dimension(yarn.beta_slow)), head_dim - 1)
+    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
     slow = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = base * (1 - slow) + base / yarn.factor * slow
     default_factor = 0.1 * math.log(yarn.factor) + 1.0 if yarn.factor > 1 else 1.0

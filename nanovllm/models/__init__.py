@@ -29,7 +29,9 @@ def make_model(config: ModelConfig, communicator: Communicator) -> CausalLM:
 def count_parameters(config: ModelConfig) -> int:
     """Return the number of parameters of a config's whole model; tied parameters count once."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in make_model(config, Communicator()).parameters())
+        parameters = list(make_model(config, Communicator()).parameters())
+    # A byte has two weights in four bits.
+    return sum(one.numel() * (2 if one.dtype == torch.uint8 else 1) for one in parameters)
 
 
 def load_model(
@@ -63,6 +65,7 @@ def with_stored_head(model_config: ModelConfig, folder: str) -> ModelConfig:
     quantization = model_config.quantization
     if quantization is None or not quantization.is_stored:
         return model_config
-    if not any(name.startswith("lm_head.weight_scale") for _, name, _ in stored_tensors(folder)):
+    quantised = "lm_head.weight_scale", "lm_head.qweight"
+    if not any(name.startswith(quantised) for _, name, _ in stored_tensors(folder)):
         return model_config
     return replace(model_config, quantization=replace(quantization, has_head=True))

@@ -21,7 +21,7 @@ from torch import nn
 
 from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import AttentionOptions
-from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention import Attention, AttentionSinks
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
@@ -66,8 +66,10 @@ class SelfAttention(nn.Module):
             quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
-            shard.heads.times(head_dim), hidden_size, quant_config=quant_config, prefix=f"{prefix}.o_proj"
-        )
+            shard.heads.times(head_dim), hidden_size, architecture.out_bias,
+            quant_config=quant_config, prefix=f"{prefix}.o_proj",
+        )  # fmt: skip
+        self.sinks = AttentionSinks(shard.heads) if architecture.has_sinks else None
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm == "heads":
@@ -86,8 +88,9 @@ class SelfAttention(nn.Module):
             scales = KVCacheScales(shard.kv_heads, quant_config.kv_scales)
         scale = None if config.multipliers is None else config.multipliers.attention
         self.attn = Attention(
-            shard.kv_heads.size, head_dim, eps, rotary, options, scales, scale=scale, has_gates=has_gates
-        )
+            shard.kv_heads.size, head_dim, eps, rotary, options, scales, scale=scale, has_gates=has_gates,
+            sinks=self.sinks,
+        )  # fmt: skip
 
     def forward(
         self,
@@ -361,7 +364,7 @@ class DecoderForCausalLM(CausalLM):
         "gate_proj": ("gate_up_proj", "gate"), "up_proj": ("gate_up_proj", "up"),
         "w1": ("gate_up_proj", "gate"), "w3": ("gate_up_proj", "up"), "w2": ("down_proj", None),
     }  # fmt: skip
-    renamed_modules: ClassVar = {"block_sparse_moe": "mlp"}
+    renamed_modules: ClassVar = {"block_sparse_moe": "mlp", "router": "gate"}
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)

@@ -151,11 +151,7 @@ def _head_shard(what: str, total: int, rank: int, size: int) -> Shard:
 
 def _input_unit(model: ModelConfig) -> int:
     """Return the number of inputs that must stay together on one rank."""
-    if model.quantization is None or model.quantization.granularity != "block":
-        return 1
-    from nanovllm.configs.quantization import BLOCK  # noqa: PLC0415
-
-    return BLOCK
+    return 1 if model.quantization is None else model.quantization.input_unit
 
 
 def experts_shard(experts: ExpertsConfig, rank: int, size: int, unit: int = _MLP_UNIT) -> ExpertsShard:

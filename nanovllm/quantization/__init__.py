@@ -1,8 +1,8 @@
 """Weights: values, scales where they are quantised, how they are multiplied, and how they are loaded.
 
-A layer holds a `Weight` and asks it to apply itself; dtype, layout and kernels are known here alone. There are two
-kinds, `DenseWeight` and `Fp8Weight`; `make_weight` makes the one that the model's `QuantizationConfig` asks for. A
-mixture holds an `ExpertsWeight`, whose matrices `fused_experts` takes.
+A layer holds a `Weight` and asks it to apply itself; dtype, layout and kernels are known here alone. There are three
+kinds, `DenseWeight`, `Fp8Weight` and `FourBitWeight`; `make_weight` makes the one that the model's `QuantizationConfig`
+asks for. A mixture holds an `ExpertsWeight`, whose matrices `fused_experts` takes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ def make_weight(
     """
     if quant_config is None or quant_config.ignores(prefix, shard.outputs):
         return DenseWeight(shard, has_bias)
+    if quant_config.four_bits is not None:
+        from nanovllm.quantization.four_bits import FourBitWeight  # noqa: PLC0415
+
+        return FourBitWeight(shard, quant_config, has_bias)
     from nanovllm.quantization.fp8 import Fp8Weight  # noqa: PLC0415
 
     return Fp8Weight(shard, quant_config, has_bias)

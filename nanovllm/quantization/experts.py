@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -11,26 +13,24 @@ from typing_extensions import override
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels.moe.fused_experts import ExpertsMatrices
 from nanovllm.parallel.shard import Shard
+from nanovllm.quantization.four_bits import FourBitValues
 from nanovllm.quantization.fp8 import Fp8Values
 from nanovllm.quantization.weight import MatrixShard
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
-class ExpertsWeight(LoadableModule, ABC):
-    """One matrix for each expert. Its name in the model is `<layer>.weight`.
+class ExpertsTensors(LoadableModule, ABC):
+    """Tensors of each expert. Their name in the model is `<layer>.weight` or `<layer>.bias`.
 
     Attributes:
         experts: this rank's experts.
         shard: this rank's part of each one's matrix.
+        alternates: whether a checkpoint stacks all, with outputs of projections in turn; see `ExpertsConfig`.
     """
 
     experts: Shard
     shard: MatrixShard
-
-    @property
-    @abstractmethod
-    def matrices(self) -> ExpertsMatrices:
-        """The experts' matrices as the kernels take them."""
+    alternates: bool = False
 
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
@@ -38,12 +38,21 @@ class ExpertsWeight(LoadableModule, ABC):
         layer, experts = name.rpartition(".")[0], self.experts
         slices: dict[WeightTarget, WeightSlice] = {}
         for number in range(experts.total):
-            is_here, start = experts.start <= number < experts.stop, 0
+            is_here, start, made = experts.start <= number < experts.stop, 0, list[dict[WeightTarget, WeightSlice]]()
             for part, outputs in self.shard.outputs.items():
                 held = outputs if is_here else Shard(0, 0, outputs.total)
                 target, place = WeightTarget(layer, part, number), number - experts.start if is_here else 0
-                slices |= self.projection_slices(target, held, place, start)
+                made.append(self.projection_slices(target, held, place, start))
                 start += held.size
+            if self.alternates:
+                # The same tensors of each projection, in the same order.
+                for tensors in zip(*(part.items() for part in made), strict=True):
+                    target = tensors[0][0]._replace(part=None)
+                    parts = tuple(part for _, part in tensors)
+                    slices[target] = WovenSlice.of(parts, is_transposed=target.param.endswith(".weight"))
+            else:
+                for part_slices in made:
+                    slices |= part_slices
         return slices
 
     @abstractmethod
@@ -54,6 +63,73 @@ class ExpertsWeight(LoadableModule, ABC):
 
         target: with the layer's name as `param`.
         """
+
+
+class ExpertsWeight(ExpertsTensors):
+    """One matrix for each expert."""
+
+    @property
+    @abstractmethod
+    def matrices(self) -> ExpertsMatrices:
+        """The experts' matrices as the kernels take them."""
+
+
+class ExpertsBias(ExpertsTensors):
+    """One bias for each expert, [experts of this rank, outputs of this rank]; of ranks that divide inputs the first has
+    it, and others zeros.
+    """
+
+    def __init__(self, experts: Shard, shard: MatrixShard, alternates: bool) -> None:
+        super().__init__()
+        self.experts, self.shard, self.alternates = experts, shard, alternates
+        self.values = nn.Parameter(torch.empty(experts.size, shard.size[0]), requires_grad=False)
+
+    @override
+    def projection_slices(
+        self, target: WeightTarget, outputs: Shard, place: int, start: int
+    ) -> dict[WeightTarget, WeightSlice]:
+        part = WeightSlice.of((outputs,), self.values.data[place, start : start + outputs.size])
+        factor = float(self.shard.inputs.start == 0)
+        return {target._replace(param=f"{target.param}.bias"): replace(part, factor=factor)}
+
+
+@dataclass(frozen=True)
+class WovenSlice(WeightSlice):
+    """A slice of a tensor that has the outputs of several projections in turn.
+
+    Attributes:
+        parts: of the projections.
+        is_transposed: whether the tensor is [inputs, outputs].
+    """
+
+    has_model_dtype: ClassVar[bool] = False
+
+    parts: tuple[WeightSlice, ...]
+    is_transposed: bool
+
+    @classmethod
+    def of(cls, parts: tuple[WeightSlice, ...], is_transposed: bool) -> WovenSlice:  # type: ignore[override]
+        """Return the slice of projections of equal shapes."""
+        first, count = parts[0], len(parts)
+        rows = slice(first.index[0].start * count, first.index[0].stop * count)
+        shape, index = (first.shape[0] * count, *first.shape[1:]), (rows, *first.index[1:])
+        if is_transposed:
+            shape, index = shape[::-1], index[::-1]
+        return cls(shape, index, first.region, parts, is_transposed)
+
+    @override
+    def check_dtype(self, name: str, dtype: torch.dtype) -> None:
+        self.parts[0].check_dtype(name, dtype)
+
+    @override
+    def check_values(self, name: str, tensor: Any) -> None:
+        self.parts[0].check_values(name, tensor)
+
+    @override
+    def store(self, name: str, values: torch.Tensor) -> None:
+        rows = values.T if self.is_transposed else values
+        for number, part in enumerate(self.parts):
+            part.store(name, rows[number :: len(self.parts)])
 
 
 class DenseExpertsWeight(ExpertsWeight):
@@ -96,12 +172,42 @@ class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
         return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
 
 
+class FourBitExpertsWeight(FourBitValues, ExpertsWeight):
+    """Values in four bits."""
+
+    def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
+        super().__init__(shard, config, (experts.size,))
+        self.experts = experts
+
+    @property
+    @override
+    def matrices(self) -> ExpertsMatrices:
+        return self.matrix
+
+    @override
+    def projection_slices(
+        self, target: WeightTarget, outputs: Shard, place: int, start: int
+    ) -> dict[WeightTarget, WeightSlice]:
+        return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
+
+
 def make_experts_weight(
-    quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard
+    quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard, alternates: bool = False
 ) -> ExpertsWeight:
-    """Return the weight of one projection of this rank's experts, not yet filled; see `make_weight`."""
+    """Return the weight of one projection of this rank's experts, not yet filled; see `make_weight`.
+
+    alternates: see `ExpertsTensors`.
+    """
+    weight = _make(quant_config, prefix, experts, shard)
+    weight.alternates = alternates
+    return weight
+
+
+def _make(quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard) -> ExpertsWeight:
     # A checkpoint has the modules of each expert; where one is stored as it is and another is not, scales are missing.
     parent, _, name = prefix.rpartition(".")
     if quant_config is None or quant_config.ignores(f"{parent}.0.{name}", shard.outputs):
         return DenseExpertsWeight(experts, shard)
+    if quant_config.four_bits is not None:
+        return FourBitExpertsWeight(experts, shard, quant_config)
     return Fp8ExpertsWeight(experts, shard, quant_config)

@@ -90,20 +90,15 @@ class Fp8Weight(Fp8Values, Weight):
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         super().allocate(dtype, device)
-        if self.bias is not None:
-            self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
+        self.allocate_bias(dtype, device)
 
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         layer = name.rpartition(".")[0]
-        slices: dict[WeightTarget, WeightSlice] = {}
-        start = 0
+        slices, start = self.bias_slices(layer), 0
         for part, outputs in self.shard.outputs.items():
             stop = start + outputs.size
             slices |= self.part_slices(WeightTarget(layer, part), outputs, self.matrix.outputs(start, stop))
-            if self.bias is not None:
-                bias = WeightSlice.of((outputs,), self.bias.data[start:stop])
-                slices[WeightTarget(f"{layer}.bias", part)] = bias
             start = stop
         return slices
 
@@ -135,7 +130,8 @@ class Fp8Weight(Fp8Values, Weight):
 
     @override
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
-        assert self.bias is None
+        if self.bias is not None:
+            return self.multiply(x)[0], residual
         return linear_into(x, self.matrix, residual, self.policy)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -54,6 +54,23 @@ class Weight(LoadableModule, ABC):
 
     Its name in the model is `<layer>.weight`; the checkpoint's tensors have their names from the layer.
     """
+
+    shard: MatrixShard
+    bias: nn.Parameter | None
+
+    def allocate_bias(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate the bias, if there is one."""
+        if self.bias is not None:
+            self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
+
+    def bias_slices(self, layer: str) -> dict[WeightTarget, WeightSlice]:
+        """Return this rank's slices of the bias; of ranks that divide inputs the first one has it, others zeros."""
+        slices: dict[WeightTarget, WeightSlice] = {}
+        if self.bias is not None:
+            factor = float(self.shard.inputs.start == 0)
+            for part, outputs, region in self.shard.split(self.bias.data):
+                slices[WeightTarget(f"{layer}.bias", part)] = replace(WeightSlice.of((outputs,), region), factor=factor)
+        return slices
 
     @abstractmethod
     def multiply(
@@ -110,10 +127,7 @@ class DenseWeight(Weight):
             WeightTarget(f"{layer}.weight", part): WeightSlice.of((outputs, shard.inputs), region)
             for part, outputs, region in shard.split(self.values.data)
         }
-        if self.bias is not None:
-            for part, outputs, region in shard.split(self.bias.data):
-                slices[WeightTarget(f"{layer}.bias", part)] = WeightSlice.of((outputs,), region)
-        return slices
+        return slices | self.bias_slices(layer)
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [n] -> [n, inputs], the values of these outputs."""
@@ -138,5 +152,7 @@ class DenseWeight(Weight):
 
     @override
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
-        assert isinstance(x, torch.Tensor) and self.bias is None
+        assert isinstance(x, torch.Tensor)
+        if self.bias is not None:
+            return self.multiply(x)[0], residual
         return ops.linear_into(x, self.values, residual, self.policy)

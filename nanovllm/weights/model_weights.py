@@ -179,7 +179,8 @@ class ModelWeights:
     def _read(self, name: str, tensor: Any, part: WeightSlice, maxima: Maxima) -> torch.Tensor:
         """Copy a slice of a tensor to the device, and add its maximum, to detect NaN."""
         values: torch.Tensor = tensor[part.index].to(self._device, non_blocking=True)
-        if values.numel():
+        # Packed values have no NaN.
+        if values.numel() and values.dtype.is_floating_point:
             # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
             is_e4m3 = values.dtype == torch.float8_e4m3fn
             maxima.append((name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax()))

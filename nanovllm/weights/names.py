@@ -99,10 +99,11 @@ class WeightedModel(nn.Module):
 
     def _stacked_experts(self, path: list[str]) -> list[WeightTarget]:
         assert self.config.experts is not None
-        name = path[-1].removesuffix("_scale_inv")
-        param = ".".join([*path[:-1], name, "weight" if name == path[-1] else "weight_scale"])
-        parts = self.fused_modules_mapping.get(name, (None,))
-        return [WeightTarget(param, part, i) for i in range(self.config.experts.num_experts) for part in parts]
+        experts, (name, _, kind) = self.config.experts, path[-1].partition("_proj_")
+        name = f"{name}_proj" if kind else name
+        param = ".".join([*path[:-1], name, {"": "weight", "scale_inv": "weight_scale"}.get(kind, kind)])
+        parts = (None,) if experts.alternates else self.fused_modules_mapping.get(name, (None,))
+        return [WeightTarget(param, part, i) for i in range(experts.num_experts) for part in parts]
 
     def stored_name(self, target: WeightTarget) -> str:
         """Return the checkpoint name of a target's tensor."""

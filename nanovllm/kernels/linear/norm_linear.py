@@ -13,11 +13,13 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
+from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits, dequantize_four_bits_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
 from nanovllm.kernels.policy import FASTEST, MAX_GATED_ROWS, SPLITK_PARTS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm, rms_norm_ref
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 
+WeightMatrix = torch.Tensor | Fp8Matrix | FourBitMatrix
 _CHUNK_WEIGHTS = 2**25
 """Weights that are dequantised at a time: 64 MiB in 16 bits."""
 _CHUNK_UNIT = 128
@@ -26,7 +28,7 @@ _CHUNK_UNIT = 128
 
 def norm_linear_ref(
     x: torch.Tensor,
-    weight: torch.Tensor | Fp8Matrix,
+    weight: WeightMatrix,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
@@ -36,13 +38,17 @@ def norm_linear_ref(
     total = x
     if norm is not None:
         x, total = rms_norm_ref(x, norm.weight, norm.eps, residual)
-    out = functional.linear(x, dequantize_ref(weight, x.dtype) if isinstance(weight, Fp8Matrix) else weight, bias)
+    if isinstance(weight, Fp8Matrix):
+        weight = dequantize_ref(weight, x.dtype)
+    elif isinstance(weight, FourBitMatrix):
+        weight = dequantize_four_bits_ref(weight, x.dtype)
+    out = functional.linear(x, weight, bias)
     return (silu_and_mul_ref(out) if gated else out), total
 
 
 def norm_linear(
     x: torch.Tensor,
-    weight: torch.Tensor | Fp8Matrix,
+    weight: WeightMatrix,
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
@@ -72,13 +78,15 @@ def norm_linear(
         return norm_linear(normed, weight, bias, gated=gated, policy=policy)[0], total
     if isinstance(weight, Fp8Matrix):
         kernel = policy.fp8_linear(num_rows, dtype, weight)
+    elif isinstance(weight, FourBitMatrix):
+        kernel = policy.four_bit_linear(num_rows, dtype, weight)
     else:
         kernel = policy.linear(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
         if kernel is LinearKernel.RESIDENT_GEMM:
             from nanovllm.kernels.linear.resident_gemm import resident_gemm  # noqa: PLC0415
 
             return resident_gemm(x, weight, bias, norm, residual, gated)
-    if kernel is LinearKernel.GEMV:
+    if kernel is LinearKernel.GEMV and not isinstance(weight, FourBitMatrix):
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
         return gemv(x, weight, bias, norm, residual, gated)
@@ -89,10 +97,18 @@ def norm_linear(
 
 
 def _multiply(
-    kernel: LinearKernel, x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None, gated: bool,
+    kernel: LinearKernel, x: torch.Tensor, weight: WeightMatrix, bias: torch.Tensor | None, gated: bool,
     policy: KernelPolicy,
 ) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear` without a norm by a kernel that has none."""
+    if isinstance(weight, FourBitMatrix):
+        if kernel is LinearKernel.FOUR_BIT_GEMM:
+            from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm  # noqa: PLC0415
+
+            out = four_bit_gemm(x, weight, bias)
+        else:
+            out = _dequantized_linear(x, weight, bias)
+        return silu_and_mul(out) if gated else out
     if kernel is LinearKernel.SKINNY_GEMM:
         from nanovllm.kernels.linear.skinny_gemm import skinny_gemm  # noqa: PLC0415
 
@@ -113,7 +129,7 @@ def _multiply(
 
 
 def linear_into(
-    x: torch.Tensor | Fp8Rows, weight: torch.Tensor | Fp8Matrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
+    x: torch.Tensor | Fp8Rows, weight: WeightMatrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
 
@@ -142,8 +158,7 @@ def linear_into(
 
         return scaled_gemm(x.part(slice(x.num_rows)), weight, x.dtype, parts=parts), residual
     assert isinstance(x, torch.Tensor)
-    kernel = policy.branch_end(len(x), weight)
-    if kernel is None:
+    if isinstance(weight, FourBitMatrix) or (kernel := policy.branch_end(len(x), weight)) is None:
         return norm_linear(x, weight, policy=policy)[0], residual
     if kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
@@ -189,17 +204,21 @@ def _scaled_mm(rows: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch
     )
 
 
-def _dequantized_linear(x: torch.Tensor, weight: Fp8Matrix, bias: torch.Tensor | None) -> torch.Tensor:
-    out_features, in_features = weight.values.shape
+def _dequantized_linear(x: torch.Tensor, weight: Fp8Matrix | FourBitMatrix, bias: torch.Tensor | None) -> torch.Tensor:
+    out_features, in_features = len(weight.values), x.shape[1]
     step = max(1, _CHUNK_WEIGHTS // (in_features * _CHUNK_UNIT)) * _CHUNK_UNIT
     if step >= out_features:
-        return functional.linear(x, dequantize(weight, x.dtype), bias)
+        return functional.linear(x, _dequantized(weight, x.dtype), bias)
     out = torch.empty(len(x), out_features, dtype=x.dtype, device=x.device)
     for start in range(0, out_features, step):
         stop = min(start + step, out_features)
-        chunk = dequantize(weight.outputs(start, stop), x.dtype).T
+        chunk = _dequantized(weight.outputs(start, stop), x.dtype).T
         if bias is None:
             torch.mm(x, chunk, out=out[:, start:stop])
         else:
             torch.addmm(bias[start:stop], x, chunk, out=out[:, start:stop])
     return out
+
+
+def _dequantized(weight: Fp8Matrix | FourBitMatrix, dtype: torch.dtype) -> torch.Tensor:
+    return dequantize(weight, dtype) if isinstance(weight, Fp8Matrix) else dequantize_four_bits(weight, dtype)

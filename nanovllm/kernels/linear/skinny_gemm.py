@@ -19,7 +19,7 @@ from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 
 
 @jit
-def _sum_of_warps(parts, WARPS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr):
+def sum_of_parts(parts, WARPS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr):
     """Sum [WARPS, OUT, ROWS] over the warps; `tl.sum` has 16-way bank conflicts there, at 1 to 2 us a sum."""
     parts = tl.permute(parts, (1, 2, 0))
     for i in tl.static_range(4):
@@ -88,7 +88,7 @@ def _skinny_gemm_kernel(
                 up = tl.dot(up_weight, x, up, input_precision="ieee")
     # From here on, values are rounded as by separate ops.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    out = _sum_of_warps(acc, WARPS, BLOCK_OUT, ROWS)
+    out = sum_of_parts(acc, WARPS, BLOCK_OUT, ROWS)
     if SCALE_OUTS and not SCALE_INS:
         out *= tl.load(scale_ptr + outs // SCALE_OUTS, mask=out_mask, other=0.0)[:, None]
     if HAS_BIAS:
@@ -96,7 +96,7 @@ def _skinny_gemm_kernel(
     if GATED:
         out = round_to(out, dtype)
         activated = out / (1 + tl.exp(-out))
-        up_out = _sum_of_warps(up, WARPS, BLOCK_OUT, ROWS)
+        up_out = sum_of_parts(up, WARPS, BLOCK_OUT, ROWS)
         if SCALE_OUTS and not SCALE_INS:
             up_out *= tl.load(scale_ptr + (outs + out_features) // SCALE_OUTS, mask=out_mask, other=0.0)[:, None]
         out = activated * round_to(up_out, dtype)

@@ -11,8 +11,9 @@ import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3, kernel_arguments
+from nanovllm.kernels.four_bits import FourBitMatrix, multiply_four_bits
 from nanovllm.kernels.linear.gemv import load_scales, scaled_product
-from nanovllm.kernels.moe.activation import Activation, activate
+from nanovllm.kernels.moe.activation import Activation, activate, is_gated
 from nanovllm.kernels.moe.route import Routing, SharedExpert
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 
@@ -86,27 +87,68 @@ def find_scales(
 
 
 @jit
+def _multiply_four_bits(
+    x_ptrs, row_mask, values_ptr, expert, outs, in_features, out_features, scale_ptr, zero_ptr, factor_ptr,
+    INS: tl.constexpr, GATED: tl.constexpr, SCALE_INS: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Compute `_multiply` of weights in four bits; up's are columns of the same tile."""
+    HALVES: tl.constexpr = 2 if GATED else 1
+    COLUMNS: tl.constexpr = HALVES * outs.shape[0]
+    # What lies beyond the end is computed from what does not, and is not stored.
+    own = tl.minimum(outs, out_features - 1)[None, :] + tl.arange(0, HALVES)[:, None] * out_features
+    own = tl.reshape(own, [COLUMNS]).to(tl.int64) + tl.cast(expert, tl.int64) * out_features * HALVES
+    groups = own * tl.cdiv(in_features, SCALE_INS)
+    zero_ptrs = None
+    if zero_ptr is not None:
+        zero_ptrs = zero_ptr + groups
+    out = multiply_four_bits(
+        tl.zeros([row_mask.shape[0], COLUMNS], dtype=tl.float32), x_ptrs, row_mask,
+        values_ptr + own * (tl.cdiv(in_features, 32) * 16), scale_ptr + groups, zero_ptrs, own >= 0, in_features,
+        INS, SCALE_INS, FORMAT,
+    )  # fmt: skip
+    if factor_ptr is not None:
+        out *= tl.load(factor_ptr + own)[None, :]
+    up = out
+    if GATED:
+        out, up = tl.split(tl.permute(tl.reshape(out, [row_mask.shape[0], 2, outs.shape[0]]), (0, 2, 1)))
+    return out, up
+
+
+@jit
 def multiply_expert(
     x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype: tl.constexpr,
     EVEN: tl.constexpr, INS: tl.constexpr, ACTIVATION: tl.constexpr,
     scale_ptr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
+    zero_ptr, factor_ptr, FORMAT: tl.constexpr, bias_ptr,
 ):  # fmt: skip
     """Return the activation of rows times one expert's weights, [rows, outs] float32.
 
-    x_ptrs: of the rows; weight_ptr: of the weights of all experts; scale_ptr and what follows: see `Fp8Matrix.scaling`.
+    x_ptrs: of the rows; weight_ptr: of the weights of all experts; scale_ptr and what follows: see `Fp8Matrix.scaling`
+    and `FourBitMatrix.scaling`; bias_ptr: of the biases of all experts.
     """
-    GATED: tl.constexpr = ACTIVATION == "silu"
-    size = tl.cast(out_features, tl.int64) * in_features
-    weight_ptrs = weight_ptr + expert * size * (2 if GATED else 1) + outs.to(tl.int64) * in_features
-    scale_ptrs, up_scale_ptrs = scale_ptr, scale_ptr
-    if SCALE_OUTS:
-        scale_ptrs, up_scale_ptrs = find_scales(
-            scale_ptr, expert, outs, in_features, out_features, SCALE_OUTS, SCALE_INS, GATED
-        )
-    out, up = _multiply(
-        x_ptrs, row_mask, weight_ptrs, size, outs < out_features, in_features, scale_ptrs, up_scale_ptrs,
-        EVEN, INS, GATED, SCALE_OUTS, SCALE_INS, NATIVE,
-    )  # fmt: skip
+    GATED: tl.constexpr = ACTIVATION is not None and ACTIVATION != "relu2"
+    if FORMAT is not None:
+        out, up = _multiply_four_bits(
+            x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, scale_ptr, zero_ptr, factor_ptr,
+            INS, GATED, SCALE_INS, FORMAT,
+        )  # fmt: skip
+    else:
+        size = tl.cast(out_features, tl.int64) * in_features
+        weight_ptrs = weight_ptr + expert * size * (2 if GATED else 1) + outs.to(tl.int64) * in_features
+        scale_ptrs, up_scale_ptrs = scale_ptr, scale_ptr
+        if SCALE_OUTS:
+            scale_ptrs, up_scale_ptrs = find_scales(
+                scale_ptr, expert, outs, in_features, out_features, SCALE_OUTS, SCALE_INS, GATED
+            )
+        out, up = _multiply(
+            x_ptrs, row_mask, weight_ptrs, size, outs < out_features, in_features, scale_ptrs, up_scale_ptrs,
+            EVEN, INS, GATED, SCALE_OUTS, SCALE_INS, NATIVE,
+        )  # fmt: skip
+    if bias_ptr is not None:
+        bias_ptr += expert * out_features * (2 if GATED else 1)
+        out += tl.load(bias_ptr + outs, mask=outs < out_features, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_ptr + out_features + outs, mask=outs < out_features, other=0.0).to(tl.float32)[None, :]
     return activate(out, up, dtype, ACTIVATION)
 
 
@@ -116,6 +158,7 @@ def _expert_gemm_kernel(
     EVEN: tl.constexpr, ROWS: tl.constexpr, TOP_K: tl.constexpr, CHOICES: tl.constexpr, OUTS: tl.constexpr,
     INS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
+    zero_ptr=None, factor_ptr=None, FORMAT: tl.constexpr = None, bias_ptr=None,
 ):  # fmt: skip
     IS_FIRST: tl.constexpr = ACTIVATION is not None
     slot = tl.program_id(1)
@@ -140,7 +183,7 @@ def _expert_gemm_kernel(
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         out = multiply_expert(
             x_ptrs, row_mask, weight_ptr, expert, outs, in_features, out_features, dtype, EVEN, INS, ACTIVATION,
-            scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE,
+            scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE, zero_ptr, factor_ptr, FORMAT, bias_ptr,
         )  # fmt: skip
         if not IS_FIRST:
             out *= tl.load(scales_ptr + row_slots, mask=row_mask, other=0.0)[:, None]
@@ -151,10 +194,11 @@ def _expert_gemm_kernel(
 def expert_gemm(
     x: torch.Tensor,
     routing: Routing,
-    weight: torch.Tensor | Fp8Matrix,
+    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
     out: torch.Tensor,
     first_expert: int,
     activation: Activation | None,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Multiply up to MAX_EXPERT_ROWS rows with the weights of their experts: the first ones, or down.
 
@@ -165,19 +209,20 @@ def expert_gemm(
         out: [num_tokens, top_k, out_features]; filled where the expert is here, and for down weighted.
         first_expert: see `fused_experts`.
         activation: of the first product; None for down.
+        bias: of all experts' products, or None.
     """
     num_rows, top_k = routing.experts.shape
     in_features, out_features = x.shape[-1], out.shape[-1]
     weight, scaling = kernel_arguments(weight)
     assert num_rows <= MAX_EXPERT_ROWS and x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    outs, ins = _OUTS // 2 if activation == "silu" else _OUTS, _STEP_BYTES // x.element_size()
+    outs, ins = _OUTS // 2 if is_gated(activation) else _OUTS, _STEP_BYTES // x.element_size()
     if x.element_size() == 4 and weight.element_size() == 1:
         ins //= 2
     _expert_gemm_kernel[(triton.cdiv(out_features, outs), num_rows * top_k)](
         x, routing.experts, routing.weights, weight, out, num_rows, first_expert, len(weight), in_features,
         out_features, EVEN=in_features % ins == 0, ROWS=MAX_EXPERT_ROWS, TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k), OUTS=outs, INS=ins, ACTIVATION=activation, num_warps=4, num_stages=4,
-        **pdl_options(x.device), **scaling,
+        CHOICES=triton.next_power_of_2(top_k), OUTS=outs, INS=ins, ACTIVATION=activation, bias_ptr=bias,
+        num_warps=4, num_stages=4, **pdl_options(x.device), **scaling,
     )  # fmt: skip
 
 
@@ -291,7 +336,7 @@ def _down_gemv_kernel(
 def up_gemv(
     x: torch.Tensor,
     routing: Routing,
-    weight: torch.Tensor | Fp8Matrix,
+    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
     out: torch.Tensor,
     first_expert: int,
     activation: Activation,
@@ -317,7 +362,7 @@ def up_gemv(
 def down_gemv(
     x: torch.Tensor,
     routing: Routing,
-    weight: torch.Tensor | Fp8Matrix,
+    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
     out: torch.Tensor,
     first_expert: int,
     shared: SharedExpert | None = None,

@@ -10,18 +10,23 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
+from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
-from nanovllm.kernels.moe.activation import Activation, activate_rows
+from nanovllm.kernels.moe.activation import Activation, activate_rows, is_gated
 from nanovllm.kernels.moe.route import Routing, SharedExpert
 from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
 
-ExpertsMatrices = torch.Tensor | Fp8Matrix
+ExpertsMatrices = torch.Tensor | Fp8Matrix | FourBitMatrix
 """One matrix for each expert, [num_experts, out_features, in_features]."""
+Biases = tuple[torch.Tensor, torch.Tensor]
+"""Of the experts' first and second products, [num_experts, out_features] each."""
 
 
 def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
     if isinstance(weight, torch.Tensor):
         return functional.linear(x, weight[expert])
+    if isinstance(weight, FourBitMatrix):
+        return functional.linear(x, dequantize_four_bits_ref(weight.expert(expert), x.dtype))
     if quantizes_rows:
         from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref  # noqa: PLC0415
 
@@ -37,6 +42,8 @@ def fused_experts_ref(
     first_expert: int = 0,
     quantizes_rows: bool = False,
     activation: Activation = "silu",
+    *,
+    biases: Biases | None = None,
     shared: SharedExpert | None = None,
 ) -> torch.Tensor:
     """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
@@ -45,9 +52,11 @@ def fused_experts_ref(
     for expert in experts.unique().tolist():
         if 0 <= expert < len(_values(down)):
             tokens, choices = (experts == expert).nonzero(as_tuple=True)
-            activated = activate_rows(_torch_linear(x[tokens], up, expert, quantizes_rows), activation)
-            weights = routing.weights[tokens, choices].unsqueeze(1)
-            out.index_add_(0, tokens, _torch_linear(activated, down, expert, quantizes_rows).float() * weights)
+            first = _torch_linear(x[tokens], up, expert, quantizes_rows)
+            first = first if biases is None else first + biases[0][expert]
+            second = _torch_linear(activate_rows(first, activation), down, expert, quantizes_rows)
+            second = second if biases is None else second + biases[1][expert]
+            out.index_add_(0, tokens, second.float() * routing.weights[tokens, choices].unsqueeze(1))
     if shared is not None:
         activated = activate_rows(functional.linear(x, shared.up), activation)
         gate = 1 if shared.gate is None else functional.linear(x.float(), shared.gate.float()).sigmoid()
@@ -67,6 +76,8 @@ def fused_experts(
     first_expert: int = 0,
     policy: KernelPolicy = FASTEST,
     activation: Activation = "silu",
+    *,
+    biases: Biases | None = None,
     shared: SharedExpert | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts, without experts of other ranks.
@@ -79,17 +90,22 @@ def fused_experts(
         first_expert: number of this rank's first expert.
         policy: chooses the kernels.
         activation: between the products.
-        shared: added to the sum; only where the policy takes `EXPERT_GEMV`.
+        biases: added to the products, or None.
+        shared: added to the sum; only where the policy takes `EXPERT_GEMV`, and weights are not packed or biased.
 
     Returns:
         [num_tokens, in_features], or the parts of a sum, [top_k, num_tokens, in_features], which the next norm adds up.
     """
     if not uses_triton(x.device):
-        return fused_experts_ref(x, routing, up, down, first_expert, activation=activation, shared=shared)
-    (num_tokens, top_k), (num_experts, in_features, size) = routing.experts.shape, _values(down).shape
-    kernel = policy.experts(num_tokens)
+        return fused_experts_ref(
+            x, routing, up, down, first_expert, activation=activation, biases=biases, shared=shared
+        )
+    (num_tokens, top_k), (num_experts, in_features) = routing.experts.shape, _values(down).shape[:2]
+    kernel, (up_bias, down_bias) = policy.experts(num_tokens), biases or (None, None)
+    size = _values(up).shape[1] // (2 if is_gated(activation) else 1)
     activated = x.new_empty(num_tokens, top_k + (shared is not None), size)
-    if kernel is ExpertsKernel.EXPERT_GEMV:
+    is_packed = isinstance(up, FourBitMatrix) or isinstance(down, FourBitMatrix)
+    if kernel is ExpertsKernel.EXPERT_GEMV and biases is None and not is_packed:
         from nanovllm.kernels.moe.expert_gemm import down_gemv, up_gemv  # noqa: PLC0415
 
         out = torch.empty_like(x)
@@ -100,18 +116,19 @@ def fused_experts(
     # Of experts that are not here, no part is written.
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)
-    if kernel is ExpertsKernel.EXPERT_GEMM:
+    if kernel is not ExpertsKernel.GROUPED_GEMM:
         from nanovllm.kernels.moe.expert_gemm import expert_gemm  # noqa: PLC0415
 
-        expert_gemm(x, routing, up, activated, first_expert, activation)
-        expert_gemm(activated, routing, down, parts, first_expert, None)
+        expert_gemm(x, routing, up, activated, first_expert, activation, up_bias)
+        expert_gemm(activated, routing, down, parts, first_expert, None, down_bias)
         return parts.transpose(0, 1)
     from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots  # noqa: PLC0415
 
     order, by_slot = sort_slots(routing, first_expert, num_experts), activated.flatten(0, 1)
-    for rows, weight, out, own in ((x, up, by_slot, activation), (by_slot, down, parts.flatten(0, 1), None)):
+    products = (x, up, by_slot, activation, up_bias), (by_slot, down, parts.flatten(0, 1), None, down_bias)
+    for rows, weight, out, own, bias in products:
         given: torch.Tensor | Fp8Rows = rows
-        if isinstance(weight, Fp8Matrix) and policy.rounds_rows(num_tokens, x.dtype, x.device):
+        if isinstance(weight, Fp8Matrix) and bias is None and policy.rounds_rows(num_tokens, x.dtype, x.device):
             given = quantize_rows(rows, Rounding(weight.block_ins))[0]
-        grouped_gemm(given, routing, order, weight, out, own, policy)
+        grouped_gemm(given, routing, order, weight, out, own, policy, bias=bias)
     return parts.transpose(0, 1)

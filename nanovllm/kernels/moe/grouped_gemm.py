@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels._triton import device_limits, is_hopper, jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.e4m3 import Fp8Matrix
+from nanovllm.kernels.e4m3 import Fp8Matrix, kernel_arguments
+from nanovllm.kernels.four_bits import FourBitMatrix
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.linear.scaled_gemm import multiply_scaled
-from nanovllm.kernels.moe.activation import Activation, activate
+from nanovllm.kernels.moe.activation import Activation, activate, is_gated
 from nanovllm.kernels.moe.expert_gemm import find_scales, multiply_expert
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import EXPERT_TILE_ROWS, FASTEST, FP8_INS, KernelPolicy
@@ -200,6 +201,7 @@ def _grouped_gemm_kernel(
     INS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
     x_scale_ptr=None, ONE_SCALE: tl.constexpr = False,
+    zero_ptr=None, factor_ptr=None, FORMAT: tl.constexpr = None, bias_ptr=None,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     IS_FIRST: tl.constexpr = ACTIVATION is not None
@@ -233,6 +235,7 @@ def _grouped_gemm_kernel(
             out = multiply_expert(
                 x_ptr + x_rows.to(tl.int64) * in_features, row_mask, weight_ptr, expert, outs, in_features,
                 out_features, dtype, EVEN, INS, ACTIVATION, scale_ptr, SCALE_OUTS, SCALE_INS, NATIVE,
+                zero_ptr, factor_ptr, FORMAT, bias_ptr,
             )  # fmt: skip
         else:
             x_rows = tl.where(row_mask, x_rows, 0)
@@ -250,10 +253,12 @@ def grouped_gemm(
     x: torch.Tensor | Fp8Rows,
     routing: Routing,
     order: SortedSlots,
-    weight: torch.Tensor | Fp8Matrix,
+    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
     out: torch.Tensor,
     activation: Activation | None,
     policy: KernelPolicy = FASTEST,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """Multiply rows with the weights of their experts: the first ones, or down; see `expert_gemm`.
 
@@ -265,14 +270,14 @@ def grouped_gemm(
         out: [num_tokens * top_k, out_features]; filled where the expert is here. Sorted; for down by slot, and
             weighted.
         policy: chooses the tile.
+        bias: of all experts' products, not of rows in e4m3; or None.
     """
-    (num_rows, top_k), gated = routing.experts.shape, activation == "silu"
-    scaling = {}
-    if isinstance(weight, Fp8Matrix):
-        scaling, weight = weight.scaling, weight.bytes if isinstance(x, torch.Tensor) else weight.values
+    (num_rows, top_k), gated = routing.experts.shape, is_gated(activation)
+    values, scaling = kernel_arguments(weight)
+    weight = weight.values if isinstance(weight, Fp8Matrix) and isinstance(x, Fp8Rows) else values
     if isinstance(x, Fp8Rows):
         scaling["x_scale_ptr"], x = x.scales, x.values
-    (num_experts, _, in_features), out_features = weight.shape, out.shape[-1]
+    num_experts, in_features, out_features = len(weight), x.shape[-1], out.shape[-1]
     assert x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     rows_per_expert = policy.rows_per_expert(routing.experts.numel(), routing.num_experts)
     tile = choose_tile(x, weight, rows_per_expert, gated, has_blocks=bool(scaling.get("SCALE_INS")))
@@ -290,6 +295,6 @@ def grouped_gemm(
     _grouped_gemm_kernel[(max(1, min(most_tiles, resident)),)](
         x, order.slots, order.starts, routing.weights, weight, out, num_experts, in_features, out_features,
         EVEN=in_features % ins == 0, EXPERTS=triton.next_power_of_2(num_experts), TOP_K=top_k, ROWS=tile.rows,
-        OUTS=outs, INS=ins, ACTIVATION=activation, num_warps=tile.warps, num_stages=stages, **pdl_options(x.device),
-        **scaling,
+        OUTS=outs, INS=ins, ACTIVATION=activation, num_warps=tile.warps, num_stages=stages, bias_ptr=bias,
+        **pdl_options(x.device), **scaling,
     )  # fmt: skip

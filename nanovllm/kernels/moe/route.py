@@ -67,11 +67,14 @@ def route_ref(
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
     sigmoid: SigmoidScores | None = None,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
     is_exact = sigmoid is not None and sigmoid.is_exact
-    logits = functional.linear(*(one.float() if is_exact else one for one in (normed, weight))).float()
+    rows, matrix = (one.float() if is_exact else one for one in (normed, weight))
+    logits = functional.linear(rows, matrix, bias).float()
     if sigmoid is not None:
         shares = logits.sigmoid()
         scores = shares if sigmoid.bias is None else shares + sigmoid.bias
@@ -129,35 +132,38 @@ def route(
     residual: torch.Tensor | None = None,
     sigmoid: SigmoidScores | None = None,
     policy: KernelPolicy = FASTEST,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
 
     Or by the sigmoids of these logits, if `sigmoid` says how.
 
     x, norm and residual: see `norm_linear`; weight: [num_experts, in_features], contiguous; renormalize: divide the
-    probabilities by their sum; policy: chooses the product's kernel. Returns also `norm(x + residual)` and
-    `x + residual`, which may be x itself.
+    probabilities by their sum; policy: chooses the product's kernel; bias: [num_experts], of logits, not with
+    `sigmoid`. Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
     """
     if not uses_triton(x.device):
-        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid)
+        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid, bias=bias)
+    is_exact = sigmoid is not None and sigmoid.is_exact
     normed, total, logits = x, x, None
-    if norm is not None and x.shape[-2] == 1 and not (sigmoid is not None and sigmoid.is_exact):
+    if norm is not None and x.shape[-2] == 1 and not is_exact:
         from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
 
         normed = torch.empty_like(x)
-        logits, total = gemv(x, weight, None, norm, residual, normed=normed)
+        logits, total = gemv(x, weight, bias, norm, residual, normed=normed)
     elif norm is not None:
         normed, total = rms_norm(x, norm.weight, norm.eps, residual)
     if logits is None:
-        logits = _logits(normed, weight, sigmoid is not None and sigmoid.is_exact, policy)
+        logits = _exact_logits(normed, weight) if is_exact else norm_linear(normed, weight, bias, policy=policy)[0]
     return _choose_experts(logits, top_k, renormalize, sigmoid), normed, total
 
 
-def _logits(x: torch.Tensor, weight: torch.Tensor, is_exact: bool, policy: KernelPolicy) -> torch.Tensor:
-    if not is_exact or x.dtype == torch.float32:
-        return norm_linear(x, weight, policy=policy)[0]
-    # Products of 16-bit numbers are exact in float32.
-    return torch.mm(x, weight.T, out_dtype=torch.float32) if x.is_cuda else x.float() @ weight.float().T
+def _exact_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return products in float32, in which products of 16-bit numbers are exact."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return functional.linear(x.float(), weight.float())
 
 
 def _choose_experts(logits: torch.Tensor, top_k: int, renormalize: bool, sigmoid: SigmoidScores | None) -> Routing:

@@ -1,0 +1,345 @@
+"""Weights in four bits: each format loads as its documentation has it, on any number of ranks.
+
+The checkpoints are written here, by packers of their own, beside one of what their numbers mean in float32.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from nanovllm import LLM
+from nanovllm.configs.model import ModelConfig
+from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.kernels.four_bits import (
+    E2M1,
+    FourBitMatrix,
+    dequantize_four_bits,
+    dequantize_four_bits_ref,
+    quantize_four_bits,
+)
+from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm, four_bit_gemm_ref
+from nanovllm.models.base import CausalLM
+from nanovllm.quantization.experts import FourBitExpertsWeight
+from nanovllm.quantization.four_bits import FourBitWeight
+from nanovllm.weights.model_weights import ModelWeights
+from tests.conftest import MakeCheckpoint
+from tests.reference import reference_logits
+from tests.test_fp8 import GREEDY, NUM_TOKENS, PROMPTS, SETTINGS, change, tokens_and_logits
+from tests.test_kernels import BATCHES, DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
+from tests.test_sharding import shards
+
+# Three ranks have a KV head each, whose group of query heads has 128 inputs of o_proj, and 128 columns.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 384, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 384,
+    "initializer_range": 0.1,
+}  # fmt: skip
+MIXTURE: dict[str, Any] = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 5,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True, "initializer_range": 0.1,
+}  # fmt: skip
+Tensors = dict[str, torch.Tensor]
+TABLE = torch.tensor([*E2M1, *(-value for value in E2M1)])
+
+
+def integers(weight: torch.Tensor, group: int, has_zeros: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Values of 0 to 15, and of each group, [outs, groups], a zero and a scale."""
+    groups = weight.unflatten(1, (-1, group))
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    # As in most checkpoints, scales have 16 bits.
+    scales = ((high - low) / 15 if has_zeros else groups.abs().amax(2) / 7).half().float()
+    zeros = (-low / scales).round().clamp(0, 15) if has_zeros else torch.full_like(scales, 8)
+    codes = ((groups / scales[..., None]).round() + zeros[..., None]).clamp(0, 15)
+    return codes.flatten(1).int(), zeros.int(), scales
+
+
+def meant_by(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    each = codes.shape[1] // scales.shape[1]
+    return (codes - zeros.repeat_interleave(each, 1)) * scales.repeat_interleave(each, 1)
+
+
+def words(codes: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight values in an int32: the one of `order[i]` at bit 4 * i."""
+    codes = codes.movedim(dim, -1).unflatten(-1, (-1, 8)).long()
+    total = sum(codes[..., value] << (4 * place) for place, value in enumerate(order))
+    assert isinstance(total, torch.Tensor)
+    return torch.where(total >= 2**31, total - 2**32, total).int().movedim(-1, dim).contiguous()
+
+
+def gptq(weight: torch.Tensor, offset: int = 1, has_zeros: bool = True) -> tuple[Tensors, torch.Tensor]:
+    codes, zeros, scales = integers(weight, 128, has_zeros)
+    # The first version cannot store a zero of 0.
+    codes, zeros = (codes + 1, zeros + 1) if has_zeros and (zeros == 0).any() else (codes, zeros)
+    codes, zeros = codes.clamp(max=15), zeros.clamp(max=15)
+    tensors = {
+        "qweight": words(codes.T, 0), "qzeros": words(zeros.T - offset, 1), "scales": scales.T.half().contiguous(),
+        "g_idx": (torch.arange(weight.shape[1]) // 128).int(),
+    }  # fmt: skip
+    return tensors, meant_by(codes, zeros, scales)
+
+
+def awq(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    codes, zeros, scales = integers(weight, 64, True)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {
+        "qweight": words(codes.T, 1, order), "qzeros": words(zeros.T, 1, order), "scales": scales.T.half().contiguous()
+    }  # fmt: skip
+    return tensors, meant_by(codes, zeros, scales)
+
+
+def packed(weight: torch.Tensor, group: int | None, has_zeros: bool) -> tuple[Tensors, torch.Tensor]:
+    codes, zeros, scales = integers(weight, group or weight.shape[1], has_zeros)
+    tensors = {
+        "weight_packed": words(codes, 1), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)
+    }  # fmt: skip
+    if has_zeros:
+        tensors["weight_zero_point"] = words(zeros, 0)
+    return tensors, meant_by(codes, zeros, scales)
+
+
+def e2m1(ratios: torch.Tensor) -> torch.Tensor:
+    """The bits of the nearest values."""
+    return (ratios[..., None] - TABLE).abs().argmin(-1)
+
+
+def pairs(codes: torch.Tensor) -> torch.Tensor:
+    return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def nvfp4(weight: torch.Tensor, is_modelopt: bool) -> tuple[Tensors, torch.Tensor]:
+    # A power of two, so that both ways to store it mean the same.
+    factor = 2.0 ** (weight.abs().max() / 6 / 448).log2().ceil()
+    groups = weight.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(2) / 6 / factor).to(torch.float8_e4m3fn)
+    wide = scales.float() * factor
+    codes = e2m1(groups / wide[..., None])
+    names = ("weight", "weight_scale_2", "input_scale") if is_modelopt else (
+        "weight_packed", "weight_global_scale", "input_global_scale")  # fmt: skip
+    number = factor if is_modelopt else (1 / factor).view(1)
+    tensors = {names[0]: pairs(codes.flatten(1)), "weight_scale": scales, names[1]: number, names[2]: number.clone()}
+    return tensors, (TABLE[codes] * wide[..., None]).flatten(1)
+
+
+def compressed(form: str, inputs: object = None, **weights: Any) -> dict[str, Any]:
+    args = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False} | weights
+    group = {"targets": ["Linear"], "weights": args, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "config_groups": {"group_0": group}, "ignore": ["lm_head", r"re:.*mlp\.gate$"],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format: its quantization_config, and what stores a matrix, and says what that means."""
+
+    config: dict[str, Any]
+    store: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
+FORMATS = {
+    "gptq": Format(GPTQ, gptq),
+    "gptq-symmetric": Format(GPTQ | {"sym": True, "desc_act": True}, lambda weight: gptq(weight, 1, False)),
+    "gptq-v2": Format(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda weight: gptq(weight, 0)),
+    "awq": Format(
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
+         "modules_to_not_convert": ["mlp.gate"]}, awq,
+    ),
+    "packed-group": Format(
+        compressed("pack-quantized", strategy="group", group_size=128), lambda weight: packed(weight, 128, False)
+    ),
+    "packed-zeros": Format(
+        compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
+        lambda weight: packed(weight, 32, True),
+    ),
+    "packed-channel": Format(
+        compressed("pack-quantized", strategy="channel"), lambda weight: packed(weight, None, False)
+    ),
+    "nvfp4": Format(
+        compressed("nvfp4-pack-quantized", NVFP4 | {"dynamic": "local"}, **NVFP4), lambda weight: nvfp4(weight, False)
+    ),
+    "modelopt": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]},
+        lambda weight: nvfp4(weight, True),
+    ),
+}  # fmt: skip
+
+
+def write(folder: Path, kind: Format, to: Path) -> tuple[Path, Path]:
+    """Write a checkpoint in a format, and what it means in float32."""
+    stored, meant = (Path(shutil.copytree(folder, to / name)) for name in ("stored", "meant"))
+    tensors = load_file(folder / "model.safetensors")
+    narrow, wide = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if re.search(r"_proj\.weight$", name):
+            del narrow[name]
+            made, wide[name] = kind.store(weight)
+            narrow |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in made.items()}
+    save_file(narrow, stored / "model.safetensors", metadata={"format": "pt"})
+    save_file({name: tensor.contiguous() for name, tensor in wide.items()}, meant / "model.safetensors")
+    change(stored, quantization_config=kind.config)
+    return stored, meant
+
+
+@pytest.fixture(scope="session")
+def base(make_checkpoint: MakeCheckpoint) -> Path:
+    # Qwen2's queries, keys and values have biases.
+    return make_checkpoint("qwen2", **SHAPE)
+
+
+@pytest.fixture(scope="session")
+def mixture(make_checkpoint: MakeCheckpoint) -> Path:
+    return make_checkpoint("Qwen3Moe", **MIXTURE)
+
+
+WRITTEN = [*(("base", name) for name in FORMATS), ("mixture", "awq"), ("mixture", "packed-group")]
+
+
+@pytest.fixture(scope="session", params=WRITTEN, ids="-".join)
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    kind, name = request.param
+    return write(request.getfixturevalue(kind), FORMATS[name], tmp_path_factory.mktemp(name))
+
+
+def test_logits_are_those_of_the_dequantised_model(written: tuple[Path, Path]) -> None:
+    stored, meant = written
+    tokens, logits = tokens_and_logits(stored)
+    for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
+        theirs = reference_logits(meant, prompt + output[:-1])[len(prompt) - 1 :]
+        assert output == theirs.argmax(1).tolist()
+        assert (mine - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+def dequantised(model: CausalLM) -> dict[str, tuple[torch.Tensor, tuple[slice, slice]]]:
+    """Return the values of a rank's layers and experts, and their parts of the checkpoint's tensors."""
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, FourBitWeight | FourBitExpertsWeight):
+            continue
+        path, (parent, _, last) = name.removesuffix(".weight"), name.removesuffix(".weight").rpartition(".")
+        experts = module.experts if isinstance(module, FourBitExpertsWeight) else None
+        for number in range(1 if experts is None else experts.size):
+            matrix = module.matrix if experts is None else module.matrix.expert(number)
+            place = f"{parent}." if experts is None else f"{parent}.{experts.start + number}."
+            for part, outputs, region in module.shard.split(dequantize_four_bits_ref(matrix, torch.float32)):
+                index = outputs.present, module.shard.inputs.present
+                found[f"{place}{last if part is None else f'{part}_proj'}.weight"] = region, index
+        assert path.endswith("_proj")
+    return found
+
+
+@pytest.mark.parametrize(("size", "is_parallel"), [(2, True), (3, False)])
+def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], size: int, is_parallel: bool) -> None:
+    config, wide = ModelConfig.from_folder(str(written[0])), load_file(written[1] / "model.safetensors")
+    if config.experts is not None:
+        config, size = (config.with_expert_parallel() if is_parallel else config), 2
+    seen = set[str]()
+    for model in shards(config, size):
+        ModelWeights(model, torch.device("cpu")).load_folder(str(written[0]))
+        for name, (region, index) in dequantised(model).items():
+            assert torch.allclose(region, wide[name][index], rtol=1e-6, atol=0), name
+            seen.add(name)
+    assert seen == {name for name in wide if name.endswith("_proj.weight")}
+
+
+@pytest.mark.parametrize("name", ["gptq", "nvfp4"])
+def test_ranks_and_updates(base: Path, tmp_path: Path, name: str) -> None:
+    stored, _ = write(base, FORMATS[name], tmp_path)
+    tensors, want = load_file(stored / "model.safetensors"), tokens_and_logits(stored)[0]
+    with LLM(stored, tensor_parallel_size=2, **SETTINGS) as llm:
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
+        llm.load_weights(tensors, strict=True)
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
+
+
+@pytest.mark.parametrize("name", ["packed-group", "packed-zeros", "packed-channel", "nvfp4"])
+def test_compressed_tensors_reads_the_same(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("compressed_tensors")
+    base = make_checkpoint("qwen2", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
+    stored, meant = write(base, FORMATS[name], tmp_path)
+    kind: Any = CompressedTensorsConfig(dequantize=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, quantization_config=kind)
+    wide, theirs = load_file(meant / "model.safetensors"), model.state_dict()
+    for layer in (name for name in wide if name.endswith("_proj.weight")):
+        assert torch.allclose(theirs[layer], wide[layer], rtol=1e-5), layer
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
+    "exl2": ({"quant_method": "exl2"}, "quant_method 'exl2'"),
+    "three bits": (GPTQ | {"bits": 3}, "bits=3"),
+    "mixed bits": (GPTQ | {"dynamic": {"lm_head": {"bits": 8}}}, "dynamic="),
+    "groups of 48": (GPTQ | {"group_size": 48}, "group_size=48"),
+    "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
+    "order": (compressed("pack-quantized", strategy="group", group_size=128, actorder="group"), "actorder='group'"),
+    "W4A8": (compressed("pack-quantized", {"num_bits": 8}, strategy="channel"), "input_activations="),
+    "FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo='FP8'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_by_name(name: str) -> None:
+    config, message = REFUSED[name]
+    with pytest.raises(ValueError, match=f"{re.escape(message)}.* is not supported"):
+        QuantizationConfig.from_hf(SimpleNamespace(quantization_config=config))
+
+
+def test_inputs_in_another_order_and_zeros_are_refused(base: Path, tmp_path: Path) -> None:
+    stored, _ = write(base, FORMATS["gptq-symmetric"], tmp_path)
+    tensors, name = load_file(stored / "model.safetensors"), "model.layers.1.mlp.up_proj.g_idx"
+    save_file(tensors | {name: tensors[name].flip(0).contiguous()}, stored / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name}' has groups that are not in order \(desc_act\)"):
+        LLM(stored, **SETTINGS)
+    name = name.replace("g_idx", "qzeros")
+    save_file(tensors | {name: tensors[name] + 1}, stored / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name}' has zeros other than 8"):
+        LLM(stored, **SETTINGS)
+
+
+CASES = [("int4", 128), ("int4", 64), ("int4", 32), ("int4", 304), ("mxfp4", 32), ("nvfp4", 16)]
+
+
+def make_matrix(outs: int, ins: int, kind: Any, group: int, dtype: torch.dtype, has_zeros: bool) -> FourBitMatrix:
+    spread = torch.linspace(0.5, 2, outs, device=DEVICE)[:, None] * torch.linspace(2, 0.5, ins, device=DEVICE)
+    made = quantize_four_bits(randn(outs, ins) * ins**-0.5 * spread, group, kind, dtype)
+    zeros = torch.randint(0, 16, made.scales.shape, dtype=torch.uint8, device=DEVICE) if has_zeros else None
+    return made._replace(zeros=zeros)
+
+
+@pytest.mark.parametrize(
+    ("case", "rows", "dtype"),
+    over_dtypes(CASES, sorted({1, 9, 17, 130, *BATCHES} if GPU else {1, 9, 17, 70}), dtypes=DTYPES[-1:]),
+)
+def test_products(case: tuple[str, int], rows: int, dtype: torch.dtype) -> None:
+    """A part of a step, and outputs, end within tiles."""
+    for has_zeros in (False, True)[: 1 + (case[0] == "int4")]:
+        matrix, x = make_matrix(70, 304, *case, dtype, has_zeros), randn(rows, 304, dtype=dtype)
+        bias = randn(70, dtype=dtype)
+        # Padding is never read.
+        matrix.values[:, 304 // 2 :] = 0xFF
+        wide = dequantize_four_bits_ref(matrix, torch.float32)
+        exact = functional.linear(x.float(), wide, bias.float())
+        check_error(by_triton(four_bit_gemm)(x, matrix, bias), four_bit_gemm_ref(x, matrix, bias), exact)
+        # An eighth of float16's least number may be lost.
+        assert torch.equal(by_triton(dequantize_four_bits)(matrix, torch.float32), wide)
+
+
+def test_rounding_has_the_least_error_among_clips() -> None:
+    weight = randn(64, 256)
+    for kind, group, most in (("int4", 128, 0.0094), ("mxfp4", 32, 0.0135), ("nvfp4", 16, 0.0092)):
+        made: Any = quantize_four_bits(weight, group, kind, torch.float32)  # type: ignore[arg-type]
+        error = (dequantize_four_bits_ref(made, torch.float32) - weight).square().mean() / weight.square().mean()
+        assert error < most, (kind, error)

@@ -1,0 +1,157 @@
+"""gpt-oss: bf16 experts as transformers saves them, and MXFP4 ones as they are published, against transformers."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nanovllm import LLM
+from nanovllm.configs.model import ModelConfig
+from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref, quantize_four_bits
+from nanovllm.kernels.moe import fused_experts as experts_op
+from nanovllm.kernels.moe import route as route_op
+from nanovllm.kernels.moe.fused_experts import fused_experts_ref
+from nanovllm.kernels.moe.route import route_ref
+from tests.conftest import MakeCheckpoint
+from tests.reference import reference_logits
+from tests.test_four_bits import TABLE, Tensors, e2m1, pairs
+from tests.test_fp8 import GREEDY, NUM_TOKENS, SETTINGS, change, tokens_and_logits
+from tests.test_fp8_experts import make_routing
+from tests.test_kernels import DEVICE, DTYPES, by_triton, check_error, randn
+
+# A rank has two groups of inputs of `down`; windows are shorter than prompts, and gates are beyond the limit.
+SHAPE: dict[str, Any] = {
+    "hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 128,
+    "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 8, "num_hidden_layers": 3,
+    "max_position_embeddings": 256, "rope_theta": 150000.0, "initializer_range": 0.2,
+    "rope_parameters": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 64, "rope_theta": 150000.0,
+    },
+}  # fmt: skip
+PROMPTS = [[1, 2, 3], list(range(40)), [7]]
+
+
+@pytest.fixture(scope="module")
+def wide(make_checkpoint: MakeCheckpoint) -> Path:
+    folder = make_checkpoint("gptOss", **SHAPE)
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(1)
+    for name, tensor in tensors.items():
+        if "sinks" in name or "experts" in name:
+            # transformers' own values of these are all alike, or missing.
+            tensors[name] = torch.randn_like(tensor) * (1.0 if "sinks" in name else 0.3)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Blocks, [experts, outs, groups, 16], scales, and what both mean, of [experts, ins, outs]."""
+    groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (groups.abs().amax(3) / 6).log2().ceil()
+    codes = e2m1(groups / 2.0 ** exponents[..., None])
+    meant = (TABLE[codes] * 2.0 ** exponents[..., None]).flatten(2).transpose(1, 2)
+    return {"blocks": pairs(codes), "scales": (exponents + 127).to(torch.uint8)}, meant.contiguous()
+
+
+def write_mxfp4(folder: Path, to: Path) -> tuple[Path, Path]:
+    """Write a checkpoint as published, and what it means in float32."""
+    stored, meant = (Path(shutil.copytree(folder, to / name)) for name in ("stored", "meant"))
+    tensors = load_file(folder / "model.safetensors")
+    narrow, wide = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+            del narrow[name]
+            made, wide[name] = mxfp4(weight)
+            narrow |= {f"{name}_{part}": tensor.contiguous() for part, tensor in made.items()}
+    save_file(narrow, stored / "model.safetensors", metadata={"format": "pt"})
+    save_file(wide, meant / "model.safetensors", metadata={"format": "pt"})
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    change(stored, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
+    return stored, meant
+
+
+@pytest.fixture(scope="module", params=["bf16", "mxfp4"])
+def folders(request: pytest.FixtureRequest, wide: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return (wide, wide) if request.param == "bf16" else write_mxfp4(wide, tmp_path_factory.mktemp("mxfp4"))
+
+
+def test_logits_are_transformers(folders: tuple[Path, Path]) -> None:
+    stored, meant = folders
+    assert ModelConfig.from_folder(str(stored), model_impl="auto").hf is None
+    tokens, logits = tokens_and_logits(stored, PROMPTS)
+    for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
+        theirs = reference_logits(meant, prompt + output[:-1])[len(prompt) - 1 :]
+        assert output == theirs.argmax(1).tolist()
+        assert (mine - theirs).abs().max() < 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_ranks_and_updates(folders: tuple[Path, Path], is_parallel: bool) -> None:
+    want, tensors = tokens_and_logits(folders[0], PROMPTS)[0], load_file(folders[0] / "model.safetensors")
+    with LLM(folders[0], tensor_parallel_size=2, enable_expert_parallel=is_parallel, **SETTINGS) as llm:
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
+        llm.load_weights(tensors, strict=True)
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
+
+
+def test_scales_that_are_no_numbers_and_dummy_weights(wide: Path, tmp_path: Path) -> None:
+    stored, _ = write_mxfp4(wide, tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    with LLM(stored, load_format="dummy", **SETTINGS) as llm:
+        assert llm.generate([[1]], GREEDY, use_tqdm=False)
+    with LLM(stored, **SETTINGS) as llm:
+        bad = load_file(stored / "model.safetensors")[name].fill_(255)
+        with pytest.raises(ValueError, match=f"scales '{name}' must be numbers"):
+            llm.load_weights({name: bad})
+        # The bits of 1, which would be no number in e4m3.
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            llm.load_weights({name: bad.fill_(127)})
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("kind", [None, "mxfp4", "nvfp4", "int4"])
+def test_experts(rows: int, kind: Any) -> None:
+    """Experts of one rank, with biases and clamped activations; of weights in four bits, and of others."""
+    dtype, ins, size = DTYPES[-1], 80, 96
+    x, routing = randn(rows, ins, dtype=dtype), make_routing(rows, 5, 3)
+    biases = randn(3, 2 * size, dtype=dtype), randn(3, ins, dtype=dtype)
+
+    def stack(outs: int, ins: int) -> Any:
+        wide = torch.stack([randn(outs, ins) * ins**-0.5 * 4 for _ in range(3)])
+        if kind is None:
+            return wide.to(dtype)
+        made = [quantize_four_bits(weight, {"mxfp4": 32, "nvfp4": 16}.get(kind, 64), kind, dtype) for weight in wide]
+        factors = torch.stack([one.factors for one in made if one.factors is not None]) if kind == "nvfp4" else None
+        values, scales = (torch.stack(tensors) for tensors in list(zip(*made, strict=True))[:2])
+        zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=DEVICE) if kind == "int4" else None
+        return made[0]._replace(values=values, scales=scales, zeros=zeros, factors=factors)
+
+    def exactly(weight: Any) -> torch.Tensor:
+        if not isinstance(weight, FourBitMatrix):
+            return torch.as_tensor(weight).float()
+        return torch.stack([dequantize_four_bits_ref(weight.expert(i), torch.float32) for i in range(3)])
+
+    up, down = stack(2 * size, ins), stack(ins, size)
+    out = by_triton(experts_op.fused_experts)(x, routing, up, down, 1, activation="clamped", biases=biases)
+    same = fused_experts_ref(x, routing, up, down, 1, activation="clamped", biases=biases)
+    wide_biases = biases[0].float(), biases[1].float()
+    exact = fused_experts_ref(
+        x.float(), routing, exactly(up), exactly(down), 1, activation="clamped", biases=wide_biases
+    )
+    check_error(out.float().sum(0) if out.dim() == 3 else out, same, exact)
+
+
+@pytest.mark.parametrize("rows", [1, 17])
+def test_routing_with_biases(rows: int) -> None:
+    x, weight, bias = randn(rows, 80), randn(32, 80) * 0.1, randn(32)
+    routing = by_triton(route_op.route)(x, weight, 4, True, bias=bias)[0]
+    want = route_ref(x, weight, 4, True, bias=bias)[0]
+    assert torch.equal(routing.experts, want.experts) and torch.allclose(routing.weights, want.weights, atol=1e-5)

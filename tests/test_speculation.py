@@ -191,7 +191,7 @@ def generate(depth: int, **settings: Any) -> tuple[list[RequestOutput], dict[str
             # No key is read that was not stored.
             runner = llm.llm_engine._runner
             assert isinstance(runner, ModelRunner)
-            for layer in runner.model.attention_layers:
+            for layer in runner.attention_layers:
                 for pages in (layer.layer.pages.k_cache, layer.layer.pages.v_cache):
                     pages.fill_(torch.nan)
         outputs = [output for _ in range(2) for output in llm.generate(list(asked), list(params), use_tqdm=False)]

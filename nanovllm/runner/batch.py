@@ -60,6 +60,8 @@ class StepInputs:
         is_new: [num_decodes, 1 + num_drafts] bool; see `DraftedRows`. None in steps without drafts.
         token_slots: [num_tokens] int32; the slot of each token, and of what is not new the padding slot. None in
             engines without drafts.
+        successors: [num_chunks] int32; the token after each chunk, -1 if none is known. Empty without drafts or chunks.
+        hidden_states: [num_tokens, size]; the ones that the drafter reads, of all tokens. None if it reads none.
     """
 
     token_ids: torch.Tensor
@@ -71,6 +73,8 @@ class StepInputs:
     num_row_tokens: int
     is_new: torch.Tensor | None = None
     token_slots: torch.Tensor | None = None
+    successors: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class PromptArrays(NamedTuple):
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
         tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
         sample_tiles: [2 * C]; likewise for the tiles that contain one of sample_indices.
+        successors: [C]; the token after each chunk, -1 if none is known. Empty in engines without drafts.
         state_tiles, state_chunks: [4 * num_tiles] and [5 * C], if layers keep states; see `StateTiles`.
         kept_states: [S * n]; blocks of the states that are kept within chunks.
     """
@@ -141,6 +146,7 @@ class PromptArrays(NamedTuple):
     sample_slots: Any
     tiles: Any
     sample_tiles: Any
+    successors: Any
     state_tiles: Any
     state_chunks: Any
     kept_states: Any
@@ -168,6 +174,8 @@ def make_prompt_arrays(
     padding_slot: int,
     block_size: int,
     states: StateSizes,
+    *,
+    has_drafts: bool = False,
 ) -> PromptArrays:
     """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
@@ -188,6 +196,7 @@ def make_prompt_arrays(
         if not chunk.store:
             slot_mapping[:, first:end] = -1
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    successors = np.array([chunk.successor for chunk in chunks], dtype=np.int32)
     return PromptArrays(
         token_ids=_pad(token_ids, num_tokens, 0),
         positions=_pad(positions, num_tokens, 0),
@@ -201,6 +210,7 @@ def make_prompt_arrays(
         sample_tiles=np.concatenate(
             (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
         ),
+        successors=_pad(successors, num_chunks, -1) if has_drafts else NO_ROWS.slots,
         **states.arrays(chunks, num_tokens, num_chunks),
     )
 
@@ -366,7 +376,7 @@ class BatchBuilder:
         # The most that a step sends: padded prompts; decode slots; attention's plan; indices and values of all slots.
         num_tokens, num_chunks = 2 * max_num_batched_tokens, 2 * num_slots
         prompts = PromptArrays.total_size(num_tokens, num_chunks, num_groups)
-        prompts += self._states.total_size(num_tokens, num_chunks)
+        prompts += self._states.total_size(num_tokens, num_chunks) + (num_chunks if num_drafts else 0)
         self._staging = Staging(prompts + 2 * self.slots.size + 2 * num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
@@ -396,7 +406,7 @@ class BatchBuilder:
         changed_index, changed_values = slots.update_host(batch)
         prompts = make_prompt_arrays(
             chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size,
-            self._states,
+            self._states, has_drafts=self.num_drafts > 0,
         )  # fmt: skip
         num_padding = shape.num_decodes - len(batch.rows)
         decode_slots = batch.rows.slots
@@ -456,7 +466,7 @@ class BatchBuilder:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
             return StepInputs(
                 decodes.token_ids, decodes.positions, metadata, None, slots, sampling, num_row_tokens, is_new,
-                token_slots,
+                token_slots, prompts.successors,
             )  # fmt: skip
         positions = torch.cat((decodes.positions, prompts.positions))
         decode_indices = torch.arange(num_row_tokens, device=slots.device)
@@ -479,6 +489,7 @@ class BatchBuilder:
             num_row_tokens=num_row_tokens,
             is_new=is_new,
             token_slots=token_slots,
+            successors=prompts.successors,
         )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:

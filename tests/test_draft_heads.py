@@ -76,11 +76,12 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Re
     return config, lambda text: eagle3_drafts(model, tensors, text, NUM_DRAFTS, [2, 3, 3])
 
 
-@pytest.fixture(scope="module")
-def mtp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    """A Qwen3.5 that attends in all layers, with its own head, and the head's chains."""
+@pytest.fixture(scope="module", params=["attention", "states"])
+def mtp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    """A Qwen3.5 that attends in all layers, or has states in most, with its own head, and the head's chains."""
     folder = tmp_path_factory.mktemp("mtp")
-    model = make_model("dense", layer_types=["full_attention"] * 3, num_hidden_layers=3)
+    kinds = {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3} if request.param == "attention" else {}
+    model = make_model("dense", **kinds)
     model.save_pretrained(folder)
     tensors = mtp_tensors(model.config)
     save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
@@ -108,7 +109,7 @@ def test_eagle3_drafts_what_it_does_over_the_whole_text(
 ) -> None:
     """After chunks, accepted and rejected drafts, prefix hits and preemption."""
     speculative_config, reference = eagle3
-    check_greedy(BUNDLED_MODEL, speculative_config, SETTINGS | settings, depth, forced)
+    check_greedy(Path(BUNDLED_MODEL), speculative_config, SETTINGS | settings, depth, forced)
     check_drafts(forced.drafted, reference)
 
 

@@ -108,7 +108,6 @@ class Scheduler:
         # Sorted; at most one per slot.
         self.running: list[Sequence] = []
         # The running sequences that have caught up.
-        num_drafts = 0 if block_manager.has_states else num_drafts
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, max_draft_rows)
         self.stats = SchedulerStats(num_accepted_per_position=[0] * num_drafts)
         self._num_matched_tokens = 0

@@ -243,7 +243,7 @@ class MTPHead(DraftHead):
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model = self.model
-        both = torch.cat((model.pre_fc_norm_hidden(hidden)[0], model.pre_fc_norm_embedding(embeds)[0]), 1)
+        both = torch.cat((model.pre_fc_norm_embedding(embeds)[0], model.pre_fc_norm_hidden(hidden)[0]), 1)
         states, _ = model.norm(*model.layers[0](model.fc(both)[0], None, positions, rows))
         return states, states
 

@@ -19,7 +19,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.kernels.drafts import gather_drafted_rows
-from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import TILE, ReplayRows, StateRows, StateTiles, replay_rows
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
@@ -348,6 +348,10 @@ class BatchBuilder:
         num_groups: groups of the cache.
         num_state_blocks: blocks of a sequence's state, in the last group; 0 if no layer keeps any.
         num_drafts: see `Runner`.
+
+    Attributes:
+        num_pending: [num_slots + 1] int32; of each slot, accepted tokens that are not in its state yet, if the model
+            keeps states and the engine drafts; else None. See `ReplayRows`.
     """
 
     def __init__(
@@ -366,6 +370,9 @@ class BatchBuilder:
         self.block_size, self.num_drafts = block_size, num_drafts
         self._states = StateSizes(num_state_blocks, block_size)
         self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device, num_drafts)
+        self.num_pending: torch.Tensor | None = None
+        if num_state_blocks and num_drafts:
+            self.num_pending = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         if num_state_blocks:
             # Padding has no state.
             self.slots.tensors.block_tables[self.slots.padding_slot, -1] = -1
@@ -461,6 +468,12 @@ class BatchBuilder:
         else:
             decodes = gather_decode_rows(state, slots, self.block_size)
         metadata = self._metadata(step, decodes)
+        if metadata.states is not None and self.num_pending is not None:
+            # A chunk stores its states at once.
+            self.num_pending[prompts.slots] = 0
+            if len(slots):
+                replay = self._replay(slots, is_new, decodes.block_tables[-1], self.num_pending)
+                metadata.states = replace(metadata.states, replay=replay)
         token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -531,6 +544,20 @@ class BatchBuilder:
         chunks = torch.searchsorted(ends, places, right=True)
         padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
         return torch.cat((slots, padded[chunks]))
+
+    def _replay(
+        self, slots: torch.Tensor, is_new: torch.Tensor | None, tables: torch.Tensor, num_pending: torch.Tensor
+    ) -> ReplayRows:
+        """Return the rows of a step whose states are stored one step late; arguments of its decode rows."""
+        is_row = (slots != self.slots.padding_slot).unsqueeze(1)
+        return replay_rows(
+            slots.long(),
+            is_row if is_new is None else is_new & is_row,
+            self.slots.tensors.num_computed[slots],
+            num_pending[slots] * is_row.squeeze(1),
+            most_pending=1 + self.num_drafts,
+            tables=tables[:, : self._states.num_blocks],
+        )
 
     def _state_metadata(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
         """Return the states of a step: sequences own the ones in their tables, and overwrite them."""

@@ -178,6 +178,8 @@ class ModelRunner:
             num_drafts=self.num_drafts,
         )  # fmt: skip
         self.drafter = self._make_drafter()
+        for layer in self.model.state_layers if self.num_drafts else ():
+            layer.keep_inputs(config.max_num_running, 1 + self.num_drafts, self.dtype, self.device)
         # Tokens of decode rows, padding, and tokens of chunks; and what `PendingStep` says of drafts.
         num_rows = 2 * config.max_num_running
         num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts
@@ -190,8 +192,6 @@ class ModelRunner:
         config, speculation = self.config, self.config.speculation
         if speculation is None:
             return None
-        if self.model.state_layers:
-            raise ValueError("speculative_config does not support models whose layers keep states yet")
         if self.is_cuda and not self.backend.supports_mixed_graph:
             raise ValueError(
                 f"speculative_config does not support attention_backend={config.attention_backend!r} on a GPU: use "
@@ -388,12 +388,17 @@ class ModelRunner:
     def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Store tokens in their slots for the next step, and in `_sampled`, from which they are copied to the host."""
         slots, num_decodes, state = inputs.sample_slots, inputs.metadata.num_decodes, self.batch_builder.slots.tensors
+        num_pending = self.batch_builder.num_pending
         if inputs.is_new is None:
             scatter_tokens(state, slots, token_ids, num_decodes, self._sampled)
             end = len(token_ids)
+            if num_pending is not None:
+                num_pending[slots[:num_decodes]] = 1
         else:
             rows, first = inputs.is_new.shape[0], inputs.num_row_tokens
             counts, tokens = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))
+            if num_pending is not None:
+                num_pending[slots[:rows]] = counts.int()
             if len(slots) > rows:
                 scatter_tokens(state, slots[rows:], token_ids[first:], 0, self._sampled[first:])
             self._sampled[:first] = tokens.flatten()

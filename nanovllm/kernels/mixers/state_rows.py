@@ -93,13 +93,15 @@ def replay_rows(
     first, row = (rows * width).squeeze(1).int(), rows.squeeze(1).int()
     replayed = torch.stack((first, num_pending, row, row.where(num_pending > 0, -1)), 1)
     new = torch.stack((first + num_pending, num_new, row, torch.full_like(row, -1)), 1)
-    num_tiles = 2 * (num_new > 0).int()
-    chunks = torch.stack((first, positions - num_pending, row.where(num_new > 0, -1), 2 * row, num_tiles), 1)
+    # A chunk has no tile without tokens.
+    is_row, replays = num_new > 0, (num_pending > 0).int()
+    first_tile, num_tiles = 2 * row + 1 - replays, (1 + replays) * is_row.int()
+    chunks = torch.stack((first, positions - num_pending, row.where(is_row, -1), first_tile, num_tiles), 1)
     return ReplayRows(
         slots=slots,
         sources=(rows * width + sources).flatten(),
         kept=rows * width + kept,
         outputs=(rows * width + outputs).flatten(),
-        is_padding=(num_new == 0).repeat_interleave(per_row, output_size=num_rows * per_row),
+        is_padding=(~is_row).repeat_interleave(per_row, output_size=num_rows * per_row),
         tiles=StateTiles(torch.stack((replayed, new), 1).flatten(0, 1), chunks, tables.contiguous()),
     )

@@ -116,14 +116,17 @@ def of_layer(tensors: Tensors, prefix: str) -> Tensors:
 
 
 @torch.inference_mode()
-def eagle3_drafts(model: Any, tensors: Tensors, text: list[int], num_drafts: int, numbers: list[int]) -> list[int]:
-    """Return the chain that follows a text, whose last token the model has not computed."""
+def eagle3_drafts(
+    model: Any, tensors: Tensors, text: list[int], num_drafts: int, numbers: list[int], embed: Any = None
+) -> list[int]:
+    """Return the chain that follows a text, whose last token the model has not computed; embed: None for its own."""
+    embed = embed or model.get_input_embeddings()
     config, eps, layer = model.config, model.config.rms_norm_eps, of_layer(tensors, "midlayer.")
     states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     hidden = torch.cat([states[number][0] for number in numbers], 1) @ tensors["fc.weight"].T
     drafts: list[int] = []
     for _ in range(num_drafts):
-        embeds = model.get_input_embeddings()(torch.tensor([*text[1:], *drafts]))
+        embeds = embed(torch.tensor([*text[1:], *drafts]))
         normed = rms_norm(embeds, layer["input_layernorm.weight"], eps)
         x = torch.cat((normed, rms_norm(hidden, layer["hidden_norm.weight"], eps)), 1)
         x = hidden + attend(x, layer, config)

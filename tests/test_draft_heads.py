@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
@@ -20,7 +21,7 @@ from nanovllm.runner import model_runner
 from nanovllm.runner.batch import StepInputs
 from nanovllm.runner.drafter import HeadDrafter, NgramDrafter
 from tests.cache_checks import check_blocks
-from tests.draft_heads import eagle3_drafts, eagle3_tensors, mtp_drafts, mtp_tensors, write_eagle3
+from tests.draft_heads import eagle3_drafts, eagle3_tensors, mtp_drafts, mtp_tensors, of_layer, write_eagle3
 from tests.hybrid_models import make_model
 from tests.reference import reference_model, set_depth
 from tests.test_speculation import FEW_BLOCKS, SETTINGS, answers, generate, ids, logprobs
@@ -149,3 +150,69 @@ def test_tokens_are_the_ones_without_a_head(
     assert answers(outputs) == answers(wanted)
     torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
     assert stats["num_steps"] < 0.9 * plain["num_steps"]
+
+
+def test_mixtures_have_heads_with_mixtures(tmp_path: Path, forced: type[ForcedDrafter]) -> None:
+    model = make_model("next")
+    model.save_pretrained(tmp_path)
+    stored, like = load_file(tmp_path / "model.safetensors"), mtp_tensors(model.config)
+    layer = of_layer(stored, "model.layers.3.")
+    tensors = {name: tensor for name, tensor in like.items() if not name.startswith("mtp.layers")}
+    tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
+    save_file(stored | tensors, tmp_path / "model.safetensors")
+    check_greedy(tmp_path, {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}, SETTINGS, 1, forced)
+    assert len({tuple(drafts) for _, drafts in forced.drafted}) > 20
+
+
+def test_heads_may_be_pickled_and_have_other_names_and_an_embedding(
+    tmp_path: Path, forced: type[ForcedDrafter]
+) -> None:
+    """As the first heads were published; the embedding is the head's own."""
+    model = reference_model(BUNDLED_MODEL)
+    tensors = eagle3_tensors(model.config, model.config.vocab_size, num_states=2)
+    embedding = torch.randn(model.config.vocab_size, model.config.hidden_size)
+    folder = write_eagle3(tmp_path, model.config, tensors, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4]})
+    (folder / "model.safetensors").unlink()
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items() if name != "d2t"}
+    torch.save(renamed | {"embed_tokens.weight": embedding}, folder / "pytorch_model.bin")
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS}
+    check_greedy(Path(BUNDLED_MODEL), config, SETTINGS, 0, forced)
+    own = nn.Embedding.from_pretrained(embedding)
+    some = forced.drafted[::9]
+    check_drafts(some, lambda text: eagle3_drafts(model, tensors, text, NUM_DRAFTS, [1, 5], own))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({"method": "medusa"}, {}, "method of speculative_config must be one of ngram, eagle3, mtp, not 'medusa'"),
+        ({"model": None}, {}, "'eagle3' of speculative_config needs model"),
+        ({"method": "ngram"}, {}, "other methods take none"),
+        ({"num_speculative_tokens": 16}, {}, "num_speculative_tokens"),
+        ({"method": "mtp", "model": None}, {}, "needs a model of a family with mtp.* tensors"),
+        ({}, {"hidden_size": 128, "head_dim": 32}, "has hidden_size=128, the model 256"),
+        ({}, {"architectures": ["LlamaForCausalLMEagle"]}, "architecture 'LlamaForCausalLMEagle' .* is not supported"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "eagle_aux_hidden_state_layer_ids of the head"),
+        ({}, {"tensor_parallel_size": 2}, "needs model_impl='native' and tensor_parallel_size=1"),
+        ({}, {"without": "fc.weight"}, "lacks .*fc.weight"),
+        ({}, {"without": "d2t"}, "lacks .*d2t"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(
+    config: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    changes = dict(changes)
+    settings = {"tensor_parallel_size": changes.pop("tensor_parallel_size", 1)}
+    model_config = reference_model(BUNDLED_MODEL).config
+    tensors = eagle3_tensors(model_config, 300)
+    tensors.pop(changes.pop("without", ""), None)
+    folder = write_eagle3(tmp_path, model_config, tensors, **changes)
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS} | config
+    with pytest.raises(ValueError, match=message):
+        LLM(BUNDLED_MODEL, **SETTINGS, **settings, device="cpu", speculative_config=config)
+
+
+def test_a_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
+    make_model("dense").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is missing, not whole, or of another kind, and lacks"):
+        LLM(tmp_path, **SETTINGS, device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 1})

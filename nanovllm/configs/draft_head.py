@@ -51,6 +51,8 @@ class DraftHeadConfig:
 
         model = ModelConfig.from_hf(LlamaConfig(**(stored | {"architectures": ["LlamaForCausalLM"]})))
         _check_fits(folder, model, target)
+        if model.quantization is not None:
+            raise ValueError(f"the head in {folder!r} is quantised, which is not supported: use one of 16 bits")
         draft_vocab_size = stored.get("draft_vocab_size") or model.vocab_size
         return cls(
             replace(model, architecture=_EAGLE3, tie_word_embeddings=False),
@@ -64,9 +66,11 @@ class DraftHeadConfig:
         """Return the config of a model's own head, `mtp.*` in its checkpoint; without such a family a ValueError."""
         if target.delta_net is None:
             raise ValueError(
-                f"method 'mtp' of speculative_config needs a model whose family has mtp.* tensors, Qwen3.5, Qwen3.6 or "
+                "method 'mtp' of speculative_config needs a model of a family with mtp.* tensors, Qwen3.5, Qwen3.6 or "
                 f"Qwen3-Next, not {target.architecture.name}: use 'ngram', or 'eagle3' with a head for this model"
             )
+        if target.quantization is not None and target.quantization.is_stored:
+            raise ValueError("method 'mtp' of speculative_config does not support checkpoints in e4m3: use 'ngram'")
         attending = [layer for layer in target.layers if not layer.is_linear]
         architecture = replace(target.architecture, model="draft_head.MTPHead")
         model = replace(target, architecture=architecture, layers=(attending[-1],), quantization=None)

@@ -94,16 +94,18 @@ class DraftHead(CausalLM):
         self.tabulate_rope(max_model_len, device)
 
     def _load_folder(self, folder: str) -> None:
+        """Load all tensors of the head; others, or a lack of some, are a ValueError."""
         found = set[WeightTarget]()
         for name, tensor in self.folder_tensors(folder):
             if self.weights.check(name, tensor):
                 self.weights.write(name, tensor, finds_nans=False)
                 found.update(self.weights.targets(name))
-        missing = [
-            self.stored_name(target).removeprefix("model.") for target in self.weight_slices() if target not in found
-        ]
-        if missing:
-            raise ValueError(f"the head in {folder!r} does not fit: tensors missing {shown(missing)}")
+        if missing := [self.stored_name(target) for target in self.weight_slices() if target not in found]:
+            names = shown([name.removeprefix("model.") for name in missing])
+            raise ValueError(
+                f"the head in {folder!r} is missing, not whole, or of another kind, and lacks {names}: give a folder "
+                "with all of it, or use method 'ngram' of speculative_config"
+            )
 
 
 class TokenOffsets(LoadableModule):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,24 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from nanovllm import LLM, SamplingParams
 
-ASKS = ["Explain", "Write a haiku about", "Name three kinds of", "Say in one sentence what is good about", "Describe",
-        "Tell a child about", "Write a short story about", "Give advice on", "What is the history of", "Why do people like"]  # fmt: skip
-THINGS = """rain bread music trees boats maps bridges winter bees chess rivers clocks gardens paper salt mountains horses
-letters kites lamps tea coffee roads wheat glass stars dogs cats fish birds books trains milk apples wool iron gold fire
-snow wind islands markets schools doctors cooking painting dancing sleep dreams money""".split()
-HELD_OUT = "cheese bicycles oceans candles poetry hats volcanoes onions".split()
-VOCABULARY, STEPS, BATCH = 6144, 3, 8
+ASKS = "Explain", "Write a haiku about", "Name three kinds of", "Say in one sentence what is good about", "Describe"
+ASKS += "Tell a child about", "Write a short story about", "Give advice on", "What is the history of"
+THINGS = (
+    "rain bread music trees boats maps bridges winter bees chess rivers clocks gardens paper salt mountains horses "
+    "letters kites lamps tea coffee roads wheat glass stars dogs cats fish birds books trains"
+)
+HELD_OUT = "cheese bicycles oceans candles poetry"
+VOCABULARY, STEPS, BATCH, MAX_TOKENS = 6144, 3, 8, 64
 
 
-def ask(llm: LLM, things: list[str], max_tokens: int) -> list[list[int]]:
+def ask(llm: LLM, things: str) -> list[list[int]]:
     """Return questions with the model's greedy answers, as tokens."""
-    chats: list[Any] = [[{"role": "user", "content": f"{verb} {thing}."}] for thing in things for verb in ASKS]
-    outputs = llm.chat(chats, SamplingParams(0, max_tokens=max_tokens), use_tqdm=False)
+    chats: list[Any] = [[{"role": "user", "content": f"{verb} {thing}."}] for thing in things.split() for verb in ASKS]
+    outputs = llm.chat(chats, SamplingParams(0, max_tokens=MAX_TOKENS), use_tqdm=False)
     return [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs]
 
 
@@ -45,131 +47,120 @@ class Head(nn.Module):
 
     def __init__(self, model: Any, kept: torch.Tensor) -> None:
         super().__init__()
-        config, last = model.config, model.model.layers[-1]
-        size, dim = config.hidden_size, config.head_dim
+        last, size = model.model.layers[-1], model.config.hidden_size
+        self.dim, self.rotary = model.config.head_dim, (model.model.rotary_emb,)
         self.fc, self.lm_head = nn.Linear(3 * size, size, bias=False), nn.Linear(size, len(kept), bias=False)
-        self.norm, self.midlayer = LlamaRMSNorm(size, config.rms_norm_eps), nn.Module()
-        layer: Any = self.midlayer
-        layer.self_attn, layer.mlp = nn.Module(), LlamaMLP(config)
-        for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
-            setattr(layer, name, LlamaRMSNorm(size, config.rms_norm_eps))
-        for name in ("q_proj", "k_proj", "v_proj"):
-            old = getattr(last.self_attn, name).weight
-            setattr(layer.self_attn, name, nn.Linear(2 * size, len(old), bias=False))
-            getattr(layer.self_attn, name).weight.data = torch.cat((torch.zeros_like(old), old), 1)
-        layer.self_attn.o_proj = nn.Linear(size, size, bias=False)
-        layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
-        layer.mlp.load_state_dict(last.mlp.state_dict())
-        layer.hidden_norm.load_state_dict(last.input_layernorm.state_dict())
-        layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
-        self.norm.load_state_dict(model.model.norm.state_dict())
-        self.lm_head.weight.data = model.lm_head.weight[kept].clone()
         self.fc.weight.data = torch.cat((torch.zeros(size, 2 * size), torch.eye(size)), 1)
-        self.dim, self.rotary = dim, (model.model.rotary_emb,)
+        self.lm_head.weight.data = model.lm_head.weight[kept].clone()
+        self.norm, self.midlayer = deepcopy(model.model.norm), nn.Module()
+        for name, module in last.named_children():
+            setattr(self.midlayer, name, deepcopy(module))
+        self.midlayer.hidden_norm = deepcopy(last.input_layernorm)
+        for name in "qkv":
+            linear: Any = getattr(self.midlayer.self_attn, f"{name}_proj")
+            linear.weight = nn.Parameter(torch.cat((torch.zeros_like(linear.weight), linear.weight), 1))
+        self.requires_grad_(True)
 
-    def attend(self, x: torch.Tensor, first: list[torch.Tensor]) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, first: list[torch.Tensor]) -> Any:
         """Attend to earlier positions' keys of the first step, which are put into `first`, and to one's own."""
         attn: Any = self.midlayer.self_attn
-        q, k, v = (
-            getattr(attn, n)(x).unflatten(2, (-1, self.dim)).transpose(1, 2) for n in ("q_proj", "k_proj", "v_proj")
-        )
+        q, k, v = (getattr(attn, f"{n}_proj")(x).unflatten(2, (-1, self.dim)).transpose(1, 2) for n in "qkv")
         q, k = apply_rotary_pos_emb(q, k, *self.rotary[0](x, torch.arange(x.shape[1])[None]))
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         first += [] if first else [k, v]
-        scores = (q @ first[0].transpose(2, 3)).masked_fill(
-            torch.ones(x.shape[1], x.shape[1]).triu().bool(), -torch.inf
-        )
+        is_later = torch.ones(x.shape[1], x.shape[1]).triu().bool()
+        scores = (q @ first[0].transpose(2, 3)).masked_fill(is_later, -torch.inf)
         weights = (torch.cat((scores, (q * k).sum(-1, keepdim=True)), 3) * self.dim**-0.5).softmax(-1)
-        out = weights[..., :-1] @ first[1] + weights[..., -1:] * v
-        mixed: torch.Tensor = attn.o_proj(out.transpose(1, 2).flatten(2))
-        return mixed
+        return attn.o_proj((weights[..., :-1] @ first[1] + weights[..., -1:] * v).transpose(1, 2).flatten(2))
 
-    def forward(self, hidden: torch.Tensor, embeds: torch.Tensor, first: list[torch.Tensor]) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, embeds: torch.Tensor, first: list[torch.Tensor]) -> Any:
+        """Return the hidden states after the layer, [texts, num_tokens, size], like the others."""
         layer: Any = self.midlayer
         x = hidden + self.attend(torch.cat((layer.input_layernorm(embeds), layer.hidden_norm(hidden)), 2), first)
-        states: torch.Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
-        return states
+        return x + layer.mlp(layer.post_attention_layernorm(x))
 
 
-def loss_of(model: Any, head: Head, kept: torch.Tensor, texts: list[list[int]]) -> torch.Tensor:
+@torch.no_grad()
+def read(model: Any, text: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a text's hidden states that the head reads, its embeddings, and the last ones, [num_tokens, size] each."""
+    states, ids = model.model(torch.tensor([text]), output_hidden_states=True).hidden_states, torch.tensor(text)
+    count = len(states) - 1
+    tapped = torch.cat([states[number][0] for number in (2, count // 2, count - 3)], 1)
+    return tapped, model.get_input_embeddings()(ids), states[-1][0]
+
+
+def loss_of(head: Head, wanted_head: torch.Tensor, texts: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Return the cross-entropy to the model's own distributions, of a chain of drafts after every token."""
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts], batch_first=True)
-    exists = nn.utils.rnn.pad_sequence([torch.ones(len(text)) for text in texts], batch_first=True)[:, 2:]
-    with torch.no_grad():
-        states = model.model(ids, output_hidden_states=True).hidden_states
-        embeds, count = model.get_input_embeddings()(ids)[:, 1:], len(states) - 1
-        wanted = functional.linear(states[-1][:, 1:], model.lm_head.weight[kept]).softmax(-1)
-    hidden, first = head.fc(torch.cat([states[i][:, :-1] for i in (2, count // 2, count - 3)], 2)), list[torch.Tensor]()
-    losses = list[torch.Tensor]()
+    tapped, embeds, last = (
+        nn.utils.rnn.pad_sequence(list(parts), batch_first=True) for parts in zip(*texts, strict=True)
+    )
+    exists = (torch.arange(last.shape[1] - 1) < torch.tensor([len(text[0]) - 1 for text in texts])[:, None]).float()
+    wanted = functional.linear(last[:, 1:], wanted_head).softmax(-1)
+    hidden, first, losses = head.fc(tapped[:, :-1]), list[torch.Tensor](), list[torch.Tensor]()
     for step in range(STEPS):
-        hidden = head(hidden, embeds, first)
-        logs = head.lm_head(head.norm(hidden[:, step:])).log_softmax(-1)
-        each = -(wanted[:, step:] * logs).sum(-1)[:, : exists.shape[1] - step]
-        losses.append((each * exists[:, step:]).sum() / exists[:, step:].sum() * 0.8**step)
+        hidden = head(hidden, embeds[:, 1:], first)
+        logs, mask = head.lm_head(head.norm(hidden[:, step:])).log_softmax(-1), exists[:, step:]
+        losses.append(-((wanted[:, step:] * logs).sum(-1) * mask).sum() / mask.sum() * 0.8**step)
         # Each position's next draft begins from the hidden state before it.
         hidden = torch.cat((hidden[:, :1], hidden[:, :-1]), 1)
     return torch.stack(losses).sum()
 
 
-def train(model: Any, texts: list[list[int]], epochs: int, head_folder: Path) -> None:
-    counts = torch.bincount(
-        torch.tensor([token for text in texts for token in text]), minlength=model.config.vocab_size
-    )
-    kept = counts.topk(min(VOCABULARY, model.config.vocab_size)).indices.sort().values
-    head = Head(model, kept)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.0, betas=(0.9, 0.95))
-    num_steps = epochs * (len(texts) // BATCH)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(step / 10, 1) * (1 - step / num_steps) + 0.01
-    )
+def train(model: Any, texts: list[list[int]], epochs: int) -> tuple[Head, torch.Tensor]:
+    """Return a trained head, and the tokens that it drafts."""
+    counts = torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=VOCABULARY)
+    kept = counts.topk(VOCABULARY).indices.sort().values
+    head, begin = Head(model, kept), time.perf_counter()
+    read_texts, wanted_head = [read(model, text) for text in texts], model.lm_head.weight[kept]
+    print(f"hidden states after {time.perf_counter() - begin:.0f} s", flush=True)
+    optimizer, num_steps = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.0), epochs * len(texts) // BATCH
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(i / 10, 1) * (1 - i / num_steps) + 0.01)
     for step in range(num_steps):
-        chosen = torch.randint(len(texts), (BATCH,)).tolist()
-        loss = loss_of(model, head, kept, [texts[i] for i in chosen])
+        loss = loss_of(head, wanted_head, [read_texts[i] for i in torch.randint(len(texts), (BATCH,)).tolist()])
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         if step % 20 == 0:
-            print(f"step {step} of {num_steps}: loss {loss.item():.3f}", flush=True)
-    write(head, model.config, kept, head_folder)
+            print(
+                f"step {step} of {num_steps} after {time.perf_counter() - begin:.0f} s: {loss.item():.3f}", flush=True
+            )
+    return head, kept
 
 
 def write(head: Head, config: Any, kept: torch.Tensor, folder: Path) -> None:
     """Write the head as the Hub has them."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = ["hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps",
-             "vocab_size", "max_position_embeddings", "rope_parameters", "hidden_act"]  # fmt: skip
-    values = {name: getattr(config, name) for name in names} | {"num_hidden_layers": 1, "draft_vocab_size": len(kept)}
-    values |= {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-    (folder / "config.json").write_text(json.dumps(values, indent=2))
+    names = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps vocab_size"
+    values = {name: getattr(config, name) for name in f"{names} max_position_embeddings rope_parameters".split()}
+    values |= {"num_hidden_layers": 1, "draft_vocab_size": len(kept), "hidden_act": "silu", "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(values | {"architectures": ["LlamaForCausalLMEagle3"]}, indent=2))
     tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
     tensors |= {"d2t": kept - torch.arange(len(kept)), "t2d": torch.isin(torch.arange(config.vocab_size), kept)}
     save_file(tensors, folder / "model.safetensors")
 
 
 def main() -> None:
+    """Answer questions, train, and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("head", type=Path)
-    parser.add_argument("--things", type=int, default=len(THINGS))
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=5)
     args = parser.parse_args()
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "max_num_seqs": 64}
-    begin = time.perf_counter()
-    with LLM(args.folder, **settings) as llm:
-        texts = ask(llm, THINGS[: args.things], 64)
-    print(f"{sum(map(len, texts))} tokens in {len(texts)} texts after {time.perf_counter() - begin:.0f} s", flush=True)
+    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16}
+    with LLM(args.folder, max_num_seqs=64, **settings) as llm:
+        texts = ask(llm, THINGS)
     model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).requires_grad_(False)
-    train(model, texts, args.epochs, args.head)
-    print(f"trained after {time.perf_counter() - begin:.0f} s", flush=True)
-    config = {"method": "eagle3", "model": str(args.head), "num_speculative_tokens": 3}
-    with LLM(args.folder, **settings | {"max_num_seqs": 1}, speculative_config=config) as llm:
-        ask(llm, HELD_OUT, 64)
+    head, kept = train(model, texts, args.epochs)
+    write(head, model.config, kept, args.head)
+    config = {"method": "eagle3", "model": str(args.head), "num_speculative_tokens": STEPS}
+    with LLM(args.folder, max_num_seqs=1, speculative_config=config, **settings) as llm:
+        ask(llm, HELD_OUT)
         stats = llm.stats()
-    gained = [accepted / stats["num_drafts"] for accepted in stats["num_accepted_per_position"]]
-    print(f"{1 + sum(gained):.2f} tokens a step, by position {gained}, {stats['num_drafts']} steps with drafts")
+    gained = [round(accepted / stats["num_drafts"], 2) for accepted in stats["num_accepted_per_position"]]
+    print(f"{1 + sum(gained):.2f} tokens a step with drafts, of {stats['num_drafts']}; by position {gained}")
 
 
 if __name__ == "__main__":

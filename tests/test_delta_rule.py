@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -287,21 +286,20 @@ def test_drafted_rows_go_on_from_the_accepted_tokens(by_triton: None) -> None:
     layer, rng, most, padding = Layer(torch.float32, 2, 2, 16), random.Random(0), 4, 3
     fresh = layer.copy(torch.float32)
     sizes = layer.channels, layer.heads, layer.heads, layer.heads * layer.size
-    keeper = SimpleNamespace(kept_inputs=[torch.zeros(padding + 1, most, size, device=DEVICE) for size in sizes])
+    keeper: Any = SimpleNamespace(kept_inputs=[torch.zeros(padding + 1, most, size, device=DEVICE) for size in sizes])
     texts: list[list[torch.Tensor]] = [[torch.empty(0, size, device=DEVICE) for size in sizes] for _ in range(padding)]
     pending = torch.zeros(padding + 1, dtype=torch.int32, device=DEVICE)
 
-    def run(
-        rule: DeltaRule, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, at: Any
-    ) -> torch.Tensor:
-        return delta_rule_prompt(rule, x, a, b, z.unflatten(1, (layer.heads, layer.size)), at)
+    def run(*inputs: Any) -> torch.Tensor:
+        x, a, b, z, at = inputs
+        return delta_rule_prompt(layer.rule, x, a, b, z.unflatten(1, (layer.heads, layer.size)), at)
 
     def add(slot: int, inputs: list[torch.Tensor]) -> None:
         texts[slot] = [torch.cat(parts) for parts in zip(texts[slot], inputs, strict=True)]
 
     for slot in range(padding):
         prompt = [torch.randn(2 + slot, size, device=DEVICE) for size in sizes]
-        run(layer.rule, *prompt, make_tiles([Chunk(0, 2 + slot, -1, {2 + slot: slot})], layer.tables))
+        run(*prompt, make_tiles([Chunk(0, 2 + slot, -1, {2 + slot: slot})], layer.tables))
         add(slot, prompt)
     for per_row in (4, 1, 4):
         slots = torch.tensor([2, padding, 0, 1], device=DEVICE)
@@ -310,7 +308,7 @@ def test_drafted_rows_go_on_from_the_accepted_tokens(by_triton: None) -> None:
         positions = torch.tensor([0 if s == padding else len(texts[s][0]) for s in slots.tolist()], device=DEVICE).int()
         new = [torch.randn(len(slots) * per_row, size, device=DEVICE) for size in sizes]
         rows = replay_rows(slots, is_new, positions, pending[slots], most_pending=most, tables=layer.tables[slots])
-        out = StateLayer._replay(keeper, new, rows, partial(run, layer.rule)).view(len(slots), per_row, -1)
+        out = StateLayer._replay(keeper, new, rows, run).view(len(slots), per_row, -1)
         for row, (slot, count) in enumerate(zip(slots.tolist(), counts, strict=True)):
             if slot == padding:
                 assert not out[row].any()

@@ -100,7 +100,7 @@ def check_drafts(drafted: list[tuple[list[int], list[int]]], reference: Referenc
     assert min(counts) >= 1 and sum(counts) > 0.8 * NUM_DRAFTS * len(counts)
 
 
-# A prompt of several chunks, one of whole blocks, one of which another is the beginning.
+# A prompt of several chunks, one of whole blocks, one that begins like another.
 PROMPTS = [ids(150, 1, 0), ids(96, 1, 1), ids(96, 1, 1)[:41], ids(5, 4, 2)]
 
 
@@ -167,7 +167,7 @@ def test_mixtures_have_heads_with_mixtures(tmp_path: Path, forced: type[ForcedDr
 def test_heads_may_be_pickled_and_have_other_names_and_an_embedding(
     tmp_path: Path, forced: type[ForcedDrafter]
 ) -> None:
-    """As the first heads were published; the embedding is the head's own."""
+    """The form of the first ones that were published; the embedding is the head's own."""
     model = reference_model(BUNDLED_MODEL)
     tensors = eagle3_tensors(model.config, model.config.vocab_size, num_states=2)
     embedding = torch.randn(model.config.vocab_size, model.config.hidden_size)

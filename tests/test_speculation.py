@@ -275,7 +275,7 @@ def test_ranks_accept_the_same_drafts() -> None:
 def test_states_are_kept_up_to_the_last_accepted_draft(
     name: str, depth: int, tmp_path: Path, oracle: type[OracleDrafter]
 ) -> None:
-    """With drafts of which each is right or wrong, chunks, several outputs, prefix hits and preemption."""
+    """With right drafts and wrong ones, chunks, several outputs, prefix hits and preemption."""
     make_model(name).save_pretrained(tmp_path)
     prompts = [ids(150, 1, 0), ids(96, 1, 1), ids(5, 4, 2), ids(70, 1, 3)]
     params = [SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0)] * 3

@@ -109,7 +109,7 @@ class DraftHead(CausalLM):
 
 
 class TokenOffsets(LoadableModule):
-    """What the number of each drafted token lacks to its number in the larger model's vocabulary: [size] int64."""
+    """Adds what the number of each drafted token lacks to its number in the larger model's vocabulary."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -2,16 +2,14 @@
 
     python -m tests.tools.train_eagle FOLDER HEAD       # some minutes on two cores for SmolLM2-135M-Instruct
 
-FOLDER is the model, in float32; HEAD the folder to write, which `speculative_config={"method": "eagle3", "model": HEAD,
-"num_speculative_tokens": 3}` loads. Questions about other things than those trained on are answered in the end, one by
-one: printed are the tokens of a step that verifies drafts, the accepted ones and the one after them.
+FOLDER has the model, and HEAD is written. Printed are the tokens of a step that verifies drafts, the accepted ones and
+the one after them, of answers about other things, one at a time.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
+import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,20 +17,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from nanovllm import LLM, SamplingParams
 
-ASKS = "Explain", "Write a haiku about", "Name three kinds of", "Say in one sentence what is good about", "Describe"
-ASKS += "Tell a child about", "Write a short story about", "Give advice on", "What is the history of"
-THINGS = (
-    "rain bread music trees boats maps bridges winter bees chess rivers clocks gardens paper salt mountains horses "
-    "letters kites lamps tea coffee roads wheat glass stars dogs cats fish birds books trains"
-)
+ASKS = ["Explain", "Describe", "Write a haiku about", "Name three kinds of", "Say in one sentence what is good about",
+        "Tell a child about", "Write a short story about", "Give advice on", "What is the history of"]  # fmt: skip
+THINGS = "rain bread music trees boats maps bridges winter bees chess rivers clocks gardens paper salt mountains horses"
 HELD_OUT = "cheese bicycles oceans candles poetry"
-VOCABULARY, STEPS, BATCH, MAX_TOKENS = 6144, 3, 8, 64
+VOCABULARY, STEPS, BATCH, EPOCHS, MAX_TOKENS = 6144, 3, 8, 8, 48
 
 
 def ask(llm: LLM, things: str) -> list[list[int]]:
@@ -91,11 +85,9 @@ def read(model: Any, text: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch
 
 def loss_of(head: Head, wanted_head: torch.Tensor, texts: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """Return the cross-entropy to the model's own distributions, of a chain of drafts after every token."""
-    tapped, embeds, last = (
-        nn.utils.rnn.pad_sequence(list(parts), batch_first=True) for parts in zip(*texts, strict=True)
-    )
+    tapped, embeds, last = (nn.utils.rnn.pad_sequence(list(own), batch_first=True) for own in zip(*texts, strict=True))
     exists = (torch.arange(last.shape[1] - 1) < torch.tensor([len(text[0]) - 1 for text in texts])[:, None]).float()
-    wanted = functional.linear(last[:, 1:], wanted_head).softmax(-1)
+    wanted = nn.functional.linear(last[:, 1:], wanted_head).softmax(-1)
     hidden, first, losses = head.fc(tapped[:, :-1]), list[torch.Tensor](), list[torch.Tensor]()
     for step in range(STEPS):
         hidden = head(hidden, embeds[:, 1:], first)
@@ -106,30 +98,27 @@ def loss_of(head: Head, wanted_head: torch.Tensor, texts: list[tuple[torch.Tenso
     return torch.stack(losses).sum()
 
 
-def train(model: Any, texts: list[list[int]], epochs: int) -> tuple[Head, torch.Tensor]:
+def train(model: Any, texts: list[list[int]]) -> tuple[Head, torch.Tensor]:
     """Return a trained head, and the tokens that it drafts."""
     counts = torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=VOCABULARY)
     kept = counts.topk(VOCABULARY).indices.sort().values
-    head, begin = Head(model, kept), time.perf_counter()
-    read_texts, wanted_head = [read(model, text) for text in texts], model.lm_head.weight[kept]
-    print(f"hidden states after {time.perf_counter() - begin:.0f} s", flush=True)
-    optimizer, num_steps = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0.0), epochs * len(texts) // BATCH
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(i / 10, 1) * (1 - i / num_steps) + 0.01)
+    head, read_texts = Head(model, kept), [read(model, text) for text in texts]
+    optimizer, num_steps = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0), EPOCHS * len(texts) // BATCH
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(i / 10, 1.01 - i / num_steps))
     for step in range(num_steps):
-        loss = loss_of(head, wanted_head, [read_texts[i] for i in torch.randint(len(texts), (BATCH,)).tolist()])
+        chosen = [read_texts[i] for i in torch.randint(len(texts), (BATCH,)).tolist()]
+        loss = loss_of(head, model.lm_head.weight[kept], chosen)
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
+        schedule.step()
         if step % 20 == 0:
-            print(
-                f"step {step} of {num_steps} after {time.perf_counter() - begin:.0f} s: {loss.item():.3f}", flush=True
-            )
+            print(f"step {step} of {num_steps}: {loss.item():.3f}", flush=True)
     return head, kept
 
 
-def write(head: Head, config: Any, kept: torch.Tensor, folder: Path) -> None:
+def write(head: Head, kept: torch.Tensor, config: Any, folder: Path) -> None:
     """Write the head as the Hub has them."""
     folder.mkdir(parents=True, exist_ok=True)
     names = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps vocab_size"
@@ -141,22 +130,15 @@ def write(head: Head, config: Any, kept: torch.Tensor, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def main() -> None:
+def main(folder: str, head_folder: str) -> None:
     """Answer questions, train, and measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder")
-    parser.add_argument("head", type=Path)
-    parser.add_argument("--epochs", type=int, default=5)
-    args = parser.parse_args()
     torch.manual_seed(0)
-    settings: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16}
-    with LLM(args.folder, max_num_seqs=64, **settings) as llm:
+    with LLM(folder, max_num_seqs=64, max_model_len=256, device="cpu") as llm:
         texts = ask(llm, THINGS)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=torch.float32).requires_grad_(False)
-    head, kept = train(model, texts, args.epochs)
-    write(head, model.config, kept, args.head)
-    config = {"method": "eagle3", "model": str(args.head), "num_speculative_tokens": STEPS}
-    with LLM(args.folder, max_num_seqs=1, speculative_config=config, **settings) as llm:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    write(*train(model, texts), model.config, Path(head_folder))
+    config = {"method": "eagle3", "model": head_folder, "num_speculative_tokens": STEPS}
+    with LLM(folder, max_num_seqs=1, max_model_len=256, device="cpu", speculative_config=config) as llm:
         ask(llm, HELD_OUT)
         stats = llm.stats()
     gained = [round(accepted / stats["num_drafts"], 2) for accepted in stats["num_accepted_per_position"]]
@@ -164,4 +146,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

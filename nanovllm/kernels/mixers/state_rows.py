@@ -49,7 +49,7 @@ class ReplayRows:
     """Rows of drafted tokens whose states are stored one step late, when it is known which drafts were right.
 
     A step keeps the inputs of a row's tokens. The next one puts the accepted ones before its own, and stores the state
-    between the two. So a row has `width` places, of which the first ones are used.
+    between the two. So a row has `width` places, and uses the first ones.
 
     Attributes:
         slots: [num_rows] int64.

@@ -275,7 +275,7 @@ def test_ranks_accept_the_same_drafts() -> None:
 def test_states_are_kept_up_to_the_last_accepted_draft(
     name: str, depth: int, tmp_path: Path, oracle: type[OracleDrafter]
 ) -> None:
-    """With right drafts and wrong ones, chunks, several outputs, prefix hits and preemption."""
+    """With right drafts and wrong ones, chunks, several outputs, and prefix hits."""
     make_model(name).save_pretrained(tmp_path)
     prompts = [ids(150, 1, 0), ids(96, 1, 1), ids(5, 4, 2), ids(70, 1, 3)]
     params = [SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0)] * 3
@@ -284,7 +284,10 @@ def test_states_are_kept_up_to_the_last_accepted_draft(
     for config in (None, NGRAM):
         with LLM(tmp_path, **SETTINGS, device="cpu", speculative_config=config) as llm:
             set_depth(llm, depth)
-            found.append([out for _ in range(2) for out in llm.generate(prompts, params, use_tqdm=False)])
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            # Answers go on, from states of prompts.
+            longer = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 9] for out in outputs]
+            found.append(outputs + llm.generate(longer, params, use_tqdm=False))
             check_blocks(llm.llm_engine.block_manager)
             stats = llm.stats()
             oracle.texts = [[*one.prompt_token_ids, *item.token_ids] for one in found[0] for item in one.outputs]

@@ -18,7 +18,7 @@ KVCacheDtype = Literal["auto", "fp8"]
 ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "scaled_logprobs"]
 Pooling = Literal["last", "mean"]
-SpeculativeMethod = Literal["ngram"]
+SpeculativeMethod = Literal["ngram", "eagle3", "mtp"]
 _CHOICES = {
     "dtype": Dtype,
     "attention_backend": AttentionBackendName,
@@ -37,8 +37,6 @@ _LEAST = {
     "num_kvcache_blocks": -1,
     "max_logprobs": -1,
 }
-_FUTURE_METHODS = ("draft_model", "eagle3", "mtp")
-"""vLLM's names of methods of speculation."""
 _MOST_DRAFTS = 15
 _LONGEST_MATCH = 5
 
@@ -48,9 +46,11 @@ class SpeculativeConfig:
     """Settings of speculation: how tokens are drafted, for a step to verify.
 
     Attributes:
-        method: "ngram" drafts the tokens that followed the longest match of the newest tokens, in prompt and output.
+        method: "ngram" drafts the tokens that followed the longest match of the newest tokens, in prompt and output;
+            "eagle3" with the EAGLE-3 head in `model`, "mtp" with the model's own head.
         num_speculative_tokens: maximum drafts of a row in a step, 1 to 15.
-        prompt_lookup_min, prompt_lookup_max: tokens of a match, 1 to 5.
+        prompt_lookup_min, prompt_lookup_max: tokens of a match, 1 to 5; of "ngram".
+        model: folder or Hub id of the head; of "eagle3" alone.
 
     Raises:
         ValueError: a value is unknown or out of range.
@@ -60,12 +60,17 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
+    model: str | None = None
 
     def __post_init__(self) -> None:
-        if self.method in _FUTURE_METHODS:
-            raise ValueError(f"method {self.method!r} of speculative_config is not supported yet; 'ngram' is")
-        if self.method not in get_args(SpeculativeMethod):
-            raise ValueError(f"method of speculative_config must be 'ngram', not {self.method!r}")
+        known = get_args(SpeculativeMethod)
+        if self.method not in known:
+            raise ValueError(f"method of speculative_config must be one of {', '.join(known)}, not {self.method!r}")
+        if (self.method == "eagle3") != isinstance(self.model, str | os.PathLike):
+            raise ValueError(
+                "method 'eagle3' of speculative_config needs model, the folder or Hub id of a head, and other methods "
+                f"take none: method={self.method!r}, model={self.model!r:.80}"
+            )
         limits = {
             "num_speculative_tokens": _MOST_DRAFTS, "prompt_lookup_min": _LONGEST_MATCH,
             "prompt_lookup_max": _LONGEST_MATCH,
@@ -90,7 +95,7 @@ class SpeculativeConfig:
         known = [item.name for item in fields(cls)]
         settings = {"method": None, "num_speculative_tokens": None, **values}
         unknown = [key for key in values if key not in known]
-        # Unsupported methods have further keys, which are not what is wrong.
+        # Unknown methods may have further keys, which are not what is wrong.
         if unknown and settings["method"] in get_args(SpeculativeMethod):
             near = get_close_matches(str(unknown[0]), known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
@@ -147,7 +152,8 @@ class Config:
             vocabulary.
         seed: seed of dummy weights (0 if None), and of requests without their own seed (random if None).
         speculative_config: draft tokens and verify several in one step, which changes no output. A mapping: `method`
-            ("ngram": the tokens that followed the longest match of the newest ones, in prompt and output),
+            ("ngram": the tokens that followed the longest match of the newest ones, in prompt and output; "eagle3": an
+            EAGLE-3 head, whose folder or Hub id is `model`; "mtp": the head in the model's own checkpoint),
             `num_speculative_tokens` (maximum drafts of a sequence in a step, 1 to 15), `prompt_lookup_min` and
             `prompt_lookup_max` (tokens of a match, 1 to 5; 2 and 5 if not given).
 

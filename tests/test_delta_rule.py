@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +21,8 @@ from nanovllm.kernels.mixers import gated_delta_rule as delta
 from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
 from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles, replay_rows
+from nanovllm.layers.state import StateLayer
 from tests.test_kernels import DEVICE, GPU, check_error
 
 WIDTH = 4
@@ -275,3 +278,48 @@ def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> 
     check_error(*decodes)
     assert not decodes[0][3].any()
     check_rings(layer, exact, {*range(15)} - {10})
+
+
+def test_drafted_rows_go_on_from_the_accepted_tokens(by_triton: None) -> None:
+    """The state of each row is stored one step late; among the rows are padding and ones of a single token."""
+    torch.manual_seed(0)
+    layer, rng, most, padding = Layer(torch.float32, 2, 2, 16), random.Random(0), 4, 3
+    fresh = layer.copy(torch.float32)
+    sizes = layer.channels, layer.heads, layer.heads, layer.heads * layer.size
+    keeper: Any = SimpleNamespace(kept_inputs=[torch.zeros(padding + 1, most, size, device=DEVICE) for size in sizes])
+    texts: list[list[torch.Tensor]] = [[torch.empty(0, size, device=DEVICE) for size in sizes] for _ in range(padding)]
+    pending = torch.zeros(padding + 1, dtype=torch.int32, device=DEVICE)
+
+    def run(*inputs: Any) -> torch.Tensor:
+        x, a, b, z, at = inputs
+        return delta_rule_prompt(layer.rule, x, a, b, z.unflatten(1, (layer.heads, layer.size)), at)
+
+    def add(slot: int, inputs: list[torch.Tensor]) -> None:
+        texts[slot] = [torch.cat(parts) for parts in zip(texts[slot], inputs, strict=True)]
+
+    for slot in range(padding):
+        prompt = [torch.randn(2 + slot, size, device=DEVICE) for size in sizes]
+        run(*prompt, make_tiles([Chunk(0, 2 + slot, -1, {2 + slot: slot})], layer.tables))
+        add(slot, prompt)
+    for per_row in (4, 1, 4):
+        slots = torch.tensor([2, padding, 0, 1], device=DEVICE)
+        counts = [0 if slot == padding else rng.randint(1, per_row) for slot in slots.tolist()]
+        is_new = torch.arange(per_row, device=DEVICE) >= per_row - torch.tensor(counts, device=DEVICE).unsqueeze(1)
+        positions = torch.tensor([0 if s == padding else len(texts[s][0]) for s in slots.tolist()], device=DEVICE).int()
+        new = [torch.randn(len(slots) * per_row, size, device=DEVICE) for size in sizes]
+        rows = replay_rows(slots, is_new, positions, pending[slots], most_pending=most, tables=layer.tables[slots])
+        out = StateLayer._replay(keeper, new, rows, run).view(len(slots), per_row, -1)
+        for row, (slot, count) in enumerate(zip(slots.tolist(), counts, strict=True)):
+            if slot == padding:
+                assert not out[row].any()
+                continue
+            own = [part.view(len(slots), per_row, -1)[row, per_row - count :] for part in new]
+            whole = [torch.cat(parts) for parts in zip(texts[slot], own, strict=True)]
+            at = make_tiles([Chunk(0, len(whole[0]), -1, {})], fresh.tables)
+            x, a, b, z = whole
+            expected = delta.delta_rule_prompt_ref(fresh.rule, x, a, b, z.unflatten(1, (layer.heads, layer.size)), at)
+            expected = expected[-count:].flatten(1)
+            torch.testing.assert_close(out[row, per_row - count :], expected, rtol=2e-4, atol=2e-5)
+            num_accepted = rng.randint(1, count)
+            pending[slot] = num_accepted
+            add(slot, [part[:num_accepted] for part in own])

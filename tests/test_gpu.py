@@ -389,7 +389,7 @@ def test_what_is_compiled_ahead_is_not_launched() -> None:
         slots, token_ids = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), 7, device="cuda")
         scatter_tokens(state, slots, token_ids, 1, torch.zeros_like(token_ids))
 
-    state = SlotTensors(*(torch.zeros(2, 8, dtype=torch.int32, device="cuda")[:, i].contiguous() for i in range(6)))
+    state = SlotTensors(*(torch.zeros(2, 8, dtype=torch.int32, device="cuda")[:, i].contiguous() for i in range(8)))
     compile_ahead(torch.device("cuda", 0), [partial(scatter, state)] * 2)
     assert not state.last_token.any() and not state.num_computed.any()
     scatter(state)

@@ -478,7 +478,7 @@ def test_decode_rows_come_from_slots_and_tokens_go_back(rows: int, max_blocks: i
     state = slot_tensors.SlotTensors(
         last_token=numbers(1000), num_computed=numbers(max_blocks * block_size), num_prompt=numbers(1000),
         temperature=torch.rand(num_slots + 1, device=DEVICE), seed=numbers(2**31 - 1, 2),
-        drafts=numbers(1000, 0), block_tables=numbers(1000, 3, max_blocks),
+        drafts=numbers(1000, 0), num_blocks=numbers(9, 0), block_tables=numbers(1000, 3, max_blocks),
     )  # fmt: skip
     slots = torch.randperm(num_slots, device=DEVICE)[:rows].int()
     if rows > 1:

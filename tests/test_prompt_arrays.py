@@ -57,7 +57,7 @@ def test_every_field_by_hand(padded: bool) -> None:
     state = np.array(table, dtype=np.int32)[:, None]
     long = list(range(500, 500 + QUERY_TILE + 2))
     chunks = [
-        Chunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False),
+        Chunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False, successor=75),
         Chunk(1, 47, array("i", [81]), store=False, samples=True),
         Chunk(4, 0, array("i", long), store=True, samples=True),
     ]
@@ -78,11 +78,12 @@ def test_every_field_by_hand(padded: bool) -> None:
         # Padded to the most tiles that such sizes can take; tiles whose first query has the longest context come first.
         "tiles": [2, 1, 0, 2, *pad(-1), 1, 0, 0, 0, *pad(0)],
         "sample_tiles": [1, 2, -1, *pad(-1), 0, 1, 0, *pad(0)],
+        "successors": [75, -1, -1, *pad(-1)],
         "state_tiles": [],
         "state_chunks": [],
         "kept_states": [],
     }
-    arrays = make_prompt_arrays(chunks, total + 2 * padded, 3 + padded, state, 5, 16, NO_STATES)
+    arrays = make_prompt_arrays(chunks, total + 2 * padded, 3 + padded, state, 5, 16, NO_STATES, has_drafts=True)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == want
     assert all(array.dtype == np.int32 for array in arrays)
 
@@ -93,7 +94,7 @@ def test_padding_alone_and_nothing_at_all() -> None:
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
         "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "slots": [2, 2], "seq_lens": [1, 1],
         "cu_seqlens_q": [0, 0, 0], "sample_indices": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
-        "sample_tiles": [-1, -1, 0, 0], "state_tiles": [], "state_chunks": [], "kept_states": [],
+        "sample_tiles": [-1, -1, 0, 0], "successors": [], "state_tiles": [], "state_chunks": [], "kept_states": [],
     }  # fmt: skip
     assert all(
         array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16, NO_STATES)

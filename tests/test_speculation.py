@@ -191,7 +191,7 @@ def generate(depth: int, **settings: Any) -> tuple[list[RequestOutput], dict[str
             # No key is read that was not stored.
             runner = llm.llm_engine._runner
             assert isinstance(runner, ModelRunner)
-            for layer in runner.model.attention_layers:
+            for layer in runner.attention_layers:
                 for pages in (layer.layer.pages.k_cache, layer.layer.pages.v_cache):
                     pages.fill_(torch.nan)
         outputs = [output for _ in range(2) for output in llm.generate(list(asked), list(params), use_tqdm=False)]
@@ -271,7 +271,26 @@ def test_ranks_accept_the_same_drafts() -> None:
     assert stats["num_accepted_tokens"] > 0
 
 
-def test_models_with_states_are_refused(tmp_path: Path) -> None:
-    make_model("lfm2").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="speculative_config does not support models whose layers keep states"):
-        LLM(tmp_path, speculative_config=NGRAM, num_kvcache_blocks=100, max_model_len=256)
+@pytest.mark.parametrize(("name", "depth"), [("next", 1), ("lfm2", 0), ("falcon", 1), ("nemotron-moe", 0)])
+def test_states_are_kept_up_to_the_last_accepted_draft(
+    name: str, depth: int, tmp_path: Path, oracle: type[OracleDrafter]
+) -> None:
+    """With right drafts and wrong ones, chunks, several outputs, and prefix hits."""
+    make_model(name).save_pretrained(tmp_path)
+    prompts = [ids(150, 1, 0), ids(96, 1, 1), ids(5, 4, 2), ids(70, 1, 3)]
+    params = [SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0)] * 3
+    params.append(SamplingParams(0.9, seed=1, n=3, max_tokens=30, ignore_eos=True, logprobs=0))
+    found = []
+    for config in (None, NGRAM):
+        with LLM(tmp_path, **SETTINGS, device="cpu", speculative_config=config) as llm:
+            set_depth(llm, depth)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            # Answers go on, from states of prompts.
+            longer = [[*out.prompt_token_ids, *out.outputs[0].token_ids, 9] for out in outputs]
+            found.append(outputs + llm.generate(longer, params, use_tqdm=False))
+            check_blocks(llm.llm_engine.block_manager)
+            stats = llm.stats()
+            oracle.texts = [[*one.prompt_token_ids, *item.token_ids] for one in found[0] for item in one.outputs]
+    assert answers(found[1]) == answers(found[0])
+    torch.testing.assert_close(logprobs(found[1]), logprobs(found[0]), atol=1e-5, rtol=1e-4)
+    assert stats["num_accepted_tokens"] > 100 and stats["num_cached_tokens"] > 0

@@ -13,15 +13,19 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import ReplayRows, StateRows, StateTiles
 
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens."""
+    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens.
+
+    In engines with drafts `replay` stands for `rows`, if there are any.
+    """
 
     rows: StateRows
     tiles: StateTiles
+    replay: ReplayRows | None = None
 
 
 @dataclass

@@ -87,6 +87,7 @@ class BlockManager:
         max_chunk: most tokens of a sequence in one step.
         host: keeps evicted blocks, for a cache of one group that keeps all tokens, and states; None to drop them.
         num_clean_blocks: free blocks, next to be evicted, that `host` should already have a copy of.
+        keeps_decoded_states: whether states of outputs can be cached, too.
 
     Attributes:
         policies: policy of each group.
@@ -103,6 +104,7 @@ class BlockManager:
         max_chunk: int = 1,
         host: HostCache | None = None,
         num_clean_blocks: int = 0,
+        keeps_decoded_states: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -114,7 +116,7 @@ class BlockManager:
         # Blocks freed or registered so far; each brings a waiting sequence at most one block closer to fitting.
         self._num_gained = 0
         self.host = host
-        self._num_clean_blocks = num_clean_blocks
+        self._num_clean_blocks, self._keeps_decoded_states = num_clean_blocks, keeps_decoded_states
         # What the step being planned loads, by destination; the copies of states that it makes; the states that it
         # computes, and the blocks of the ones that it keeps.
         self._loads: dict[int, BlockTransfer] = {}
@@ -684,6 +686,8 @@ class BlockManager:
         parent = seq.block_tables[0].registered_identity
         is_prompt = num_blocks * self.block_size < seq.num_prompt_tokens
         if not is_prompt:
+            if not self._keeps_decoded_states:
+                return
             if seq.decode_state is not None:
                 self._replace(seq.decode_state)
             seq.decode_state = parent

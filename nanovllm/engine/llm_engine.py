@@ -95,6 +95,8 @@ class LLMEngine(Engine):
             host=None if memory is None else HostCache(memory, config.kvcache_block_size),
             # With states, twice the number: for new ones, and what prompts keep.
             num_clean_blocks=-(-2 * config.max_num_batched_tokens // config.kvcache_block_size) * (2 if states else 1),
+            # With drafts they are stored late.
+            keeps_decoded_states=not runner.num_drafts,
         )
         self.scheduler = Scheduler(
             self.block_manager,

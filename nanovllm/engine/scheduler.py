@@ -108,7 +108,6 @@ class Scheduler:
         # Sorted; at most one per slot.
         self.running: list[Sequence] = []
         # The running sequences that have caught up.
-        num_drafts = 0 if block_manager.has_states else num_drafts
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, max_draft_rows)
         self.stats = SchedulerStats(num_accepted_per_position=[0] * num_drafts)
         self._num_matched_tokens = 0
@@ -218,7 +217,9 @@ class Scheduler:
                 batch.transfers += copies
         batch.new_blocks += manager.own_states(seq)
         if num_new > 1:
-            batch.new_blocks += manager.extend(seq, seq.num_computed_tokens + min(num_new, self._budget))
+            # The drafter stores keys of the drafts after these tokens.
+            num_tokens = min(num_new, self._budget) + num_new - 1
+            batch.new_blocks += manager.extend(seq, seq.num_computed_tokens + num_tokens)
         self.steady.note_room(seq, manager.capacity(seq))
 
     def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -310,7 +311,8 @@ class Scheduler:
         self._budget -= end - start
         seq.num_computed_tokens = end
         kept = self.block_manager.register_chunk(seq, start)
-        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept))
+        successor = -1 if samples else seq.token_ids[end]
+        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept, successor))
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:
         """Count the token that this step samples for a sequence that has caught up."""

@@ -421,7 +421,7 @@ class SteadyRows:
             return []
         slots = self._all_rows().slots
         num_tokens = self.num_tokens[slots]
-        num_stored = num_tokens + self._most_new[slots] - 1 if self.num_drafts else num_tokens
+        num_stored = num_tokens + 2 * (self._most_new[slots] - 1) if self.num_drafts else num_tokens
         is_shared = num_tokens - self.num_unsure[slots] <= self._num_shared[slots]
         rows = np.flatnonzero((num_stored > self._capacity[slots]) | is_shared)
         return [self.seqs[row] for row in rows]

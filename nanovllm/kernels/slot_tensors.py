@@ -25,6 +25,7 @@ class SlotTensors:
         temperature: float32; 0 is greedy.
         seed: [num_slots + 1, 2]; low and high word.
         drafts: [num_slots + 1, num_drafts]; tokens that may follow the newest one, then -1.
+        num_blocks: [num_slots + 1, num_groups]; the entries of the block tables. [num_slots + 1, 0] without drafts.
         block_tables: [num_slots + 1, num_groups, max_blocks]; of each group of the KV cache.
     """
 
@@ -34,6 +35,7 @@ class SlotTensors:
     temperature: torch.Tensor
     seed: torch.Tensor
     drafts: torch.Tensor
+    num_blocks: torch.Tensor
     block_tables: torch.Tensor
 
 

@@ -6,7 +6,8 @@ divided among the ranks by key heads, with each its group of value heads.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, W
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
+    from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
 
 
 def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str | None, Shard]:
@@ -107,6 +109,12 @@ class GatedDeltaNet(StateLayer, LoadableModule):
             "conv": ((sizes.conv_width, self.channels), dtype),
         })  # fmt: skip
 
+    @property
+    @override
+    def input_sizes(self) -> list[int]:
+        num_heads = self.value_heads.size
+        return [self.channels + num_heads * self.sizes.value_size, 2 * num_heads]
+
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
         super().bind(pool, places)
@@ -134,11 +142,14 @@ class GatedDeltaNet(StateLayer, LoadableModule):
 
     def _apply_rule(self, qkvz: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
         """Return the outputs of the delta rule, [num_tokens, value heads, value_size], and store the states."""
+        return self.run(
+            (qkvz, ba), partial(self._run_rule, delta_rule_step), partial(self._run_rule, delta_rule_prompt)
+        )
+
+    def _run_rule(
+        self, run: Callable[..., torch.Tensor], qkvz: torch.Tensor, ba: torch.Tensor, states: StateRows | StateTiles
+    ) -> torch.Tensor:
         num_heads = self.value_heads.size
         x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, (num_heads, self.sizes.value_size))
         b, a = ba.split(num_heads, 1)
-        return self.run(
-            len(x),
-            lambda own, states: delta_rule_step(self.rule, x[own], a[own], b[own], z[own], states),
-            lambda own, states: delta_rule_prompt(self.rule, x[own], a[own], b[own], z[own], states),
-        )
+        return run(self.rule, x, a, b, z, states)

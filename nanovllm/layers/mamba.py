@@ -6,7 +6,8 @@ among the ranks by groups of heads, which share keys and queries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, W
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
+    from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
 
 _HEAD_PARAMS = ("A_log", "dt_bias", "D")
 
@@ -96,6 +98,11 @@ class Mamba(StateLayer, LoadableModule):
             "conv": ((sizes.conv_width, self.channels), dtype),
         })  # fmt: skip
 
+    @property
+    @override
+    def input_sizes(self) -> list[int]:
+        return [self.heads.size * self.sizes.head_size + self.channels + self.heads.size]
+
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
         super().bind(pool, places)
@@ -117,11 +124,11 @@ class Mamba(StateLayer, LoadableModule):
     @override
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
         projected, total = self.in_proj(x, norm, residual)
+        return self.run([projected], partial(self._scan, mamba2_step), partial(self._scan, mamba2_prompt)), total
+
+    def _scan(
+        self, scan: Callable[..., torch.Tensor], projected: torch.Tensor, states: StateRows | StateTiles
+    ) -> torch.Tensor:
         heads, size = self.heads.size, self.sizes.head_size
         z, channels, dt = projected.split([heads * size, self.channels, heads], 1)
-        out = self.run(
-            len(projected),
-            lambda own, states: mamba2_step(self.space, channels[own], dt[own], z[own], states),
-            lambda own, states: mamba2_prompt(self.space, channels[own], dt[own], z[own], states),
-        )
-        return out, total
+        return scan(self.space, channels, dt, z, states)

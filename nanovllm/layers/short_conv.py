@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -74,6 +73,11 @@ class ShortConv(StateLayer):
         channels, width = self.conv1d.shard.size
         return State({"conv": ((width, channels), dtype)})
 
+    @property
+    @override
+    def input_sizes(self) -> list[int]:
+        return [self.conv1d.shard.size[0]]
+
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
         super().bind(pool, places)
@@ -89,13 +93,13 @@ class ShortConv(StateLayer):
         projected, total = self.in_proj(x, norm, residual)
         b, c, inner = projected.chunk(3, 1)
         gated = b * inner
-        return c * self.run(len(gated), partial(self._step, gated), partial(self._prompt, gated)), total
+        return c * self.run([gated], self._step, self._prompt), total
 
-    def _step(self, x: torch.Tensor, own: slice, states: StateRows) -> torch.Tensor:
-        return causal_conv_step(x[own], self.conv1d.weight.squeeze(1), None, self.conv, states, silu=False)
+    def _step(self, x: torch.Tensor, states: StateRows) -> torch.Tensor:
+        return causal_conv_step(x, self.conv1d.weight.squeeze(1), None, self.conv, states, silu=False)
 
-    def _prompt(self, x: torch.Tensor, own: slice, states: StateTiles) -> torch.Tensor:
+    def _prompt(self, x: torch.Tensor, states: StateTiles) -> torch.Tensor:
         weight = self.conv1d.weight.squeeze(1)
-        out = causal_conv(x[own], weight, None, self.conv, states, silu=False)
-        store_rings(x[own], weight.shape[1], self.conv, states)
+        out = causal_conv(x, weight, None, self.conv, states, silu=False)
+        store_rings(x, weight.shape[1], self.conv, states)
         return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
     from nanovllm.kernels.mixers.state_pool import StatePool
-    from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+    from nanovllm.kernels.mixers.state_rows import ReplayRows
 
 
 class StateLayer(nn.Module, ABC):
@@ -27,17 +27,25 @@ class StateLayer(nn.Module, ABC):
         pool: the memory of all states; bound by the runner.
         places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
         slice_size: float32 elements that kernels read from one part of a block, at multiples of this number.
+        kept_inputs: in engines with drafts, for each input of `run`, [num_slots + 1, 1 + num_drafts, size]; see
+            `ReplayRows`.
         o_proj: the last product.
     """
 
     pool: StatePool
     places: Mapping[str, int]
     slice_size = 1
+    kept_inputs: list[torch.Tensor]
     o_proj: RowParallelLinear
 
     @abstractmethod
     def state_spec(self, dtype: torch.dtype) -> State:
         """Return what the layer keeps of each sequence; dtype: of the activations."""
+
+    @property
+    @abstractmethod
+    def input_sizes(self) -> list[int]:
+        """Elements of each input of `run`."""
 
     @abstractmethod
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
@@ -67,19 +75,40 @@ class StateLayer(nn.Module, ABC):
         """Take from the layer what `bind` gave it."""
         del self.pool, self.places
 
+    def keep_inputs(self, num_slots: int, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate `kept_inputs`, of `num_tokens` tokens of a slot; dtype: of the activations."""
+        self.kept_inputs = [
+            torch.zeros(num_slots + 1, num_tokens, size, dtype=dtype, device=device) for size in self.input_sizes
+        ]
+
     def run(
-        self,
-        num_tokens: int,
-        step: Callable[[slice, StateRows], torch.Tensor],
-        prompt: Callable[[slice, StateTiles], torch.Tensor],
+        self, inputs: Sequence[torch.Tensor], step: Callable[..., torch.Tensor], prompt: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
-        """Return the outputs of `step` for the decode rows among a step's tokens, and of `prompt` for its chunks."""
-        metadata = get_step_metadata()
-        states, num_decodes = metadata.states, metadata.num_decodes
+        """Return the outputs of `step` for the decode rows among a step's tokens, and of `prompt` for its chunks.
+
+        inputs: [num_tokens, size] each. The functions take the inputs of some tokens, and `StateRows` or `StateTiles`.
+        """
+        metadata, num_tokens, outs = get_step_metadata(), len(inputs[0]), list[torch.Tensor]()
+        states, num_row_tokens = metadata.states, metadata.num_decodes
         assert states is not None
-        outs = list[torch.Tensor]()
-        if num_decodes:
-            outs.append(step(slice(num_decodes), states.rows))
-        if num_decodes < num_tokens:
-            outs.append(prompt(slice(num_decodes, None), states.tiles))
+        if states.replay is not None:
+            num_row_tokens = len(states.replay.outputs)
+            outs.append(self._replay([x[:num_row_tokens] for x in inputs], states.replay, prompt))
+        elif num_row_tokens:
+            outs.append(step(*(x[:num_row_tokens] for x in inputs), states.rows))
+        if num_row_tokens < num_tokens:
+            outs.append(prompt(*(x[num_row_tokens:] for x in inputs), states.tiles))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _replay(
+        self, inputs: list[torch.Tensor], rows: ReplayRows, prompt: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the outputs of rows of drafted tokens, and keep their inputs."""
+        num_rows, per_row = rows.kept.shape
+        places = list[torch.Tensor]()
+        for new, kept in zip(inputs, self.kept_inputs, strict=True):
+            both = torch.cat((kept[rows.slots], new.unflatten(0, (num_rows, per_row))), 1).flatten(0, 1)
+            places.append(both[rows.sources])
+            kept[rows.slots, :per_row] = both[rows.kept]
+        out = prompt(*places, rows.tiles)[rows.outputs]
+        return out.masked_fill(rows.is_padding.view(-1, *[1] * (out.dim() - 1)), 0)

@@ -25,6 +25,27 @@ if TYPE_CHECKING:
     from nanovllm.kernels.policy import KernelPolicy
 
 
+class HiddenStateTap:
+    """Keeps hidden states of a forward pass: the residual stream, as some layers take it.
+
+    numbers: of the layers, from 0.
+    """
+
+    def __init__(self, numbers: tuple[int, ...]) -> None:
+        self.numbers = numbers
+        self._recorded: dict[int, torch.Tensor] = {}
+
+    def record(self, number: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Keep the sum of x and residual if layer `number` is asked for; neither is kept itself."""
+        if number in self.numbers:
+            branch = x.sum(0) if x.dim() == 3 else x
+            self._recorded[number] = branch.clone() if residual is None else branch + residual
+
+    def states(self) -> torch.Tensor:
+        """Return what was kept, in the order of the numbers, [num_tokens, len(numbers) * hidden_size]."""
+        return torch.cat([self._recorded[number] for number in self.numbers], 1)
+
+
 class CausalLM(WeightedModel):
     """One rank's shard of a model of a config's shape; parameters are created on the default device, not yet filled."""
 
@@ -119,6 +140,19 @@ class CausalLM(WeightedModel):
         """
         states: Stream = self.model(token_ids, positions, rows)
         return states
+
+    def forward_tapped(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, numbers: tuple[int, ...]
+    ) -> tuple[Stream, torch.Tensor]:
+        """Return what `forward` does, and hidden states of all tokens; only of native decoders.
+
+        numbers: of the layers whose inputs these are. The states are [num_tokens, len(numbers) * hidden_size].
+        """
+        decoder: Any = self.model
+        # There are fewer layers while kernels are compiled.
+        tap = HiddenStateTap(tuple(min(number, len(decoder.layers) - 1) for number in numbers))
+        states: Stream = decoder(token_ids, positions, rows, tap)
+        return states, tap.states()
 
     def hidden_states(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return the states after the last norm, [num_rows, hidden_size]; x, residual: from `forward`."""

@@ -26,7 +26,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.base import CausalLM
+from nanovllm.models.base import CausalLM, HiddenStateTap
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream, Weight
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class SelfAttention(nn.Module):
-    """Self-attention of one layer."""
+    """Self-attention of one layer; in_features: elements of its input if they are not the hidden size."""
 
     def __init__(
         self,
@@ -55,6 +55,8 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding,
         options: AttentionOptions,
         prefix: str,
+        *,
+        in_features: int | None = None,
     ) -> None:
         super().__init__()
         quant_config = config.quantization
@@ -62,7 +64,7 @@ class SelfAttention(nn.Module):
         architecture = config.architecture
         qkv_bias, qk_norm, has_gates = architecture.qkv_bias, architecture.qk_norm, architecture.gates_attention
         self.qkv_proj = QKVParallelLinear(
-            hidden_size, head_dim, shard.heads.times(2 if has_gates else 1), shard.kv_heads, qkv_bias,
+            in_features or hidden_size, head_dim, shard.heads.times(2 if has_gates else 1), shard.kv_heads, qkv_bias,
             quant_config=quant_config, prefix=f"{prefix}.qkv_proj",
         )  # fmt: skip
         self.o_proj = RowParallelLinear(
@@ -277,7 +279,6 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
         is_post_norm = config.architecture.norms == "after"
-        make_layer = PostNormDecoderLayer if is_post_norm else DecoderLayer
         reducer = communicator if is_post_norm else None
         self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
         ropes = {layer.rope for layer in config.layers if layer.attends}
@@ -285,29 +286,49 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList()
         for number, layer in enumerate(config.layers):
             prefix = f"model.layers.{number}"
-            mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
-            make_mlp = partial(_make_mlp, config, shard, communicator, layer.has_experts)
-            if config.architecture.has_single_blocks:
-                block = make_mlp(f"{prefix}.mixer") if mixer is None else mixer
-                self.layers.append(SingleDecoderLayer(config, communicator, block, mixes=mixer is not None))
-                continue
-            assert mixer is not None
-            self.layers.append(make_layer(config, communicator, mixer, make_mlp(f"{prefix}.mlp")))
+            self.layers.append(make_layer(config, shard, communicator, layer, rotaries, prefix))
         # The outputs of the branches' norms are already equal on all ranks.
         last = Communicator() if is_post_norm else communicator
         offset = config.architecture.norm_offset
         self.norm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, last, offset)
         self.multiplier = 1.0 if config.multipliers is None else config.multipliers.embedding
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None) -> Stream:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+        tap: HiddenStateTap | None = None,
+    ) -> Stream:
         """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens."""
         x, residual = self.embed_tokens(token_ids), None
         if self.multiplier != 1:
             x = x * self.multiplier
         for i, layer in enumerate(self.layers, 1):
+            if tap is not None:
+                tap.record(i - 1, x, residual)
             # After the last layer's attention only the rows to sample from are needed.
             x, residual = layer(x, residual, positions, rows if i == len(self.layers) else None)
         return x, residual
+
+
+def make_layer(
+    config: ModelConfig,
+    shard: ModelShard,
+    communicator: Communicator,
+    layer: LayerConfig,
+    rotaries: dict[RopeConfig | None, RotaryEmbedding],
+    prefix: str,
+) -> nn.Module:
+    """Return a decoder layer; prefix: its name in the checkpoint."""
+    mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
+    make_mlp = partial(_make_mlp, config, shard, communicator, layer.has_experts)
+    if config.architecture.has_single_blocks:
+        block = make_mlp(f"{prefix}.mixer") if mixer is None else mixer
+        return SingleDecoderLayer(config, communicator, block, mixes=mixer is not None)
+    assert mixer is not None
+    kind = PostNormDecoderLayer if config.architecture.norms == "after" else DecoderLayer
+    return kind(config, communicator, mixer, make_mlp(f"{prefix}.mlp"))
 
 
 def _make_mixer(

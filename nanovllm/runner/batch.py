@@ -19,7 +19,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.kernels.drafts import gather_drafted_rows
-from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import TILE, ReplayRows, StateRows, StateTiles, replay_rows
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
@@ -60,6 +60,8 @@ class StepInputs:
         is_new: [num_decodes, 1 + num_drafts] bool; see `DraftedRows`. None in steps without drafts.
         token_slots: [num_tokens] int32; the slot of each token, and of what is not new the padding slot. None in
             engines without drafts.
+        successors: [num_chunks] int32; the token after each chunk, -1 if none is known. Empty without drafts or chunks.
+        hidden_states: [num_tokens, size]; the ones that the drafter reads, of all tokens. None if it reads none.
     """
 
     token_ids: torch.Tensor
@@ -71,6 +73,8 @@ class StepInputs:
     num_row_tokens: int
     is_new: torch.Tensor | None = None
     token_slots: torch.Tensor | None = None
+    successors: torch.Tensor | None = None
+    hidden_states: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class PromptArrays(NamedTuple):
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
         tiles: [2 * num_tiles]; the chunk of each tile of queries (-1 for padding), then its number within the chunk.
         sample_tiles: [2 * C]; likewise for the tiles that contain one of sample_indices.
+        successors: [C]; the token after each chunk, -1 if none is known. Empty in engines without drafts.
         state_tiles, state_chunks: [4 * num_tiles] and [5 * C], if layers keep states; see `StateTiles`.
         kept_states: [S * n]; blocks of the states that are kept within chunks.
     """
@@ -141,6 +146,7 @@ class PromptArrays(NamedTuple):
     sample_slots: Any
     tiles: Any
     sample_tiles: Any
+    successors: Any
     state_tiles: Any
     state_chunks: Any
     kept_states: Any
@@ -168,6 +174,8 @@ def make_prompt_arrays(
     padding_slot: int,
     block_size: int,
     states: StateSizes,
+    *,
+    has_drafts: bool = False,
 ) -> PromptArrays:
     """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
@@ -188,6 +196,7 @@ def make_prompt_arrays(
         if not chunk.store:
             slot_mapping[:, first:end] = -1
     samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+    successors = np.array([chunk.successor for chunk in chunks], dtype=np.int32)
     return PromptArrays(
         token_ids=_pad(token_ids, num_tokens, 0),
         positions=_pad(positions, num_tokens, 0),
@@ -201,6 +210,7 @@ def make_prompt_arrays(
         sample_tiles=np.concatenate(
             (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
         ),
+        successors=_pad(successors, num_chunks, -1) if has_drafts else NO_ROWS.slots,
         **states.arrays(chunks, num_tokens, num_chunks),
     )
 
@@ -338,6 +348,10 @@ class BatchBuilder:
         num_groups: groups of the cache.
         num_state_blocks: blocks of a sequence's state, in the last group; 0 if no layer keeps any.
         num_drafts: see `Runner`.
+
+    Attributes:
+        num_pending: [num_slots + 1] int32; of each slot, accepted tokens that are not in its state yet, if the model
+            keeps states and the engine drafts; else None. See `ReplayRows`.
     """
 
     def __init__(
@@ -356,6 +370,9 @@ class BatchBuilder:
         self.block_size, self.num_drafts = block_size, num_drafts
         self._states = StateSizes(num_state_blocks, block_size)
         self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device, num_drafts)
+        self.num_pending: torch.Tensor | None = None
+        if num_state_blocks and num_drafts:
+            self.num_pending = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         if num_state_blocks:
             # Padding has no state.
             self.slots.tensors.block_tables[self.slots.padding_slot, -1] = -1
@@ -366,7 +383,7 @@ class BatchBuilder:
         # The most that a step sends: padded prompts; decode slots; attention's plan; indices and values of all slots.
         num_tokens, num_chunks = 2 * max_num_batched_tokens, 2 * num_slots
         prompts = PromptArrays.total_size(num_tokens, num_chunks, num_groups)
-        prompts += self._states.total_size(num_tokens, num_chunks)
+        prompts += self._states.total_size(num_tokens, num_chunks) + (num_chunks if num_drafts else 0)
         self._staging = Staging(prompts + 2 * self.slots.size + 2 * num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
@@ -396,7 +413,7 @@ class BatchBuilder:
         changed_index, changed_values = slots.update_host(batch)
         prompts = make_prompt_arrays(
             chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size,
-            self._states,
+            self._states, has_drafts=self.num_drafts > 0,
         )  # fmt: skip
         num_padding = shape.num_decodes - len(batch.rows)
         decode_slots = batch.rows.slots
@@ -451,12 +468,18 @@ class BatchBuilder:
         else:
             decodes = gather_decode_rows(state, slots, self.block_size)
         metadata = self._metadata(step, decodes)
+        if metadata.states is not None and self.num_pending is not None:
+            # A chunk stores its states at once.
+            self.num_pending[prompts.slots] = 0
+            if len(slots):
+                replay = self._replay(slots, is_new, decodes.block_tables[-1], self.num_pending)
+                metadata.states = replace(metadata.states, replay=replay)
         token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
             return StepInputs(
                 decodes.token_ids, decodes.positions, metadata, None, slots, sampling, num_row_tokens, is_new,
-                token_slots,
+                token_slots, prompts.successors,
             )  # fmt: skip
         positions = torch.cat((decodes.positions, prompts.positions))
         decode_indices = torch.arange(num_row_tokens, device=slots.device)
@@ -479,6 +502,7 @@ class BatchBuilder:
             num_row_tokens=num_row_tokens,
             is_new=is_new,
             token_slots=token_slots,
+            successors=prompts.successors,
         )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:
@@ -520,6 +544,20 @@ class BatchBuilder:
         chunks = torch.searchsorted(ends, places, right=True)
         padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
         return torch.cat((slots, padded[chunks]))
+
+    def _replay(
+        self, slots: torch.Tensor, is_new: torch.Tensor | None, tables: torch.Tensor, num_pending: torch.Tensor
+    ) -> ReplayRows:
+        """Return the rows of a step whose states are stored one step late; arguments of its decode rows."""
+        is_row = (slots != self.slots.padding_slot).unsqueeze(1)
+        return replay_rows(
+            slots.long(),
+            is_row if is_new is None else is_new & is_row,
+            self.slots.tensors.num_computed[slots],
+            num_pending[slots] * is_row.squeeze(1),
+            most_pending=1 + self.num_drafts,
+            tables=tables[:, : self._states.num_blocks],
+        )
 
     def _state_metadata(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
         """Return the states of a step: sequences own the ones in their tables, and overwrite them."""

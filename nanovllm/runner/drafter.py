@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
+from dataclasses import replace
 
 import numpy as np
 import torch
 from typing_extensions import override
 
+from nanovllm.attention.backend import AttentionBackend
+from nanovllm.attention.metadata import StepMetadata, set_step_metadata
 from nanovllm.config import SpeculativeConfig
 from nanovllm.kernels.drafts import ngram_drafts
-from nanovllm.kernels.slot_tensors import SlotTensors
+from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows
+from nanovllm.models.draft_head import DraftHead
 from nanovllm.runner.batch import StepInputs
+from nanovllm.runner.messages import NO_ROWS
 
 
 class Drafter(ABC):
-    """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not."""
+    """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not.
+
+    Attributes:
+        numbers: of the model's hidden states that it reads; see `DraftHeadConfig`.
+    """
+
+    numbers: tuple[int, ...] = ()
 
     @abstractmethod
     def add(self, slot: int, cached_token_ids: array[int]) -> None:
@@ -63,3 +74,101 @@ class NgramDrafter(Drafter):
         # Behind the accepted drafts these are wrong, and not read before they are written again.
         self.history[slots, positions + 1] = sampled.int()
         ngram_drafts(state, self.history, inputs.sample_slots, self.lookup)
+
+
+class HeadDrafter(Drafter):
+    """Drafts with a head that reads the model's hidden states, and keeps its own keys in the same blocks.
+
+    In every step the head computes the step's tokens, each with the one after it, and drafts after the newest; then one
+    draft after another. Its keys are therefore shared, copied and evicted with the model's. A block's last keys are of
+    the text that it was first computed for: where texts part right after a block, they differ by one embedding.
+
+    Args:
+        head: its attention layer is bound to a cache.
+        backend: of the model's attention.
+        block_size: tokens per block.
+        num_drafts: drafts of a row.
+        max_rows: rows of a step that may compute drafts; with more, none are made.
+    """
+
+    def __init__(
+        self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int, max_rows: int
+    ) -> None:
+        self.head, self.numbers, self.backend = head, head.numbers, backend
+        self.block_size, self.num_drafts, self.max_rows = block_size, num_drafts, max_rows
+        self._variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots.reshape(0, 0)).variant
+
+    @override
+    def add(self, slot: int, cached_token_ids: array[int]) -> None:
+        """The head's keys of cached tokens are cached, too."""
+
+    @override
+    def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
+        head, slots = self.head, inputs.sample_slots.long()
+        assert inputs.hidden_states is not None
+        embeds = head.embed(_next_token_ids(inputs, sampled, len(state.last_token) - 1))
+        rows = _newest_rows(inputs, state.num_computed[slots])
+        with set_step_metadata(inputs.metadata):
+            states, hidden = head.advance(embeds, head.begin(inputs.hidden_states), inputs.positions, rows)
+        state.drafts[slots] = -1
+        if len(slots) > self.max_rows:
+            return
+        has_room = torch.ones_like(slots, dtype=torch.bool)
+        for number in range(self.num_drafts):
+            drafts = head.draft(states)
+            state.drafts[slots, number] = torch.where(has_room, drafts, -1).int()
+            if number + 1 < self.num_drafts:
+                step, positions, has_room = self._step_of_drafts(state, inputs.sample_slots, number)
+                self.backend.plan(step)
+                with set_step_metadata(step):
+                    states, hidden = head.advance(head.embed(drafts), hidden, positions, None)
+
+    def _step_of_drafts(
+        self, state: SlotTensors, slots: torch.Tensor, number: int
+    ) -> tuple[StepMetadata, torch.Tensor, torch.Tensor]:
+        """Return what a row of one token for each slot reads, its position, and whether there is a block for it.
+
+        number: tokens that are not computed yet, and come before it.
+        """
+        ahead = replace(state, num_computed=state.num_computed + number)
+        rows = gather_decode_rows(ahead, slots, self.block_size)
+        group = self.head.attention_layers[0].layer.group
+        # Blocks beyond are other sequences'.
+        has_room = rows.positions // self.block_size < state.num_blocks[slots.long(), group]
+        mappings = [mapping.where(has_room, -1) for mapping in rows.slot_mapping]
+        none = slots.new_empty(0)
+        step = StepMetadata(
+            num_decodes=len(slots), slot_mappings=mappings, block_tables=list(rows.block_tables),
+            seq_lens=rows.seq_lens, cu_seqlens_q=none, query_tiles=none, sample_tiles=none,
+            seq_lens_host=[] if slots.is_cuda else rows.seq_lens.tolist(), variant=self._variant,
+        )  # fmt: skip
+        return step, rows.positions, has_room
+
+
+def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int) -> torch.Tensor:
+    """Return the token after each of a step's tokens, [num_tokens] int32."""
+    first, num_tokens, successors = inputs.num_row_tokens, len(inputs.token_ids), inputs.successors
+    if inputs.sample_indices is None or successors is None:
+        return sampled.int()
+    # The last entry takes what is for no token.
+    following = torch.cat((sampled[:first].int(), inputs.token_ids[first + 1 :], successors.new_zeros(2)))
+    ends = inputs.metadata.cu_seqlens_q[-len(successors) :] - 1 + (first if inputs.is_new is None else 0)
+    following[ends.where(successors >= 0, num_tokens).long()] = successors
+    is_padding = inputs.sample_slots[-len(successors) :] == padding_slot
+    following[inputs.sample_indices[first:].masked_fill(is_padding, num_tokens).long()] = sampled[first:].int()
+    return following[:num_tokens]
+
+
+def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor | None:
+    """Return the tokens of a step whose successors are now the newest of their sequences; None for all.
+
+    num_computed: [num_samples] int32; of the slots that are sampled, after the step.
+    """
+    if inputs.is_new is None:
+        return inputs.sample_indices
+    num_rows, per_row = inputs.is_new.shape
+    last = inputs.positions[: inputs.num_row_tokens].view(num_rows, per_row)[:, -1]
+    # What is new comes last in a row.
+    columns = (per_row - last + num_computed[:num_rows] - 2).clamp(min=0)
+    rows = torch.arange(num_rows, device=columns.device) * per_row + columns
+    return rows if inputs.sample_indices is None else torch.cat((rows, inputs.sample_indices[inputs.num_row_tokens :]))

@@ -110,6 +110,7 @@ class Chunk:
     `store` is false for the one token that a full prefix hit recomputes inside a shared block: its keys and values are
     already stored, and shared blocks are immutable. `samples` is true if no known token follows. `scores` and `pooling`
     ("last" or "mean") request more from its hidden states than a token. `kept_states` end before the chunk does.
+    `successor` is the token after the chunk's last, -1 if none is known.
     """
 
     slot: int
@@ -120,6 +121,7 @@ class Chunk:
     scores: PromptScores | None = None
     pooling: str | None = None
     kept_states: list[KeptState] = field(default_factory=list)
+    successor: int = -1
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,12 @@ from nanovllm.kernels.drafts import verify_drafts
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.models import load_model
+from nanovllm.models.draft_head import load_draft_head
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.quantization.weight import Stream
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes, max_draft_rows
-from nanovllm.runner.drafter import Drafter, NgramDrafter
+from nanovllm.runner.drafter import Drafter, HeadDrafter, NgramDrafter
 from nanovllm.runner.kv_cache import KVCache, block_bytes, state_kind, window_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
 from nanovllm.runner.messages import CacheKind, HostMemory, ScheduledBatch
@@ -127,10 +128,16 @@ class ModelRunner:
         )
         self.model.set_kernel_policy(self.policy)
         self.weights = ModelWeights(self.model, self.device, self.communicator)
+        most_positions = self.max_model_len + self.num_drafts
+        self.head = load_draft_head(self.config, self.model, folder, most_positions, self.dtype, self.device)
+        if self.head is not None:
+            self.head.set_kernel_policy(self.policy)
+        heads = [] if self.head is None else [self.head]
+        self.attention_layers = [layer for model in (self.model, *heads) for layer in model.attention_layers]
 
     def _make_backend(self) -> None:
         config, self.shard = self.config, self.model.shard
-        self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.model.attention_layers]
+        self.kv_specs = [layer.kv_cache_spec(self.kv_dtype) for layer in self.attention_layers]
         self.kv_groups = self._make_groups()
         self.cache_kinds = self._make_kinds()
         block_size, num_heads = config.kvcache_block_size, self.shard.heads.size
@@ -171,6 +178,8 @@ class ModelRunner:
             num_drafts=self.num_drafts,
         )  # fmt: skip
         self.drafter = self._make_drafter()
+        for layer in self.model.state_layers if self.num_drafts else ():
+            layer.keep_inputs(config.max_num_running, 1 + self.num_drafts, self.dtype, self.device)
         # Tokens of decode rows, padding, and tokens of chunks; and what `PendingStep` says of drafts.
         num_rows = 2 * config.max_num_running
         num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts
@@ -183,19 +192,22 @@ class ModelRunner:
         config, speculation = self.config, self.config.speculation
         if speculation is None:
             return None
-        if self.model.state_layers:
-            raise ValueError("speculative_config does not support models whose layers keep states yet")
         if self.is_cuda and not self.backend.supports_mixed_graph:
             raise ValueError(
                 f"speculative_config does not support attention_backend={config.attention_backend!r} on a GPU: use "
                 "'triton', whose steps with drafts are CUDA graphs"
             )
-        return NgramDrafter(speculation, config.max_num_running, self.max_model_len, self.device)
+        if self.head is None:
+            return NgramDrafter(speculation, config.max_num_running, self.max_model_len, self.device)
+        return HeadDrafter(
+            self.head, self.backend, block_size=config.kvcache_block_size, num_drafts=self.num_drafts,
+            max_rows=self.max_draft_rows,
+        )  # fmt: skip
 
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
         self.kv_cache = KVCache(
-            self.model.attention_layers, self.kv_specs, self.kv_groups, self.backend, self._num_clipped,
+            self.attention_layers, self.kv_specs, self.kv_groups, self.backend, self._num_clipped,
             num_blocks=num_blocks, block_size=self.config.kvcache_block_size,
             state_layers=self.model.state_layers, layout=self.state_layout,
         )  # fmt: skip
@@ -303,7 +315,7 @@ class ModelRunner:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
         if part is _Part.WHOLE_CHUNKS:
-            hidden = self.model.hidden_states(*self._run_model(inputs, None))
+            hidden = self._compute_hidden_states(inputs)
             logits = self.model.project_logits(hidden[inputs.sample_indices])
             return Unsampled(inputs, logits, hidden[step.shape.num_row_tokens :])
         logits = self._compute_logits(inputs)
@@ -317,12 +329,32 @@ class ModelRunner:
 
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
         """Run the model; return the logits, [num_samples, tokens of this rank]."""
-        return self.model.compute_logits(*self._run_model(inputs, inputs.sample_indices))
+        if not self._reads_last:
+            return self.model.compute_logits(*self._run_model(inputs, inputs.sample_indices))
+        hidden, rows = self._compute_hidden_states(inputs), inputs.sample_indices
+        return self.model.project_logits(hidden if rows is None else hidden[rows])
+
+    def _compute_hidden_states(self, inputs: StepInputs) -> torch.Tensor:
+        """Run the model; return the states of all tokens after the last norm, [num_tokens, hidden_size]."""
+        hidden = self.model.hidden_states(*self._run_model(inputs, None))
+        if self._reads_last:
+            inputs.hidden_states = hidden
+        return hidden
+
+    @property
+    def _reads_last(self) -> bool:
+        """Whether the drafter reads the states after the last norm."""
+        return self.drafter is not None and self.drafter.numbers == (self.model_config.num_layers,)
 
     def _run_model(self, inputs: StepInputs, rows: torch.Tensor | None) -> Stream:
         self.backend.plan(inputs.metadata)
         with set_step_metadata(inputs.metadata):
-            states: Stream = self.model(inputs.token_ids, inputs.positions, rows)
+            if self.drafter is None or not self.drafter.numbers or self._reads_last:
+                states: Stream = self.model(inputs.token_ids, inputs.positions, rows)
+            else:
+                states, inputs.hidden_states = self.model.forward_tapped(
+                    inputs.token_ids, inputs.positions, rows, self.drafter.numbers
+                )
         return states
 
     def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> PendingStep:
@@ -356,12 +388,17 @@ class ModelRunner:
     def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Store tokens in their slots for the next step, and in `_sampled`, from which they are copied to the host."""
         slots, num_decodes, state = inputs.sample_slots, inputs.metadata.num_decodes, self.batch_builder.slots.tensors
+        num_pending = self.batch_builder.num_pending
         if inputs.is_new is None:
             scatter_tokens(state, slots, token_ids, num_decodes, self._sampled)
             end = len(token_ids)
+            if num_pending is not None:
+                num_pending[slots[:num_decodes]] = 1
         else:
             rows, first = inputs.is_new.shape[0], inputs.num_row_tokens
             counts, tokens = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))
+            if num_pending is not None:
+                num_pending[slots[:rows]] = counts.int()
             if len(slots) > rows:
                 scatter_tokens(state, slots[rows:], token_ids[first:], 0, self._sampled[first:])
             self._sampled[:first] = tokens.flatten()
@@ -416,6 +453,8 @@ class ModelRunner:
             self._drop_graphs()
             self._free()
             self.weights.release(keep_weights)
+            if self.head is not None:
+                self.head.weights.release(keep=True)
             free_memory(self.device)
             return self.weights.count_missing()
 
@@ -424,6 +463,8 @@ class ModelRunner:
         with torch.inference_mode(), self._device_guard():
             if "weights" in tags:
                 self.weights.restore()
+                if self.head is not None:
+                    self.head.weights.restore()
             if "kv_cache" in tags and "kv_cache" not in vars(self):
                 self._allocate(self.num_kvcache_blocks)
             # Not with undefined weights.
@@ -439,7 +480,7 @@ class ModelRunner:
         """Release everything on the device."""
         self._drop_graphs()
         self._free()
-        del self.weights, self.model
+        del self.weights, self.model, self.head, self.drafter, self.attention_layers
         del self.batch_builder, self.sampling, self._sampled, self._output_buffers, self._num_clipped
         if self.is_cuda:
             with self._device_guard():
@@ -468,4 +509,5 @@ class ModelRunner:
             tables[: shape.num_decodes].zero_()
         inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
+        sampled.token_ids.zero_()
         self._scatter(inputs, sampled.token_ids)

@@ -38,6 +38,7 @@ class SlotState:
         self.padding_slot, self._max_blocks = num_slots, max_blocks
         # Elements per slot of two-dimensional fields.
         self._wide = {"seed": 2, "drafts": num_drafts, "block_tables": num_groups * max_blocks}
+        self._wide["num_blocks"] = num_groups if num_drafts else 0
         self._widths = {field.name: self._wide.get(field.name, 1) for field in fields(SlotTensors)}
         num_padded = -(-(num_slots + 1) // _ALIGNMENT) * _ALIGNMENT
         ends = np.cumsum([num_padded * width for width in self._widths.values()]).tolist()
@@ -58,6 +59,7 @@ class SlotState:
         # The host's copies, [num_slots + 1] and [num_slots + 1, num_groups, max_blocks].
         self.num_computed = self._field(self._host, "num_computed")
         self.block_tables = self._field(self._host, "block_tables").reshape(by_group)
+        self._num_blocks = self._field(self._host, "num_blocks")
 
     def update_host(self, batch: ScheduledBatch) -> tuple[np.ndarray, np.ndarray]:
         """Apply a batch to the host's copy; return the flat indices and values that changed, for `update_device`."""
@@ -76,6 +78,8 @@ class SlotState:
         if entries:
             slots, columns, blocks = np.array(entries, dtype=np.int32).T
             changed.append(self._write("block_tables", slots, columns, blocks))
+            if self._wide["num_blocks"]:
+                changed.append(self._count_blocks(batch))
         if batch.chunks:
             ends = np.array([chunk.start + len(chunk.token_ids) for chunk in batch.chunks])
             changed.append(self._write("num_computed", [chunk.slot for chunk in batch.chunks], 0, ends))
@@ -98,6 +102,19 @@ class SlotState:
             self._write("seed", slots, 0, np.array(low, dtype=np.uint32).view(np.int32)),
             self._write("seed", slots, 1, np.array(high, dtype=np.uint32).view(np.int32)),
         ]
+
+    def _count_blocks(self, batch: ScheduledBatch) -> np.ndarray:
+        """Write the number of entries of the block tables."""
+        counts = {
+            (request.slot, group): len(table)
+            for request in batch.new_requests
+            for group, table in enumerate(request.block_tables)
+        }
+        for new in batch.new_blocks:
+            key = new.slot, new.group
+            counts[key] = max(counts.get(key, int(self._num_blocks[key])), new.index + 1)
+        slots, groups = np.array(list(counts), dtype=np.int32).T
+        return self._write("num_blocks", slots, groups, np.array(list(counts.values())))
 
     def _field(self, flat: ArrayT, name: str) -> ArrayT:
         start, width, num_slots = self._starts[name], self._widths[name], self.padding_slot + 1

@@ -108,6 +108,14 @@ class Float32Slice(WeightSlice):
         self.region.copy_(values.float() + self.offset)
 
 
+@dataclass(frozen=True)
+class Int64Slice(WeightSlice):
+    """A slice of whole numbers."""
+
+    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int64, torch.int32)
+    has_model_dtype: ClassVar[bool] = False
+
+
 class LoadableModule(nn.Module):
     """A module that builds its parameters from checkpoint tensors.
 

@@ -1,0 +1,306 @@
+"""Drafting heads: one decoder layer that continues a text from a larger model's hidden states.
+
+At position i a head takes the embedding of token i + 1 and the hidden state of token i, and predicts token i + 2; its
+keys lie where the larger model's of token i do. It feeds itself: its own hidden state takes the place of the larger
+model's for the next draft.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from nanovllm.configs.draft_head import DraftHeadConfig
+from nanovllm.kernels.attention.options import AttentionOptions
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.models.base import CausalLM
+from nanovllm.models.decoder import MLP, DecoderForCausalLM, SelfAttention, make_layer
+from nanovllm.parallel.communicator import Communicator
+from nanovllm.parallel.shard import Shard
+from nanovllm.quantization.weight import Stream
+from nanovllm.utils.display import shown
+from nanovllm.utils.hub import resolve_model
+from nanovllm.weights.files import stored_tensors
+from nanovllm.weights.model_weights import ModelWeights
+from nanovllm.weights.slices import Int64Slice, LoadableModule, WeightSlice, WeightTarget
+
+if TYPE_CHECKING:
+    from nanovllm.config import Config
+    from nanovllm.configs.model import ModelConfig
+
+_PICKLED = "pytorch_model.bin"
+
+
+class DraftHead(CausalLM):
+    """A drafting head for a larger model, which lends it the embedding and the LM head that it has not itself.
+
+    Attributes:
+        numbers: the larger model's hidden states that it reads; see `DraftHeadConfig`.
+        weights: loaded once; only sleep releases them.
+    """
+
+    packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping
+    fused_modules_mapping: Mapping[str, tuple[str, ...]] = DecoderForCausalLM.fused_modules_mapping
+    weights: ModelWeights
+
+    def __init__(self, config: DraftHeadConfig, target: CausalLM) -> None:
+        super().__init__(config.model, Communicator())
+        self.numbers = config.hidden_states
+        # In a tuple, since their weights are the larger model's.
+        self._shared: tuple[Any, ParallelLMHead] = target.model.embed_tokens, target.lm_head
+
+    @abstractmethod
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what `advance` takes of the larger model's hidden states, [num_tokens, states * hidden_size]."""
+
+    @abstractmethod
+    def advance(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run the layer on each token's hidden state, and the embedding of the token after it.
+
+        embeds, hidden: [num_tokens, hidden_size]; positions, rows: see `CausalLM.forward`. Returns what `draft` takes,
+        and the hidden state for the next draft, [num_rows, hidden_size] each.
+        """
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size]."""
+        embeds: torch.Tensor = self._shared[0](token_ids)
+        return embeds
+
+    def draft(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the likeliest tokens after states from `advance`, [num_rows] int64."""
+        return self._shared[1](states)[0].argmax(-1)
+
+    @override
+    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+        for module in self.loadable_modules:
+            module.allocate(dtype, device)
+        self.weights = ModelWeights(self, device)
+        if config.load_format == "dummy":
+            self.weights.draw(config.seed or 0)
+        else:
+            self._load_folder(folder)
+        self.tabulate_rope(max_model_len, device)
+
+    def _load_folder(self, folder: str) -> None:
+        """Load all tensors of the head; others, or a lack of some, are a ValueError."""
+        found = set[WeightTarget]()
+        for name, tensor in self.folder_tensors(folder):
+            if self.weights.check(name, tensor):
+                self.weights.write(name, tensor, finds_nans=False)
+                found.update(self.weights.targets(name))
+        if missing := [self.stored_name(target) for target in self.weight_slices() if target not in found]:
+            names = shown([name.removeprefix("model.") for name in missing])
+            raise ValueError(
+                f"the head in {folder!r} is missing, not whole, or of another kind, and lacks {names}: give a folder "
+                "with all of it, or use method 'ngram' of speculative_config"
+            )
+
+
+class TokenOffsets(LoadableModule):
+    """Adds what the number of each drafted token lacks to its number in the larger model's vocabulary."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.offsets = nn.Parameter(torch.empty(size, dtype=torch.int64), requires_grad=False)
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(torch.int64, device)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        return {WeightTarget(name): Int64Slice.of((Shard.whole(len(self.offsets)),), self.offsets.data)}
+
+
+class Eagle3Layer(nn.Module):
+    """The layer of an EAGLE-3 head, whose attention takes the norms of embedding and hidden state side by side."""
+
+    def __init__(self, config: DraftHeadConfig, head: DraftHead) -> None:
+        super().__init__()
+        model, shard, communicator = config.model, head.shard, head.communicator
+        size, eps, self.norms_residual = model.hidden_size, model.rms_norm_eps, config.norms_residual
+        self.hidden_norm = AllReduceRMSNorm(size, eps, communicator)
+        self.input_layernorm = AllReduceRMSNorm(size, eps, communicator)
+        self.post_attention_layernorm = AllReduceRMSNorm(size, eps, communicator)
+        rotary = RotaryEmbedding(model.head_dim, model.layers[0].rope)
+        self.self_attn = SelfAttention(
+            model, shard, communicator, rotary, AttentionOptions(), "midlayer.self_attn", in_features=2 * size
+        )
+        self.mlp = MLP(model, shard.intermediate, "midlayer.mlp")
+
+    def forward(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> Stream:
+        """Return x and residual, [num_rows, hidden_size], after the layer; see `DraftHead.advance`."""
+        normed, _ = self.hidden_norm(hidden)
+        both = torch.cat((self.input_layernorm(embeds)[0], normed), 1)
+        x, residual = self.self_attn(both, None, normed if self.norms_residual else hidden, positions, rows)
+        return self.mlp(x, self.post_attention_layernorm, residual)
+
+
+class Eagle3Model(nn.Module):
+    """All of an EAGLE-3 head but its LM head. It may have an embedding, and a part of the vocabulary (`d2t`)."""
+
+    def __init__(self, config: DraftHeadConfig, head: DraftHead, names: Collection[str]) -> None:
+        super().__init__()
+        size, eps = config.model.hidden_size, config.model.rms_norm_eps
+        self.fc = ReplicatedLinear(len(config.hidden_states) * size, size, None, "fc")
+        self.midlayer = Eagle3Layer(config, head)
+        self.norm = AllReduceRMSNorm(size, eps, head.communicator)
+        has_embedding, has_part = "embed_tokens.weight" in names, config.draft_vocab_size < config.model.vocab_size
+        self.embed_tokens = VocabParallelEmbedding(head.shard.vocab, size) if has_embedding else None
+        self.d2t = TokenOffsets(config.draft_vocab_size) if has_part or "d2t" in names else None
+
+
+class Eagle3Head(DraftHead):
+    """An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840), which reads several layers' hidden states.
+
+    names: of the tensors that are stored; none for random weights.
+    """
+
+    model: Eagle3Model
+
+    def __init__(self, config: DraftHeadConfig, target: CausalLM, names: Collection[str]) -> None:
+        super().__init__(config, target)
+        self.model = Eagle3Model(config, self, names)
+        self.lm_head = ParallelLMHead(Shard.whole(config.draft_vocab_size), config.model.hidden_size, None)
+
+    @override
+    def weight_targets(self, name: str) -> list[WeightTarget]:
+        # The inverse of `d2t`.
+        return [] if name == "t2d" else super().weight_targets(name)
+
+    @override
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
+        return eagle3_tensors(folder)
+
+    @override
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.fc(hidden)[0]
+
+    @override
+    def advance(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.model.norm(*self.model.midlayer(embeds, hidden, positions, rows))
+
+    @override
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return super().embed(token_ids) if self.model.embed_tokens is None else self.model.embed_tokens(token_ids)
+
+    @override
+    def draft(self, states: torch.Tensor) -> torch.Tensor:
+        drafted = self.lm_head(states)[0].argmax(-1)
+        return drafted if self.model.d2t is None else drafted + self.model.d2t.offsets[drafted]
+
+
+class MTPModel(nn.Module):
+    """The layer that Qwen3.5 and Qwen3-Next were trained with to predict the token after the next."""
+
+    def __init__(self, config: ModelConfig, head: DraftHead) -> None:
+        super().__init__()
+        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset
+        self.fc = ReplicatedLinear(2 * size, size, None, "mtp.fc")
+        self.pre_fc_norm_embedding = AllReduceRMSNorm(size, eps, head.communicator, offset)
+        self.pre_fc_norm_hidden = AllReduceRMSNorm(size, eps, head.communicator, offset)
+        layer, shard = config.layers[0], head.shard
+        rotaries = {layer.rope: RotaryEmbedding(config.head_dim, layer.rope)}
+        self.layers = nn.ModuleList([make_layer(config, shard, head.communicator, layer, rotaries, "mtp.layers.0")])
+        self.norm = AllReduceRMSNorm(size, eps, head.communicator, offset)
+
+
+class MTPHead(DraftHead):
+    """The head in a model's own checkpoint, `mtp.*` (multi-token prediction); it reads and feeds normed states."""
+
+    model: MTPModel
+
+    def __init__(self, config: DraftHeadConfig, target: CausalLM) -> None:
+        super().__init__(config, target)
+        self.model = MTPModel(config.model, self)
+
+    @override
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
+        for _, name, tensor in stored_tensors(folder):
+            if name.startswith("mtp."):
+                yield name.removeprefix("mtp."), tensor
+
+    @override
+    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    @override
+    def advance(
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        model = self.model
+        both = torch.cat((model.pre_fc_norm_embedding(embeds)[0], model.pre_fc_norm_hidden(hidden)[0]), 1)
+        states, _ = model.norm(*model.layers[0](model.fc(both)[0], None, positions, rows))
+        return states, states
+
+
+def eagle3_tensors(folder: str) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of an EAGLE-3 head, in safetensors or a file of torch's, by the names of the first ones.
+
+    Raises:
+        ValueError: there are none, or a file is damaged.
+    """
+    path = os.path.join(folder, _PICKLED)
+    stored: Iterable[tuple[str, Any]]
+    if os.path.isfile(path) and not any(name.endswith(".safetensors") for name in os.listdir(folder)):
+        try:
+            stored = torch.load(path, map_location="cpu", weights_only=True).items()
+        except (RuntimeError, UnpicklingError) as error:
+            raise ValueError(f"{path!r} is damaged: {error}") from error
+    else:
+        stored = ((name, tensor) for _, name, tensor in stored_tensors(folder))
+    for name, tensor in stored:
+        yield name.removeprefix("model.").replace("layers.0.", "midlayer."), tensor
+
+
+def load_draft_head(
+    config: Config, target: CausalLM, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> DraftHead | None:
+    """Load the head that `speculative_config` asks for; None for other methods.
+
+    Args:
+        config: of the engine.
+        target: the larger model, loaded.
+        folder: the larger model's.
+        max_model_len: positions that the head computes.
+        dtype, device: the larger model's.
+
+    Raises:
+        ValueError: the model has no such head, or it does not fit.
+    """
+    speculation = config.speculation
+    if speculation is None or speculation.method == "ngram":
+        return None
+    if not isinstance(target, DecoderForCausalLM) or target.communicator.size > 1:
+        raise ValueError(
+            f"method {speculation.method!r} of speculative_config needs model_impl='native' and "
+            "tensor_parallel_size=1: use 'ngram', or replicas (data_parallel_size)"
+        )
+    head: DraftHead
+    with torch.device("meta"):
+        if speculation.method == "mtp":
+            head = MTPHead(DraftHeadConfig.mtp(target.config), target)
+        else:
+            assert speculation.model is not None
+            folder = resolve_model(speculation.model, None)
+            is_dummy = config.load_format == "dummy"
+            names = () if is_dummy else {name for name, _ in eagle3_tensors(folder)}
+            head = Eagle3Head(DraftHeadConfig.eagle3(folder, target.config), target, names)
+    head.load(config, folder, max_model_len, dtype, device)
+    return head

@@ -1,0 +1,218 @@
+"""EAGLE-3 and MTP: heads draft what a plain forward pass of theirs over the whole text does, and change no token."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.config import SpeculativeConfig
+from nanovllm.kernels.slot_tensors import SlotTensors
+from nanovllm.runner import model_runner
+from nanovllm.runner.batch import StepInputs
+from nanovllm.runner.drafter import HeadDrafter, NgramDrafter
+from tests.cache_checks import check_blocks
+from tests.draft_heads import eagle3_drafts, eagle3_tensors, mtp_drafts, mtp_tensors, of_layer, write_eagle3
+from tests.hybrid_models import make_model
+from tests.reference import reference_model, set_depth
+from tests.test_speculation import FEW_BLOCKS, SETTINGS, answers, generate, ids, logprobs
+
+NUM_DRAFTS = 3
+Reference = Callable[[list[int]], list[int]]
+
+
+class ForcedDrafter(HeadDrafter):
+    """Keeps what the head drafts after each text, and puts right tokens of known texts in place of some."""
+
+    texts: list[list[int]]
+    drafted: list[tuple[list[int], list[int]]]
+    rng: random.Random
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = SpeculativeConfig("ngram", NUM_DRAFTS)
+        self.known = NgramDrafter(config, SETTINGS["max_num_seqs"], SETTINGS["max_model_len"], torch.device("cpu"))
+
+    def add(self, slot: int, cached_token_ids: array[int]) -> None:
+        self.known.add(slot, cached_token_ids)
+
+    def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
+        super().propose(state, inputs, sampled)
+        own = state.drafts.clone()
+        self.known.propose(state, inputs, sampled)
+        state.drafts.copy_(own)
+        for slot in set(inputs.sample_slots.tolist()) - {len(state.last_token) - 1}:
+            end = int(state.num_computed[slot]) + 1
+            begun = self.known.history[slot, :end].tolist()
+            self.drafted.append((begun, own[slot].tolist()))
+            text = next((text for text in self.texts if text[:end] == begun), begun)
+            for place, token in enumerate(text[end : end + NUM_DRAFTS]):
+                if self.rng.random() < 0.7:
+                    state.drafts[slot, place] = token
+
+
+@pytest.fixture
+def forced(monkeypatch: pytest.MonkeyPatch) -> type[ForcedDrafter]:
+    monkeypatch.setattr(model_runner, "HeadDrafter", ForcedDrafter)
+    ForcedDrafter.texts, ForcedDrafter.drafted, ForcedDrafter.rng = [], [], random.Random(0)
+    return ForcedDrafter
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Reference]:
+    """A head for the bundled model, which drafts a part of the vocabulary, and its chains."""
+    model = reference_model(BUNDLED_MODEL)
+    tensors = eagle3_tensors(model.config, 300)
+    folder = write_eagle3(tmp_path_factory.mktemp("eagle3"), model.config, tensors)
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS}
+    return config, lambda text: eagle3_drafts(model, tensors, text, NUM_DRAFTS, [2, 3, 3])
+
+
+@pytest.fixture(scope="module", params=["attention", "states"])
+def mtp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
+    """A Qwen3.5 that attends in all layers, or has states in most, with its own head, and the head's chains."""
+    folder = tmp_path_factory.mktemp("mtp")
+    kinds = {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3} if request.param == "attention" else {}
+    model = make_model("dense", **kinds)
+    model.save_pretrained(folder)
+    tensors = mtp_tensors(model.config)
+    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    return folder, lambda text: mtp_drafts(model, tensors, text, NUM_DRAFTS)
+
+
+def check_drafts(drafted: list[tuple[list[int], list[int]]], reference: Reference) -> None:
+    """Compare what a head drafted after texts with its chains; what a sequence has no block for, it does not draft."""
+    chains = {tuple(text): reference(text) for text, _ in drafted}
+    counts = []
+    for text, drafts in drafted:
+        count = sum(draft >= 0 for draft in drafts)
+        assert drafts[:count] == chains[tuple(text)][:count], f"after {len(text)} tokens"
+        counts.append(count)
+    assert min(counts) >= 1 and sum(counts) > 0.8 * NUM_DRAFTS * len(counts)
+
+
+# A prompt of several chunks, one of whole blocks, one that begins like another.
+PROMPTS = [ids(150, 1, 0), ids(96, 1, 1), ids(96, 1, 1)[:41], ids(5, 4, 2)]
+
+
+@pytest.mark.parametrize(("settings", "depth"), [({}, 1), ({"enable_prefix_caching": False}, 0), (FEW_BLOCKS, 1)])
+def test_eagle3_drafts_what_it_does_over_the_whole_text(
+    settings: dict[str, Any], depth: int, eagle3: tuple[dict[str, Any], Reference], forced: type[ForcedDrafter]
+) -> None:
+    """After chunks, accepted and rejected drafts, prefix hits and preemption."""
+    speculative_config, reference = eagle3
+    check_greedy(Path(BUNDLED_MODEL), speculative_config, SETTINGS | settings, depth, forced)
+    check_drafts(forced.drafted, reference)
+
+
+def test_mtp_drafts_what_it_does_over_the_whole_text(mtp: tuple[Path, Reference], forced: type[ForcedDrafter]) -> None:
+    folder, reference = mtp
+    speculative_config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    check_greedy(folder, speculative_config, SETTINGS, 0, forced)
+    check_drafts(forced.drafted, reference)
+
+
+def check_greedy(
+    model: Path, speculative_config: dict[str, Any], settings: dict[str, Any], depth: int, forced: type[ForcedDrafter]
+) -> None:
+    """Assert that greedy answers are the ones without speculation, computed and then from the prefix cache."""
+    params, texts = SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0), []
+    for config in (None, speculative_config):
+        with LLM(model, **settings, device="cpu", speculative_config=config) as llm:
+            set_depth(llm, depth)
+            outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
+            check_blocks(llm.llm_engine.block_manager)
+            texts.append([[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs])
+            forced.texts, stats = texts[0], llm.stats()
+    assert texts[0] == texts[1]
+    assert stats["num_accepted_tokens"] > 100
+    if settings["num_kvcache_blocks"] == FEW_BLOCKS["num_kvcache_blocks"]:
+        assert stats["num_preemptions"] > 0
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_tokens_are_the_ones_without_a_head(
+    depth: int, eagle3: tuple[dict[str, Any], Reference], forced: type[ForcedDrafter]
+) -> None:
+    """With all kinds of parameters, several outputs, masks and stops."""
+    wanted, plain = generate(depth)
+    forced.texts = [[*one.prompt_token_ids, *item.token_ids] for one in wanted for item in one.outputs]
+    outputs, stats = generate(depth, speculative_config=eagle3[0])
+    assert answers(outputs) == answers(wanted)
+    torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
+    assert stats["num_steps"] < 0.9 * plain["num_steps"]
+
+
+def test_mixtures_have_heads_with_mixtures(tmp_path: Path, forced: type[ForcedDrafter]) -> None:
+    model = make_model("next")
+    model.save_pretrained(tmp_path)
+    stored, like = load_file(tmp_path / "model.safetensors"), mtp_tensors(model.config)
+    layer = of_layer(stored, "model.layers.3.")
+    tensors = {name: tensor for name, tensor in like.items() if not name.startswith("mtp.layers")}
+    tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
+    save_file(stored | tensors, tmp_path / "model.safetensors")
+    check_greedy(tmp_path, {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}, SETTINGS, 1, forced)
+    assert len({tuple(drafts) for _, drafts in forced.drafted}) > 20
+
+
+def test_heads_may_be_pickled_and_have_other_names_and_an_embedding(
+    tmp_path: Path, forced: type[ForcedDrafter]
+) -> None:
+    """The form of the first ones that were published; the embedding is the head's own."""
+    model = reference_model(BUNDLED_MODEL)
+    tensors = eagle3_tensors(model.config, model.config.vocab_size, num_states=2)
+    embedding = torch.randn(model.config.vocab_size, model.config.hidden_size)
+    folder = write_eagle3(tmp_path, model.config, tensors, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 4]})
+    (folder / "model.safetensors").unlink()
+    renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items() if name != "d2t"}
+    torch.save(renamed | {"embed_tokens.weight": embedding}, folder / "pytorch_model.bin")
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS}
+    check_greedy(Path(BUNDLED_MODEL), config, SETTINGS, 0, forced)
+    own = nn.Embedding.from_pretrained(embedding)
+    some = forced.drafted[::9]
+    check_drafts(some, lambda text: eagle3_drafts(model, tensors, text, NUM_DRAFTS, [1, 5], own))
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        ({"method": "medusa"}, {}, "method of speculative_config must be one of ngram, eagle3, mtp, not 'medusa'"),
+        ({"model": None}, {}, "'eagle3' of speculative_config needs model"),
+        ({"method": "ngram"}, {}, "other methods take none"),
+        ({"num_speculative_tokens": 16}, {}, "num_speculative_tokens"),
+        ({"method": "mtp", "model": None}, {}, "needs a model of a family with mtp.* tensors"),
+        ({}, {"hidden_size": 128, "head_dim": 32}, "has hidden_size=128, the model 256"),
+        ({}, {"architectures": ["LlamaForCausalLMEagle"]}, "architecture 'LlamaForCausalLMEagle' .* is not supported"),
+        ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "eagle_aux_hidden_state_layer_ids of the head"),
+        ({}, {"tensor_parallel_size": 2}, "needs model_impl='native' and tensor_parallel_size=1"),
+        ({}, {"without": "fc.weight"}, "lacks .*fc.weight"),
+        ({}, {"without": "d2t"}, "lacks .*d2t"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_by_name(
+    config: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    changes = dict(changes)
+    settings = {"tensor_parallel_size": changes.pop("tensor_parallel_size", 1)}
+    model_config = reference_model(BUNDLED_MODEL).config
+    tensors = eagle3_tensors(model_config, 300)
+    tensors.pop(changes.pop("without", ""), None)
+    folder = write_eagle3(tmp_path, model_config, tensors, **changes)
+    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS} | config
+    with pytest.raises(ValueError, match=message):
+        LLM(BUNDLED_MODEL, **SETTINGS, **settings, device="cpu", speculative_config=config)
+
+
+def test_a_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
+    make_model("dense").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is missing, not whole, or of another kind, and lacks"):
+        LLM(tmp_path, **SETTINGS, device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 1})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,8 +25,16 @@ from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsBias, Exper
 from nanovllm.quantization.weight import DenseWeight, MatrixShard, Stream, Weight
 from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
-if TYPE_CHECKING:
-    from nanovllm.models.decoder import MLP, Relu2MLP
+
+class SharedMLP(Protocol):
+    """An MLP beside the experts, for every token."""
+
+    @property
+    def weights(self) -> tuple[Weight, Weight]:
+        """The weights of the first product and the last one."""
+
+    def __call__(self, x: torch.Tensor) -> Stream:
+        """Return the MLP of x, [num_tokens, hidden_size], and None."""
 
 
 class Router(LoadableModule):
@@ -77,18 +85,14 @@ class Router(LoadableModule):
         how, sigmoid = self.sigmoid, None
         if how is not None:
             sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
-        if norm is not None and norm.communicator.size == 1:
-            params = Norm(norm.weight, norm.eps)
-            routing, rows, total = route(
-                x, self.weight, self.top_k, self.renormalize, params, residual, sigmoid, self.policy, bias=self.bias
-            )
-            return rows, routing, total
-        if norm is not None:
-            x, residual = norm(x, residual)
-        routing, _, _ = route(
-            x, self.weight, self.top_k, self.renormalize, sigmoid=sigmoid, policy=self.policy, bias=self.bias
-        )
-        return x, routing, residual
+        if norm is not None and norm.communicator.size > 1:
+            (x, residual), norm = norm(x, residual), None
+        params, added = (None, None) if norm is None else (Norm(norm.weight, norm.eps), residual)
+        routing, rows, total = route(
+            x, self.weight, self.top_k, self.renormalize, params, added,
+            sigmoid=sigmoid, policy=self.policy, bias=self.bias,
+        )  # fmt: skip
+        return rows, routing, residual if norm is None else total
 
 
 class _ExpertsLinear(nn.Module):
@@ -179,7 +183,7 @@ class SparseMLP(nn.Module):
         shard: ModelShard,
         communicator: Communicator,
         prefix: str,
-        shared_expert: MLP | Relu2MLP | None = None,
+        shared_expert: SharedMLP | None = None,
     ) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None

@@ -66,8 +66,8 @@ def route_ref(
     renormalize: bool,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
-    sigmoid: SigmoidScores | None = None,
     *,
+    sigmoid: SigmoidScores | None = None,
     bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Plain torch form of `route`."""
@@ -130,9 +130,9 @@ def route(
     renormalize: bool,
     norm: Norm | None = None,
     residual: torch.Tensor | None = None,
+    *,
     sigmoid: SigmoidScores | None = None,
     policy: KernelPolicy = FASTEST,
-    *,
     bias: torch.Tensor | None = None,
 ) -> tuple[Routing, torch.Tensor, torch.Tensor]:
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
@@ -144,7 +144,7 @@ def route(
     `sigmoid`. Returns also `norm(x + residual)` and `x + residual`, which may be x itself.
     """
     if not uses_triton(x.device):
-        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid, bias=bias)
+        return route_ref(x, weight, top_k, renormalize, norm, residual, sigmoid=sigmoid, bias=bias)
     is_exact = sigmoid is not None and sigmoid.is_exact
     normed, total, logits = x, x, None
     if norm is not None and x.shape[-2] == 1 and not is_exact:

@@ -17,6 +17,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import SpeculativeConfig
 from nanovllm.kernels.slot_tensors import SlotTensors
+from nanovllm.models.base import HiddenStateTap
 from nanovllm.runner import model_runner
 from nanovllm.runner.batch import StepInputs
 from nanovllm.runner.drafter import HeadDrafter, NgramDrafter
@@ -139,14 +140,25 @@ def check_greedy(
         assert stats["num_preemptions"] > 0
 
 
+def test_hidden_states_have_the_residual_dtype_where_a_branch_is_parts_of_a_sum() -> None:
+    """A product whose inputs are divided among programs leaves float32 parts to the next norm."""
+    tap, parts, residual = HiddenStateTap((0, 2)), torch.randn(3, 5, 8), torch.randn(5, 8).bfloat16()
+    tap.record(0, residual, None)
+    tap.record(1, parts, residual)
+    tap.record(2, parts, residual)
+    states = tap.states()
+    assert states.dtype == torch.bfloat16
+    assert torch.equal(states, torch.cat((residual, (parts.sum(0) + residual).bfloat16()), 1))
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 def test_tokens_are_the_ones_without_a_head(
     depth: int, eagle3: tuple[dict[str, Any], Reference], forced: type[ForcedDrafter]
 ) -> None:
     """With all kinds of parameters, several outputs, masks and stops."""
-    wanted, plain = generate(depth)
+    wanted, plain = generate(depth, device="cpu")
     forced.texts = [[*one.prompt_token_ids, *item.token_ids] for one in wanted for item in one.outputs]
-    outputs, stats = generate(depth, speculative_config=eagle3[0])
+    outputs, stats = generate(depth, device="cpu", speculative_config=eagle3[0])
     assert answers(outputs) == answers(wanted)
     torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
     assert stats["num_steps"] < 0.9 * plain["num_steps"]

@@ -217,13 +217,13 @@ def test_tokens_are_the_ones_without_speculation(
         verified.append(int(args[2][:, 1:].sum()))
         return drafts.verify_drafts(*args)
 
-    monkeypatch.setattr(model_runner, "verify_drafts", verify)
     wanted, plain = generate(depth, **settings)
     if right is not None:
+        monkeypatch.setattr(model_runner, "verify_drafts", verify)
         known = request.getfixturevalue("oracle")
         known.texts = [[*one.prompt_token_ids, *item.token_ids] for one in wanted for item in one.outputs]
         known.right = right
-    # A graph cannot hold what this drafter does on the host.
+    # A graph cannot hold what is done on the host here.
     outputs, stats = generate(depth, **settings, speculative_config=NGRAM, enforce_eager=right is not None)
     assert answers(outputs) == answers(wanted)
     torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
@@ -231,7 +231,7 @@ def test_tokens_are_the_ones_without_speculation(
         assert stats["num_steps"] < 0.85 * plain["num_steps"]
         assert sum(stats["num_accepted_per_position"]) == stats["num_accepted_tokens"] > 0.5 * stats["num_drafts"]
     # Of rows whose sequences have ended meanwhile none is counted.
-    assert 0 < stats["num_draft_tokens"] <= sum(verified)
+    assert stats["num_draft_tokens"] > 0 and (right is None or stats["num_draft_tokens"] <= sum(verified))
     if right is None:
         # Matches are short: the plan must not wait until it knows of one.
         assert stats["num_accepted_tokens"] > 30

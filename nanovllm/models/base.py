@@ -38,8 +38,9 @@ class HiddenStateTap:
     def record(self, number: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Keep the sum of x and residual if layer `number` is asked for; neither is kept itself."""
         if number in self.numbers:
-            branch = x.sum(0) if x.dim() == 3 else x
-            self._recorded[number] = branch.clone() if residual is None else branch + residual
+            # Parts of a sum may be in float32.
+            total = x.sum(0) if x.dim() == 3 else x
+            self._recorded[number] = total.clone() if residual is None else (total + residual).to(residual.dtype)
 
     def states(self) -> torch.Tensor:
         """Return what was kept, in the order of the numbers, [num_tokens, len(numbers) * hidden_size]."""

@@ -470,7 +470,7 @@ class BatchBuilder:
         metadata = self._metadata(step, decodes)
         if metadata.states is not None and self.num_pending is not None:
             # A chunk stores its states at once.
-            self.num_pending[prompts.slots] = 0
+            self.num_pending.index_fill_(0, prompts.slots.long(), 0)
             if len(slots):
                 replay = self._replay(slots, is_new, decodes.block_tables[-1], self.num_pending)
                 metadata.states = replace(metadata.states, replay=replay)

@@ -110,7 +110,8 @@ class HeadDrafter(Drafter):
         rows = _newest_rows(inputs, state.num_computed[slots])
         with set_step_metadata(inputs.metadata):
             states, hidden = head.advance(embeds, head.begin(inputs.hidden_states), inputs.positions, rows)
-        state.drafts[slots] = -1
+        # A graph cannot hold an assignment of a number, which is copied to the device.
+        state.drafts.index_fill_(0, slots, -1)
         if len(slots) > self.max_rows:
             return
         has_room = torch.ones_like(slots, dtype=torch.bool)

@@ -24,9 +24,11 @@ from nanovllm import LLM, SamplingParams
 
 ASKS = ["Explain", "Describe", "Write a haiku about", "Name three kinds of", "Say in one sentence what is good about",
         "Tell a child about", "Write a short story about", "Give advice on", "What is the history of"]  # fmt: skip
-THINGS = "rain bread music trees boats maps bridges winter bees chess rivers clocks gardens paper salt mountains horses"
-HELD_OUT = "cheese bicycles oceans candles poetry"
-VOCABULARY, STEPS, BATCH, EPOCHS, MAX_TOKENS = 6144, 3, 8, 8, 48
+THINGS = (
+    "rain bread music trees boats maps winter bees chess clocks salt horses kites tea roads glass stars dogs cats fish"
+)
+HELD_OUT = "cheese oceans candles"
+VOCABULARY, STEPS, BATCH, EPOCHS, MAX_TOKENS = 6144, 3, 8, 14, 64
 
 
 def ask(llm: LLM, things: str) -> list[list[int]]:
@@ -103,7 +105,7 @@ def train(model: Any, texts: list[list[int]]) -> tuple[Head, torch.Tensor]:
     counts = torch.bincount(torch.tensor([token for text in texts for token in text]), minlength=VOCABULARY)
     kept = counts.topk(VOCABULARY).indices.sort().values
     head, read_texts = Head(model, kept), [read(model, text) for text in texts]
-    optimizer, num_steps = torch.optim.AdamW(head.parameters(), lr=5e-4, weight_decay=0), EPOCHS * len(texts) // BATCH
+    optimizer, num_steps = torch.optim.AdamW(head.parameters(), lr=1e-3, weight_decay=0), EPOCHS * len(texts) // BATCH
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(i / 10, 1.01 - i / num_steps))
     for step in range(num_steps):
         chosen = [read_texts[i] for i in torch.randint(len(texts), (BATCH,)).tolist()]
@@ -119,7 +121,6 @@ def train(model: Any, texts: list[list[int]]) -> tuple[Head, torch.Tensor]:
 
 
 def write(head: Head, kept: torch.Tensor, config: Any, folder: Path) -> None:
-    """Write the head as the Hub has them."""
     folder.mkdir(parents=True, exist_ok=True)
     names = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps vocab_size"
     values = {name: getattr(config, name) for name in f"{names} max_position_embeddings rope_parameters".split()}
@@ -131,7 +132,6 @@ def write(head: Head, kept: torch.Tensor, config: Any, folder: Path) -> None:
 
 
 def main(folder: str, head_folder: str) -> None:
-    """Answer questions, train, and measure."""
     torch.manual_seed(0)
     with LLM(folder, max_num_seqs=64, max_model_len=256, device="cpu") as llm:
         texts = ask(llm, THINGS)

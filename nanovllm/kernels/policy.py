@@ -51,8 +51,10 @@ FP8_INS = 128
 MAX_GATED_ROWS = 64
 """Sums of gate and up for more do not fit into the registers of `scaled_gemm`."""
 
-MAX_FOUR_BIT_ROWS = 1024
-"""Of more rows, weights in four bits become 16-bit before the product; not measured."""
+MAX_FOUR_BIT_ROWS = 64
+"""Of more rows, weights in four bits become 16-bit before the product, and with many outputs of twice the rows; 128
+rows on an H200: [4096, 12288] 195 us by `four_bit_gemm` and 92, [24576, 4096] 107 and 161."""
+_MANY_FOUR_BIT_OUTS = 8192
 
 MAX_EXPERT_ROWS = 16
 """Up to this many rows `expert_gemm` multiplies each by its own experts; more are sorted by expert."""
@@ -166,7 +168,7 @@ class KernelPolicy:
     )  # fmt: skip
     fp8_tokens: tuple[int, ...] = (MAX_OWN_FP8_ROWS + 1,)
     four_bit_rows: tuple[int, ...] = (
-        1, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, 65, MAX_FOUR_BIT_ROWS + 1
+        1, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1
     )  # fmt: skip
     # With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do.
     attention_rows: tuple[int, ...] = (1, 17, FEW_SEQS + 1)
@@ -269,7 +271,8 @@ class KernelPolicy:
 
     def four_bit_linear(self, num_rows: int, dtype: torch.dtype, weight: FourBitMatrix) -> LinearKernel:
         """Return the kernel for rows of a dtype and weights in four bits."""
-        is_own = num_rows <= MAX_FOUR_BIT_ROWS and dtype.itemsize == 2 and uses_triton(weight.values.device)
+        most = MAX_FOUR_BIT_ROWS * (2 if weight.values.shape[-2] > _MANY_FOUR_BIT_OUTS else 1)
+        is_own = num_rows <= most and dtype.itemsize == 2 and uses_triton(weight.values.device)
         return LinearKernel.FOUR_BIT_GEMM if is_own else LinearKernel.CUBLAS
 
     def rounds_rows(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:

@@ -198,6 +198,8 @@ class MockRunner:
         self.tables: list[list[list[int]]] = [[] for _ in range(num_slots)]
         self.last_token = [EMPTY] * num_slots
         self.num_computed = [0] * num_slots
+        # With drafts, a state is stored one step late: the tokens that it lacks.
+        self.pending: list[list[int]] = [[] for _ in range(num_slots)]
         # The slots whose prompts are not all computed, which may be given blocks a step before they use them.
         self.prefilling: set[int] = set()
         # Of the slots that ask for log-probabilities.
@@ -249,8 +251,7 @@ class MockRunner:
             # A row that is padded in front with its missing drafts would begin before the first token.
             assert all(self.num_computed[slot] >= self.num_drafts for slot, _ in rows)
         for slot, num_new in rows:
-            assert 1 <= num_new <= (1 if self.states else 1 + self.num_drafts)
-            self._advance(slot, self.num_computed[slot], [self.last_token[slot]])
+            assert 1 <= num_new <= 1 + self.num_drafts
             sampled.append(self._run_row(slot, num_new))
         for chunk in batch.chunks:
             # Its first token sees what was stored before.
@@ -295,6 +296,7 @@ class MockRunner:
         for request in batch.new_requests:
             self.prefilling.add(request.slot)
             self.tables[request.slot] = [list(table) for table in request.block_tables]
+            self.pending[request.slot] = []
             self.num_logprobs.pop(request.slot, None)
             if request.extra is not None and request.extra.params.logprobs is not None:
                 self.num_logprobs[request.slot] = request.extra.params.logprobs
@@ -311,6 +313,12 @@ class MockRunner:
 
     def _run_row(self, slot: int, num_new: int) -> list[int]:
         """Compute a row's newest token, and drafts up to the first wrong one, whose keys are stored all the same."""
+        pending, self.pending[slot] = self.pending[slot], [self.last_token[slot]]
+        if pending:
+            self._advance(slot, self.num_computed[slot] - len(pending), pending)
+        if not self.num_drafts:
+            self._advance(slot, self.num_computed[slot], self.pending[slot])
+            self.pending[slot] = []
         tokens: list[int] = []
         while True:
             self.num_computed[slot] += 1
@@ -323,6 +331,7 @@ class MockRunner:
                     self._store(slot, position + ahead, self.draft_rng.randrange(VOCAB_SIZE))
                 return tokens
             self._store(slot, position, tokens[-1])
+            self.pending[slot].append(tokens[-1])
 
     def _check_new_blocks(self, batch: ScheduledBatch) -> None:
         """Assert that blocks are given to running requests alone, and to none that comes with its block tables."""
@@ -431,8 +440,12 @@ class MockRunner:
                 self.cache[block] = group, part, start + len(token_ids), state_after(state, token_ids, part)
 
     def _states(self, slot: int) -> list[int]:
-        tables = self.tables[slot][len(self.windows) :]
-        return [self.cache[block][-1] % VOCAB_SIZE for table in tables for block in table]
+        tables, pending = self.tables[slot][len(self.windows) :], self.pending[slot]
+        return [
+            state_after(self.cache[block][-1], pending, part) % VOCAB_SIZE
+            for table in tables
+            for part, block in enumerate(table)
+        ]
 
     def _sample(self, slot: int) -> int:
         context = self._context(slot, self.num_computed[slot])

@@ -448,7 +448,10 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         (["chat", "--logit-bias", "[1]"], "--logit-bias"),
         (["chat", "--structured-outputs", '{"what": 1}'], "unknown argument what"),
         (["serve", "--speculative-config", "ngram"], "--speculative-config: not JSON: ngram: "),
-        (["bench", "--speculative-config", '{"method": "x"}'], "method of speculative_config must be 'ngram', not 'x'"),
+        (
+            ["bench", "--speculative-config", '{"method": "x"}'],
+            "method of speculative_config must be one of ngram, eagle3, mtp, not 'x'",
+        ),
         (["chat", "--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens of speculative_config must"),
         (["chat", "--n", "2"], "n must be 1"),
         (["chat", "--model", "/nowhere"], "/nowhere"),

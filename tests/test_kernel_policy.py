@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from nanovllm.configs.quantization import QuantizationConfig
-from nanovllm.kernels import ops
+from nanovllm.kernels import ops, policy
+from nanovllm.kernels.four_bits import FourBitMatrix
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel, SplitKTile
@@ -112,3 +113,15 @@ def test_one_class_makes_the_choice_the_same_for_every_batch() -> None:
     weight.policy = Constant()
     torch.testing.assert_close(weight.multiply(x[:1])[0], weight.multiply(x)[0][:1])
     assert FASTEST.experts(1) is not FASTEST.experts(2)
+
+
+def test_four_bits_are_widened_for_many_rows_later_with_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "uses_triton", lambda device: True)
+    own = []
+    for num_outs in (4096, 24576):
+        values, scales = torch.empty(num_outs, 64, dtype=torch.uint8), torch.empty(num_outs, 1)
+        matrix = FourBitMatrix(values, scales, None, None, 128, "int4", 128)
+        for rows in (1, 64, 65, 128, 129):
+            kernel = FASTEST.four_bit_linear(rows, torch.bfloat16, matrix)
+            own.append(kernel is LinearKernel.FOUR_BIT_GEMM)
+    assert own == [True, True, False, False, False, True, True, True, True, False]

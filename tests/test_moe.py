@@ -107,6 +107,12 @@ def test_a_router_normalises_what_it_takes() -> None:
     torch.testing.assert_close((got[0].weights, *got[1:]), (want[0].weights, *want[1:]))
 
 
+def test_chosen_experts_are_distinct_where_all_logits_are_negative() -> None:
+    weight, x = torch.arange(1.0, 25, device=DEVICE)[:, None].expand(24, 80).contiguous(), randn(3, 80).abs()
+    routing, _, _ = by_triton(route_op.route)(-x, weight, 4, True)
+    assert routing.experts.tolist() == [[0, 1, 2, 3]] * 3
+
+
 @pytest.mark.parametrize("rows", [1, 19, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalize", [True, False])

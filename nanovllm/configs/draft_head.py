@@ -1,4 +1,4 @@
-"""The configuration of a drafting head: a small model that drafts tokens from the hidden states of a larger one."""
+"""The configuration of a drafting head: a small model that drafts tokens from the hidden states of the target model."""
 
 from __future__ import annotations
 

@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 class HiddenStateTap:
     """Keeps hidden states of a forward pass: the residual stream, as some layers take it.
 
-    numbers: of the layers, from 0.
+    layer_ids: from 0.
     """
 
-    def __init__(self, numbers: tuple[int, ...]) -> None:
-        self.numbers = numbers
+    def __init__(self, layer_ids: tuple[int, ...]) -> None:
+        self.layer_ids = layer_ids
         self._recorded: dict[int, torch.Tensor] = {}
 
     def record(self, number: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
         """Keep the sum of x and residual if layer `number` is asked for; neither is kept itself."""
-        if number in self.numbers:
+        if number in self.layer_ids:
             # Parts of a sum may be in float32.
             total = x.sum(0) if x.dim() == 3 else x
             self._recorded[number] = total.clone() if residual is None else (total + residual).to(residual.dtype)
 
     def states(self) -> torch.Tensor:
-        """Return what was kept, in the order of the numbers, [num_tokens, len(numbers) * hidden_size]."""
-        return torch.cat([self._recorded[number] for number in self.numbers], 1)
+        """Return what was kept, in the order of `layer_ids`, [num_tokens, len(layer_ids) * hidden_size]."""
+        return torch.cat([self._recorded[number] for number in self.layer_ids], 1)
 
 
 class CausalLM(WeightedModel):
@@ -143,15 +143,15 @@ class CausalLM(WeightedModel):
         return states
 
     def forward_tapped(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, numbers: tuple[int, ...]
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, layer_ids: tuple[int, ...]
     ) -> tuple[Stream, torch.Tensor]:
         """Return what `forward` does, and hidden states of all tokens; only of native decoders.
 
-        numbers: of the layers whose inputs these are. The states are [num_tokens, len(numbers) * hidden_size].
+        layer_ids: of the layers whose inputs these are. The states are [num_tokens, len(layer_ids) * hidden_size].
         """
         decoder: Any = self.model
         # There are fewer layers while kernels are compiled.
-        tap = HiddenStateTap(tuple(min(number, len(decoder.layers) - 1) for number in numbers))
+        tap = HiddenStateTap(tuple(min(number, len(decoder.layers) - 1) for number in layer_ids))
         states: Stream = decoder(token_ids, positions, rows, tap)
         return states, tap.states()
 

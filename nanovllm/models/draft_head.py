@@ -1,7 +1,7 @@
-"""Drafting heads: one decoder layer that continues a text from a larger model's hidden states.
+"""Drafting heads: one decoder layer that continues a text from a target model's hidden states.
 
 At position i a head takes the embedding of token i + 1 and the hidden state of token i, and predicts token i + 2; its
-keys lie where the larger model's of token i do. It feeds itself: its own hidden state takes the place of the larger
+keys lie where the target model's of token i do. It feeds itself: its own hidden state takes the place of the larger
 model's for the next draft.
 """
 
@@ -42,10 +42,10 @@ _PICKLED = "pytorch_model.bin"
 
 
 class DraftHead(CausalLM):
-    """A drafting head for a larger model, which lends it the embedding and the LM head that it has not itself.
+    """A drafting head for a target model, which lends it the embedding and the LM head that it has not itself.
 
     Attributes:
-        numbers: the larger model's hidden states that it reads; see `DraftHeadConfig`.
+        layer_ids: the target model's hidden states that it reads; see `DraftHeadConfig`.
         weights: loaded once; only sleep releases them.
     """
 
@@ -55,13 +55,13 @@ class DraftHead(CausalLM):
 
     def __init__(self, config: DraftHeadConfig, target: CausalLM) -> None:
         super().__init__(config.model, Communicator())
-        self.numbers = config.hidden_states
-        # In a tuple, since their weights are the larger model's.
+        self.layer_ids = config.hidden_states
+        # In a tuple, since their weights are the target model's.
         self._shared: tuple[Any, ParallelLMHead] = target.model.embed_tokens, target.lm_head
 
     @abstractmethod
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what `advance` takes of the larger model's hidden states, [num_tokens, states * hidden_size]."""
+        """Return what `advance` takes of the target model's hidden states, [num_tokens, states * hidden_size]."""
 
     @abstractmethod
     def advance(
@@ -109,7 +109,7 @@ class DraftHead(CausalLM):
 
 
 class TokenOffsets(LoadableModule):
-    """Adds what the number of each drafted token lacks to its number in the larger model's vocabulary."""
+    """Adds what the number of each drafted token lacks to its number in the target model's vocabulary."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -276,10 +276,10 @@ def load_draft_head(
 
     Args:
         config: of the engine.
-        target: the larger model, loaded.
-        folder: the larger model's.
+        target: the target model, loaded.
+        folder: the target model's.
         max_model_len: positions that the head computes.
-        dtype, device: the larger model's.
+        dtype, device: the target model's.
 
     Raises:
         ValueError: the model has no such head, or it does not fit.

@@ -24,10 +24,10 @@ class Drafter(ABC):
     """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not.
 
     Attributes:
-        numbers: of the model's hidden states that it reads; see `DraftHeadConfig`.
+        layer_ids: of the model's hidden states that it reads; see `DraftHeadConfig`.
     """
 
-    numbers: tuple[int, ...] = ()
+    layer_ids: tuple[int, ...] = ()
 
     @abstractmethod
     def add(self, slot: int, cached_token_ids: array[int]) -> None:
@@ -94,7 +94,7 @@ class HeadDrafter(Drafter):
     def __init__(
         self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int, max_rows: int
     ) -> None:
-        self.head, self.numbers, self.backend = head, head.numbers, backend
+        self.head, self.layer_ids, self.backend = head, head.layer_ids, backend
         self.block_size, self.num_drafts, self.max_rows = block_size, num_drafts, max_rows
         self._variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots.reshape(0, 0)).variant
 

@@ -344,16 +344,16 @@ class ModelRunner:
     @property
     def _reads_last(self) -> bool:
         """Whether the drafter reads the states after the last norm."""
-        return self.drafter is not None and self.drafter.numbers == (self.model_config.num_layers,)
+        return self.drafter is not None and self.drafter.layer_ids == (self.model_config.num_layers,)
 
     def _run_model(self, inputs: StepInputs, rows: torch.Tensor | None) -> Stream:
         self.backend.plan(inputs.metadata)
         with set_step_metadata(inputs.metadata):
-            if self.drafter is None or not self.drafter.numbers or self._reads_last:
+            if self.drafter is None or not self.drafter.layer_ids or self._reads_last:
                 states: Stream = self.model(inputs.token_ids, inputs.positions, rows)
             else:
                 states, inputs.hidden_states = self.model.forward_tapped(
-                    inputs.token_ids, inputs.positions, rows, self.drafter.numbers
+                    inputs.token_ids, inputs.positions, rows, self.drafter.layer_ids
                 )
         return states
 

@@ -13,19 +13,18 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.mixers.state_rows import ReplayRows, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
 
 
 @dataclass(frozen=True)
 class StateMetadata:
     """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens.
 
-    In engines with drafts `replay` stands for `rows`, if there are any.
+    Engines with drafts have `DraftedStateRows` in all steps.
     """
 
-    rows: StateRows
+    rows: StateRows | DraftedStateRows
     tiles: StateTiles
-    replay: ReplayRows | None = None
 
 
 @dataclass

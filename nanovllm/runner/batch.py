@@ -19,7 +19,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.kernels.drafts import gather_drafted_rows
-from nanovllm.kernels.mixers.state_rows import TILE, ReplayRows, StateRows, StateTiles, replay_rows
+from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles, drafted_state_rows
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
@@ -351,7 +351,7 @@ class BatchBuilder:
 
     Attributes:
         num_pending: [num_slots + 1] int32; of each slot, accepted tokens that are not in its state yet, if the model
-            keeps states and the engine drafts; else None. See `ReplayRows`.
+            keeps states and the engine drafts; else None. See `DraftedStateRows`.
     """
 
     def __init__(
@@ -468,12 +468,8 @@ class BatchBuilder:
         else:
             decodes = gather_decode_rows(state, slots, self.block_size)
         metadata = self._metadata(step, decodes)
-        if metadata.states is not None and self.num_pending is not None:
-            # A chunk stores its states at once.
-            self.num_pending.index_fill_(0, prompts.slots.long(), 0)
-            if len(slots):
-                replay = self._replay(slots, is_new, decodes.block_tables[-1], self.num_pending)
-                metadata.states = replace(metadata.states, replay=replay)
+        if self._states.num_blocks:
+            metadata.states = self._state_metadata(slots, is_new, decodes, prompts)
         token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -528,7 +524,6 @@ class BatchBuilder:
             seq_lens_host=step.seq_lens_host,
             query_lens_host=step.query_lens_host,
             variant=shape.variant,
-            states=self._state_metadata(decodes, prompts) if self._states.num_blocks else None,
         )
         return _with_drafted_rows(metadata, shape) if shape.num_drafts else metadata
 
@@ -545,21 +540,9 @@ class BatchBuilder:
         padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
         return torch.cat((slots, padded[chunks]))
 
-    def _replay(
-        self, slots: torch.Tensor, is_new: torch.Tensor | None, tables: torch.Tensor, num_pending: torch.Tensor
-    ) -> ReplayRows:
-        """Return the rows of a step whose states are stored one step late; arguments of its decode rows."""
-        is_row = (slots != self.slots.padding_slot).unsqueeze(1)
-        return replay_rows(
-            slots.long(),
-            is_row if is_new is None else is_new & is_row,
-            self.slots.tensors.num_computed[slots],
-            num_pending[slots] * is_row.squeeze(1),
-            most_pending=1 + self.num_drafts,
-            tables=tables[:, : self._states.num_blocks],
-        )
-
-    def _state_metadata(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
+    def _state_metadata(
+        self, slots: torch.Tensor, is_new: torch.Tensor | None, decodes: DecodeRows, prompts: PromptArrays
+    ) -> StateMetadata:
         """Return the states of a step: sequences own the ones in their tables, and overwrite them."""
         num_blocks = self._states.num_blocks
         tables = decodes.block_tables[-1][:, :num_blocks]
@@ -567,4 +550,12 @@ class BatchBuilder:
         prompt_tables = torch.cat((self.slots.tensors.block_tables[prompts.slots, -1, :num_blocks], kept))
         chunks = prompts.state_chunks.view(len(prompts.slots), 5)
         tiles = StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, prompt_tables)
-        return StateMetadata(StateRows(decodes.positions, tables, tables), tiles)
+        rows: StateRows | DraftedStateRows = StateRows(decodes.positions, tables, tables)
+        if self.num_pending is not None:
+            # A chunk stores its states at once.
+            self.num_pending.index_fill_(0, prompts.slots.long(), 0)
+            is_row = (slots != self.slots.padding_slot).unsqueeze(1)
+            positions, num_pending = self.slots.tensors.num_computed[slots], self.num_pending[slots]
+            is_new = is_row if is_new is None else is_new & is_row
+            rows = drafted_state_rows(slots, positions, num_pending, is_new, tables)
+        return StateMetadata(rows, tiles)

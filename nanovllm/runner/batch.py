@@ -8,7 +8,7 @@ without changes sends nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ class StepShape:
     """Sizes of one step: decode rows, prompt tokens and prompt chunks; with padding in a `DeviceStep`.
 
     `variant` is the attention backend's, see `AttentionBackend.plan_host`. With `num_drafts` each decode row has that
-    many tokens more, and attends as a prompt chunk does.
+    many tokens more.
     """
 
     num_decodes: int
@@ -316,25 +316,6 @@ class Staging:
         return list(views)
 
 
-def _with_drafted_rows(metadata: StepMetadata, shape: StepShape) -> StepMetadata:
-    """Return the metadata of a step whose decode rows, of several tokens, come before its chunks, as chunks."""
-    num_rows, cu_seqlens_q = shape.num_decodes, metadata.cu_seqlens_q
-    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=metadata.seq_lens.device) * (1 + shape.num_drafts)
-    chunks, numbers = starts // (1 + shape.num_drafts), torch.zeros_like(starts)
-
-    def tiles(others: torch.Tensor) -> torch.Tensor:
-        other_chunks, other_numbers = others.view(2, -1)
-        other_chunks = torch.where(other_chunks < 0, other_chunks, other_chunks + num_rows)
-        return torch.cat((chunks[:-1], other_chunks, numbers[:-1], other_numbers))
-
-    return replace(
-        metadata,
-        cu_seqlens_q=torch.cat((starts, cu_seqlens_q[1:] + shape.num_row_tokens)),
-        query_tiles=tiles(metadata.query_tiles),
-        sample_tiles=tiles(metadata.sample_tiles),
-    )
-
-
 class BatchBuilder:
     """Turns scheduled batches into tensors.
 
@@ -445,8 +426,7 @@ class BatchBuilder:
         if not is_capture_size:
             seq_lens = (num_computed + per_row).tolist() + [per_row] * num_padding
             seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
-            query_lens = [per_row] * shape.num_decodes if shape.num_drafts else []
-            query_lens += [len(chunk.token_ids) for chunk in chunks]
+            query_lens = [len(chunk.token_ids) for chunk in chunks]
         return DeviceStep(batch, shape, is_capture_size, PromptArrays._make(prompt_tensors), seq_lens, query_lens)
 
     def send_empty(self, shape: StepShape, *, is_capture_size: bool = True) -> DeviceStep:
@@ -502,7 +482,7 @@ class BatchBuilder:
         )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:
-        """Return what attention reads: decode rows, as chunks if they have drafts, then chunks."""
+        """Return what attention reads: decode rows, then chunks."""
         shape, prompts = step.shape, step.prompts
         slot_mappings, block_tables = list(decodes.slot_mapping), list(decodes.block_tables)
         seq_lens = decodes.seq_lens
@@ -513,8 +493,8 @@ class BatchBuilder:
             slot_mappings = [torch.cat(parts) for parts in zip(slot_mappings, new_mappings, strict=True)]
             block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
             seq_lens = torch.cat((seq_lens, prompts.seq_lens))
-        metadata = StepMetadata(
-            num_decodes=0 if shape.num_drafts else shape.num_decodes,
+        return StepMetadata(
+            num_decodes=shape.num_decodes,
             slot_mappings=slot_mappings,
             block_tables=block_tables,
             seq_lens=seq_lens,
@@ -524,8 +504,8 @@ class BatchBuilder:
             seq_lens_host=step.seq_lens_host,
             query_lens_host=step.query_lens_host,
             variant=shape.variant,
+            num_queries=1 + shape.num_drafts,
         )
-        return _with_drafted_rows(metadata, shape) if shape.num_drafts else metadata
 
     def _token_slots(self, slots: torch.Tensor, is_new: torch.Tensor | None, step: DeviceStep) -> torch.Tensor:
         """Return `StepInputs.token_slots`."""

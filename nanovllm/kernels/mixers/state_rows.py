@@ -94,6 +94,5 @@ def drafted_state_rows(
         is_new: [num_rows, tokens per row] bool; tokens that exist, which come last in a row. Padding has none.
         tables: [num_rows, blocks_per_state] int32.
     """
-    num_new = is_new.sum(1, dtype=torch.int32)
-    rows = torch.stack((slots, positions, num_pending.where(num_new > 0, 0), num_new), 1)
+    rows = torch.stack((slots, positions, num_pending, is_new.sum(1, dtype=torch.int32)), 1)
     return DraftedStateRows(rows, tables, is_new.shape[1])

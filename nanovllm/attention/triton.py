@@ -140,7 +140,7 @@ class TritonBackend(AttentionBackend):
         is_hopper = self._hopper_decode is not None and step.num_queries == 1
         plans = {}
         for spec in self._specs:
-            tile, programs = self._division(spec, n, is_hopper)
+            tile, programs = self._division(spec, step, is_hopper)
             plans[spec] = plan_decode(
                 step.seq_lens[:n],
                 self.num_heads,
@@ -154,13 +154,16 @@ class TritonBackend(AttentionBackend):
             )
         return plans
 
-    def _division(self, spec: Paged, num_seqs: int, is_hopper: bool) -> tuple[int, int]:
+    def _division(self, spec: Paged, step: StepMetadata, is_hopper: bool) -> tuple[int, int]:
         """Return the tokens per tile, and the programs per multiprocessor, of layers that cache this."""
         if is_hopper:
             return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
         tile, programs = _MANY_TILE, _MANY_PROGRAMS
-        if self.policy.has_few_seqs(num_seqs):
+        if self.policy.has_few_seqs(step.num_decodes):
             tile, programs = _FEW_TILE, _FEW_PROGRAMS
+        if step.num_queries > 1:
+            # Products of more rows take the registers and the shared memory of more keys.
+            tile = _FEW_TILE
         if self.dtype == torch.float32:
             tile = _FLOAT32_TILE
         # Larger heads take the shared memory of more tokens.

@@ -282,19 +282,27 @@ def _fold_rows(partial_ptr, lse_ptr, rows, mask, dims, acc, row_max, row_sum, VA
 
 
 @jit
+def _own_kv_head(KV_HEADS: tl.constexpr, HAS_PARTS: tl.constexpr):
+    """Return the program's KV head; HAS_PARTS: several programs divide a row's queries."""
+    head = tl.program_id(0)
+    if HAS_PARTS:
+        head = head % KV_HEADS
+    return head
+
+
+@jit
 def _locate_queries(
-    program, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    QUERIES: tl.constexpr, AT_ONCE: tl.constexpr,
+    head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's KV head; and of its queries their token in the row, their head, and whether they exist."""
+    """Return of a program's queries their token in the row, their head, and whether they exist; head: of keys."""
     group = tl.arange(0, PADDED)
     if QUERIES == 1:
-        number, head = group, program
-        heads, mask = head * GROUP + group, group < GROUP
+        number, mask, heads = group, group < GROUP, head * GROUP + group
     else:
-        number, head = program // KV_HEADS * AT_ONCE + group // GROUP, program % KV_HEADS
-        heads, mask = head * GROUP + group % GROUP, (group < AT_ONCE * GROUP) & (number < QUERIES)
-    return head, number, heads, mask
+        number = tl.program_id(0) // KV_HEADS * AT_ONCE + group // GROUP
+        mask, heads = (group < AT_ONCE * GROUP) & (number < QUERIES), head * GROUP + group % GROUP
+    return number, heads, mask
 
 
 @jit
@@ -336,8 +344,7 @@ def _decode_kernel(
     out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
     QUERIES: tl.constexpr = 1, AT_ONCE: tl.constexpr = 1,
 ):  # fmt: skip
-    head, number, heads, mask = _locate_queries(tl.program_id(0), KV_HEADS, GROUP, GROUP_PADDED, QUERIES, AT_ONCE)
-    split = tl.program_id(1)
+    head, split = _own_kv_head(KV_HEADS, QUERIES > AT_ONCE), tl.program_id(1)
     scale = by_head(scale, k_scale_ptr, head) if cap_scale is None else scale
     cap_scale = None if cap_scale is None else by_head(cap_scale, k_scale_ptr, head)
     split_ptr = splits_ptr + 4 * split
@@ -356,6 +363,7 @@ def _decode_kernel(
         end = first_key + tl.where(is_last, old_len + 1, tiles_end)
         # Some program has a split, so the kernel cannot end before the previous one, although others do not wait.
         wait_for_previous(PDL)
+        number, heads, mask = _locate_queries(head, KV_HEADS, GROUP, GROUP_PADDED, QUERIES, AT_ONCE)
         key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         query_ptrs = q_ptr + seq * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
         query_ptrs = _of_token(query_ptrs, seq, number[:, None], q_stride, QUERIES)

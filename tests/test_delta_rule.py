@@ -302,10 +302,11 @@ def check_drafted_rows(
     for per_row in (1 + num_drafts, 1 + num_drafts, 1, 1 + num_drafts, 1 + num_drafts):
         slots = rng.sample(range(4), 4)
         counts = [0 if slot == padding else rng.randint(1, per_row) for slot in slots]
-        ints = torch.tensor([(s, positions[s], pending[s]) for s in slots], dtype=torch.int32, device=DEVICE).unbind(1)
+        ints = torch.tensor([slots, [positions[s] for s in slots], [pending[s] for s in slots]], device=DEVICE).int()
         is_new = torch.arange(per_row, device=DEVICE) >= per_row - torch.tensor(counts, device=DEVICE).unsqueeze(1)
         new = draw(len(slots) * per_row)
-        out = drafted.step(*new, drafted_state_rows(*ints, is_new, drafted.tables[slots])).view(*is_new.shape, -1)
+        rows = drafted_state_rows(ints[0], ints[1], ints[2], is_new, drafted.tables[slots])
+        out = drafted.step(*new, rows).view(*is_new.shape, -1)
         assert not out[~is_new].any()
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             if slot == padding:
@@ -318,8 +319,8 @@ def check_drafted_rows(
                 # What is accepted is decoded in place.
                 reads, writes = slot + 10 * (i > pending[slot]), slot + 10 * (i >= pending[slot])
                 at = torch.tensor([positions[slot] + i], dtype=torch.int32, device=DEVICE)
-                rows = StateRows(at, plain.tables[reads : reads + 1], plain.tables[writes : writes + 1])
-                expected = plain.step(*(part[i : i + 1] for part in own), rows)
+                one = StateRows(at, plain.tables[reads : reads + 1], plain.tables[writes : writes + 1])
+                expected = plain.step(*(part[i : i + 1] for part in own), one)
                 close(out[row, per_row - count + i], expected.flatten())
             positions[slot] += pending[slot]
 

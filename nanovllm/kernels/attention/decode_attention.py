@@ -321,8 +321,7 @@ def _see(positions, end, last, number, window, QUERIES: tl.constexpr):
         seen = seen & (positions > last - window - (QUERIES - 1))
     sees = seen[None, :]
     if QUERIES > 1:
-        # Tokens that are not new may be before the context.
-        own = tl.maximum(last + 1 - QUERIES + number, 0)[:, None]
+        own = (last + 1 - QUERIES + number)[:, None]
         sees = sees & (positions[None, :] <= own)
         if window is not None:
             sees = sees & (positions[None, :] > own - window)
@@ -391,7 +390,7 @@ def _decode_kernel(
                 BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale, NATIVE,
             )  # fmt: skip
         if QUERIES > 1:
-            # A query may see no token of a split.
+            # A query may see no token of a split; one that does not exist, none at all.
             row_sum = tl.where(row_sum > 0, row_sum, 1.0)
         out = by_head(acc / row_sum[:, None], v_scale_ptr, head)
         rows = _of_token(heads, 0, number, KV_HEADS * GROUP, QUERIES)

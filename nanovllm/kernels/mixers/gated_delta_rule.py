@@ -136,15 +136,19 @@ def _delta_rule_drafts_ref(
     causal_conv_drafts(x, rule.conv_weight, None, rule.conv, rows, gates=gates, kept=kept)
     for row, (_, _, num_pending, num_new) in enumerate(rows.rows.tolist()):
         if num_new:
-            channels, own_gates = rows.kept_tokens(kept, row).split([x.shape[1], gates.shape[1]], 1)
-            tokens = [*rule.heads(channels), *rule.gates(own_gates)]
+            tokens, new = rows.kept_tokens(kept, row), rows.new_tokens(row)
             state = rule.pool.read(rule.first, rule.shape, rows.tables[row])
             if num_pending:
-                _, state = delta_rule_chunk(*(part[:num_pending] for part in tokens), state)
+                _, state = _go_on(rule, tokens[:num_pending], state)
                 rule.pool.write(rule.first, state, rows.tables[row])
-            new = rows.new_tokens(row)
-            out[new] = rule.gated_norm(delta_rule_chunk(*(part[num_pending:] for part in tokens), state)[0], z[new])
+            out[new] = rule.gated_norm(_go_on(rule, tokens[num_pending:], state)[0], z[new])
     return out
+
+
+def _go_on(rule: DeltaRule, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute tokens as they are kept; see `delta_rule_chunk`."""
+    channels, gates = tokens.split([len(rule.conv_weight), 2 * rule.num_value_heads], 1)
+    return delta_rule_chunk(*rule.heads(channels), *rule.gates(gates), state)
 
 
 def delta_rule_chunk(

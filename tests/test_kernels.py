@@ -681,7 +681,7 @@ def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dty
 def test_decode_attention_of_rows_with_drafts(
     case: Uneven, num_queries: int, split: tuple[int, int], dtypes: Any
 ) -> None:
-    """Where a context is shorter than its row, the first tokens of the row do not exist."""
+    """The first tokens of a row that is longer than its context do not exist."""
     (sizes, window, capped), (shares, tile), (dtype, cached) = case, split, dtypes
     lens = [1, num_queries, 49, 17, 50 + num_queries, 131, *([1000, 4100] if GPU else [])]
     caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)

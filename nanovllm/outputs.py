@@ -302,7 +302,8 @@ class RequestOutput(Mapping[str, Any]):
             token id; None for the first token and for tokens before `prompt_logprobs_start`. None unless requested.
         num_cached_tokens: prompt tokens found in the prefix cache.
         metrics: the request's times.
-        hidden_states: for `embed`: sums over parts of the prompt, [hidden_size] float32 each.
+        hidden_states: for each layer in `SamplingParams.hidden_states` the states of the prompt's tokens,
+            [num_tokens, hidden_size] float32; for `embed`: sums over parts of the prompt, [hidden_size] float32 each.
         error: the error message of a failed request, if `generate` returns errors; else None.
     """
 

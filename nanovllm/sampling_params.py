@@ -123,6 +123,9 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         prompt_logprobs_start: first position of the prompt for which they are computed; the prefix cache serves the
             tokens before it.
+        hidden_states: return the hidden states of the prompt's tokens that these layers take, numbered from 0; the
+            number of layers stands for the states after the last norm, as in transformers' `output_hidden_states`.
+            They are computed without the prefix cache. For states of an output, give it as a part of a prompt.
         skip_special_tokens: leave special tokens out of the text.
         spaces_between_special_tokens: separate special tokens by spaces in the text.
         detokenize: decode the tokens to text.
@@ -157,6 +160,7 @@ class SamplingParams:
     logprobs: int | None = field(default=None, kw_only=True)
     prompt_logprobs: int | None = field(default=None, kw_only=True)
     prompt_logprobs_start: int = field(default=0, kw_only=True)
+    hidden_states: Sequence[int] | None = field(default=None, kw_only=True)
     skip_special_tokens: bool = field(default=True, kw_only=True)
     spaces_between_special_tokens: bool = field(default=True, kw_only=True)
     detokenize: bool = field(default=True, kw_only=True)
@@ -222,12 +226,13 @@ class SamplingParams:
         """Check lists and dicts; an empty one becomes None, except `allowed_token_ids`."""
         self.stop = check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop) or None
         self.bad_words = check_strings("bad_words", self.bad_words) or None
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "hidden_states"):
+            one, kind = ("a layer", "layers") if name == "hidden_states" else ("an id", "token ids")
             ids = token_list(getattr(self, name))
             if ids is not None:
                 if not isinstance(ids, (list, tuple, set, frozenset)):
-                    raise ValueError(f"{name} must be a list of token ids, not {ids!r:.80}")
-                setattr(self, name, [check_int(f"an id of {name}", token_id, 0) for token_id in ids])
+                    raise ValueError(f"{name} must be a list of {kind}, not {ids!r:.80}")
+                setattr(self, name, [check_int(f"{one} of {name}", number, 0) for number in ids])
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be generated")
         if self.logit_bias is not None:

@@ -121,6 +121,11 @@ def mock_pooling(token_ids: Sequence[int]) -> np.ndarray:
     return np.array([sum(token_ids)], dtype=np.float32)
 
 
+def mock_hidden_states(token_ids: Sequence[int], layers: Sequence[int]) -> np.ndarray:
+    """Return the mock model's hidden states, [num_layers, num_tokens, 1]."""
+    return np.array([[[token + layer] for token in token_ids] for layer in layers], dtype=np.float32)
+
+
 class LateCopies:
     """Copies to the host's memory and back, which end later, in their order, at times that `rng` decides."""
 
@@ -356,8 +361,10 @@ class MockRunner:
                 inside = [self._load(chunk.slot, p + 1) for p in range(first, chunk.start + len(chunk.token_ids) - 1)]
                 assert inside == list(chunk.scores.token_ids)[: len(inside)]
                 outputs.append(mock_logprobs(chunk.scores.token_ids, chunk.scores.num_logprobs))
-            elif chunk.pooling is not None:
+            if chunk.pooling is not None:
                 outputs.append(mock_pooling(chunk.token_ids if chunk.pooling == "mean" else chunk.token_ids[-1:]))
+            if chunk.hidden_states:
+                outputs.append(mock_hidden_states(chunk.token_ids, chunk.hidden_states))
         assert len(outputs) == len(batch.scored_seq_ids)
         return outputs
 
@@ -497,6 +504,7 @@ def make_engine(
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
         eos_token_ids=eos,
+        num_layers=3,
         make_constraint=make_constraint,
     )
     return engine, runner

@@ -132,6 +132,14 @@ def nvfp4(weight: torch.Tensor, is_modelopt: bool) -> tuple[Tensors, torch.Tenso
     return tensors, (TABLE[codes] * wide[..., None]).flatten(1)
 
 
+def packed_mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    groups = weight.unflatten(1, (-1, 32))
+    exponents = (groups.abs().amax(2) / 6).log2().ceil()
+    codes = e2m1(groups / 2.0 ** exponents[..., None])
+    tensors = {"weight_packed": pairs(codes.flatten(1)), "weight_scale": (exponents + 127).to(torch.uint8)}
+    return tensors, (TABLE[codes] * 2.0 ** exponents[..., None]).flatten(1)
+
+
 def compressed(form: str, inputs: object = None, **weights: Any) -> dict[str, Any]:
     args = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False} | weights
     group = {"targets": ["Linear"], "weights": args, "input_activations": inputs, "output_activations": None}
@@ -150,6 +158,7 @@ class Format:
 
 
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
 FORMATS = {
     "gptq": Format(GPTQ, gptq),
@@ -171,6 +180,9 @@ FORMATS = {
     ),
     "nvfp4": Format(
         compressed("nvfp4-pack-quantized", NVFP4 | {"dynamic": "local"}, **NVFP4), lambda weight: nvfp4(weight, False)
+    ),
+    "packed-mxfp4": Format(
+        compressed("mxfp4-pack-quantized", MXFP4 | {"dynamic": True}, **MXFP4), packed_mxfp4
     ),
     "modelopt": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.*.mlp.gate"]},

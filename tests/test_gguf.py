@@ -116,7 +116,9 @@ def test_a_file_is_a_model_that_is_converted_once(
     assert tokens[0] == tokens[1] == tokens[2] and len(tokens[0]) == 4
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("nanovllm: ")]
     places = converted(cache)
-    assert len(told) == len(places) == 2 and {line.split(" once, to ")[1] for line in told} == set(map(str, places))
+    assert len(told) == len(places) == 2 and {
+        line.split(" once, to weights in 16 bits, in ")[1] for line in told
+    } == set(map(str, places))
 
 
 def test_a_changed_file_is_converted_anew_and_the_old_folder_goes(cache: Path, tmp_path: Path) -> None:

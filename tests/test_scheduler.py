@@ -29,6 +29,7 @@ from tests.mock_runner import (
     make_engine,
     make_request,
     make_sequence,
+    mock_hidden_states,
     run,
 )
 
@@ -754,6 +755,7 @@ def test_outputs_share_a_prompt_and_copy_on_write(data: st.DataObject) -> None:
             logprobs=data.draw(st.sampled_from([None, 0, 2])),
             prompt_logprobs=data.draw(st.sampled_from([None, 1])),
             prompt_logprobs_start=data.draw(st.integers(0, len(prompt))),
+            hidden_states=data.draw(st.sampled_from([None, None, [3], [0, 2]])),
         )
         wanted[engine.add_request(prompt, params, data.draw(PRIORITY))] = prompt, params
     reset_at = data.draw(st.integers(0, 20))
@@ -776,6 +778,8 @@ def check_outputs(output: RequestOutput, prompt: list[int], params: SamplingPara
     start = max(1, params.prompt_logprobs_start)
     scored = mock_dicts(prompt[start:], params.prompt_logprobs)
     assert output.prompt_logprobs == (None if scored is None else [None] * min(start, len(prompt)) + scored)
+    layers = params.hidden_states or []
+    assert np.array_equal(np.array(output.hidden_states), mock_hidden_states(prompt, layers)) or not layers
 
 
 def mock_dicts(token_ids: list[int], num_logprobs: int | None) -> list[dict[int, Logprob]] | None:

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from nanovllm.runner.messages import Chunk
 from nanovllm.runner.step_outputs import prompt_outputs
 from nanovllm.sampling_params import BeamSearchParams
 from nanovllm.tasks.ranking import rank_method
+from tests.hybrid_models import make_model
 from tests.reference import check_position, prompt, reference_logits, reference_model
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
@@ -141,6 +143,35 @@ def test_embeddings_are_normalised_hidden_states(folder: Path, pooling: Pooling)
             torch.testing.assert_close(vectors[row], want, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(("family", "size"), [("qwen3", 2), ("olmo2", 2), ("next", 2), ("falcon", 1), ("nemotron", 1)])
+def test_hidden_states_of_layers_are_those_of_transformers(
+    family: str, size: int, make_checkpoint: Any, tmp_path: Path
+) -> None:
+    """In chunks, again with a hot cache, after preemption, and beside other outputs of the prompt."""
+    if family in ("qwen3", "olmo2"):
+        path = make_checkpoint(**({} if family == "qwen3" else {"architecture": "Olmo2", "pad_token_id": 0}))
+        model = reference_model(path)
+    else:
+        path, model = tmp_path, make_model(family)
+        model.save_pretrained(path)
+    count, prompts = model.config.num_hidden_layers, [prompt(n, seed=n) for n in (33, 40, 70)]
+    params = SamplingParams(0.7, 40, ignore_eos=True, n=2, hidden_states=[count, 0, count - 1])
+    with_logprobs = replace(params, prompt_logprobs=0, prompt_logprobs_start=33)
+    settings = SETTINGS | {"num_kvcache_blocks": 40, "max_num_batched_tokens": 24, "tensor_parallel_size": size}
+    with LLM(path, **settings) as llm:
+        outputs = [output for one in (params, with_logprobs) for output in llm.generate(prompts, one, use_tqdm=False)]
+        plain = llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
+        with pytest.raises(ValueError, match=f"no layer {count + 1}: it has 0 ... {count}"):
+            llm.generate([1], SamplingParams(hidden_states=[count + 1]))
+    assert plain[0].hidden_states == [] and outputs[-1].prompt_logprobs is not None
+    for output, tokens in zip(outputs, prompts * 2, strict=True):
+        with torch.inference_mode():
+            states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        assert len(output.hidden_states) == 3
+        for found, layer in zip(output.hidden_states, params.hidden_states or (), strict=True):
+            torch.testing.assert_close(torch.from_numpy(found), states[layer][0], rtol=1e-3, atol=1e-4)
+
+
 def test_ranks_are_by_embeddings_or_by_the_probability_of_yes() -> None:
     bundled = LLM(BUNDLED_MODEL, num_kvcache_blocks=200, max_logprobs=512, **(SETTINGS | {"max_model_len": 512}))
     query, documents = "Monday", ["2, 3, 5, 7", "Tuesday", "Monday"]
@@ -225,7 +256,7 @@ def test_the_sum_of_many_hidden_states_is_float32(dtype: torch.dtype) -> None:
     hidden = torch.ones(3001, 2, dtype=dtype)
     chunk = Chunk(0, 0, array("i", [0]) * 3001, False, True, pooling="mean")
     nothing: Any = None
-    (total,) = prompt_outputs(nothing, nothing, [chunk], hidden)
+    (total,) = prompt_outputs(nothing, nothing, [chunk], {0: hidden})
     assert isinstance(total, torch.Tensor) and total.dtype == torch.float32
     assert total.tolist() == [3001.0, 3001.0]
 

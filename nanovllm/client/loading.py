@@ -161,6 +161,7 @@ def _load_here(config: Config) -> LoadedModel:
         vocab_size=files.model_config.vocab_size,
         max_model_len=files.max_model_len,
         eos_token_ids=files.eos_token_ids,
+        num_layers=files.model_config.num_layers if files.model_config.hf is None else None,
         make_constraint=files.constraints,
         weights=runner.weights_loader(),
     )

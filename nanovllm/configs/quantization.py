@@ -1,8 +1,8 @@
 """Reads config.json's `quantization_config`: how a checkpoint stores the matrices of linear layers and experts.
 
 The formats are e4m3 values with multiplied scales (`fp8` of transformers and vLLM, `float-quantized` of
-compressed-tensors), and four bits: GPTQ, AWQ, `pack-quantized` and `nvfp4-pack-quantized` of compressed-tensors,
-modelopt's NVFP4, and gpt-oss's MXFP4. Unsupported values are rejected by name, before any weight is read.
+compressed-tensors), and four bits: GPTQ, AWQ, compressed-tensors (integers, NVFP4, MXFP4), modelopt's
+NVFP4, and gpt-oss's MXFP4. Unsupported values are rejected by name, before any weight is read.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class FourBits:
     format: Literal["int4", "mxfp4", "nvfp4"] = "int4"
     group: int | None = _INT4_GROUP
     has_zeros: bool = False
-    stored: Literal["gptq", "gptq_v2", "awq", "packed", "nvfp4", "modelopt", "mxfp4"] | None = None
+    stored: Literal["gptq", "gptq_v2", "awq", "packed", "packed_mxfp4", "nvfp4", "modelopt", "mxfp4"] | None = None
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _check_block(size: Any) -> None:
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     _refuse(_others(values, _COMPRESSED_KEYS), "")
-    known = "float-quantized", "pack-quantized", "nvfp4-pack-quantized"
+    known = "float-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
     if (stored := values.get("format")) not in known:
         raise ValueError(f"quantization_config: format={stored!r} is not supported: only {known}")
     if (status := values.get("quantization_status", "compressed")) != "compressed":
@@ -246,7 +246,8 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
         four_bits = _read_packed(stored, weights, inputs)
         kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
         ignored = _module_names(values, "ignore")
-        return QuantizationConfig("channel", True, bool(inputs), ignored, kv_scales, four_bits=four_bits)
+        has_input_scale = bool(inputs) and four_bits.format == "nvfp4"
+        return QuantizationConfig("channel", True, has_input_scale, ignored, kv_scales, four_bits=four_bits)
     for what, args in (("weights", weights), ("input_activations", inputs)):
         if args or what == "weights":
             _check_e4m3(what, args)
@@ -279,6 +280,10 @@ def _read_packed(stored: str, weights: Mapping[str, Any], inputs: Any) -> FourBi
         if kind != ("float", 4) or strategy != "tensor_group" or group != _NVFP4_GROUP or not symmetric:
             raise ValueError(f"quantization_config: weights={dict(weights)!r:.400} are not NVFP4")
         return FourBits("nvfp4", _NVFP4_GROUP, stored="nvfp4")
+    if stored == "mxfp4-pack-quantized":
+        if kind != ("float", 4) or strategy != "group" or group != _MXFP4_GROUP or not symmetric:
+            raise ValueError(f"quantization_config: weights={dict(weights)!r:.400} are not MXFP4")
+        return FourBits("mxfp4", _MXFP4_GROUP, stored="packed_mxfp4")
     if kind != ("int", 4) or strategy not in ("group", "channel"):
         found = f"type={kind[0]!r}, num_bits={kind[1]!r}, strategy={strategy!r}"
         raise ValueError(f"quantization_config: weights of {found} are not supported: only 4-bit groups and channels")

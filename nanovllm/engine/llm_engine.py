@@ -60,6 +60,7 @@ class LLMEngine(Engine):
         vocab_size, max_model_len: bound on token ids of prompts; most tokens of one request.
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
+        num_layers: see `RequestLimits`.
         weights: changes the model's weights and memory; None if they cannot change.
     """
 
@@ -73,6 +74,7 @@ class LLMEngine(Engine):
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        num_layers: int | None = None,
         make_constraint: MakeConstraint = no_constraint,
         weights: WeightsControl | None = None,
     ) -> None:
@@ -114,6 +116,7 @@ class LLMEngine(Engine):
             num_kv_slots=(runner.num_kvcache_blocks - sum(states)) // num_growing * config.kvcache_block_size,
             max_stored_tokens=self.block_manager.max_tokens(max_model_len),
             max_logprobs=config.most_logprobs(vocab_size),
+            num_layers=num_layers,
         )
         self.seeds = RequestSeeds(config.seed)
         self._request_ids = count()

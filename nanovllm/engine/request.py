@@ -196,6 +196,7 @@ class RequestLimits:
         num_kv_slots: tokens that the KV cache holds at least; more where sliding windows release their blocks.
         max_stored_tokens: most tokens of one request whose keys and values are stored, not always all at once.
         max_logprobs: most log-probabilities at a position.
+        num_layers: of the model, whose hidden states may be asked for; None if they may not.
     """
 
     vocab_size: int
@@ -203,6 +204,7 @@ class RequestLimits:
     num_kv_slots: int
     max_stored_tokens: int
     max_logprobs: int
+    num_layers: int | None = None
 
     def check_params(self, params: Any) -> SamplingParams:
         """Return a copy of sampling parameters that the engine can serve.
@@ -226,6 +228,10 @@ class RequestLimits:
             if (count or 0) > self.max_logprobs:
                 whole = f", all {count} tokens," if given == -1 else ""
                 raise ValueError(f"{name}={given}{whole} is over max_logprobs={self.max_logprobs}")
+        for layer in checked.hidden_states or ():
+            if self.num_layers is None or layer > self.num_layers:
+                known = "only native models have them" if self.num_layers is None else f"it has 0 ... {self.num_layers}"
+                raise ValueError(f"hidden_states: the model has no layer {layer}: {known}")
         return checked
 
     def check_prompt(self, prompt: Any, params: SamplingParams) -> array[int]:

@@ -305,14 +305,15 @@ class Scheduler:
                 return
         store = start >= max(seq.num_registered_blocks * self.block_manager.block_size, seq.num_shared_tokens)
         scores, pooling = seq.prompt_scores(start, end), seq.pooling_of(end)
-        if scores is not None or pooling is not None:
-            batch.scored_seq_ids.append((seq.seq_id, seq.num_admissions))
+        layers = tuple(seq.params.hidden_states or ()) if seq.wants_prompt_outputs else ()
         token_ids, samples = seq.token_ids[start:end], end == seq.num_tokens
         self._budget -= end - start
         seq.num_computed_tokens = end
         kept = self.block_manager.register_chunk(seq, start)
         successor = -1 if samples else seq.token_ids[end]
-        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept, successor))
+        chunk = Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept, successor, layers)
+        batch.chunks.append(chunk)
+        batch.scored_seq_ids += [(seq.seq_id, seq.num_admissions)] * chunk.num_outputs
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:
         """Count the token that this step samples for a sequence that has caught up."""

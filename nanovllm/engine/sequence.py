@@ -61,7 +61,6 @@ class SequenceGroup(list["Sequence"]):
             metrics = replace(metrics, total_time=max(seq.metrics.total_time or 0.0 for seq in self))
         # The field accepts an array, and the other one None.
         tokens: typing.Any = first.request.token_ids
-        hidden: typing.Any = first.prompt_outputs
         return RequestOutput(
             request_id=first.seq_id,
             prompt=None,
@@ -71,7 +70,7 @@ class SequenceGroup(list["Sequence"]):
             prompt_logprobs=first.prompt_logprobs(),
             num_cached_tokens=first.num_cached_tokens or 0,
             metrics=metrics,
-            hidden_states=hidden and [part for part in hidden if isinstance(part, np.ndarray)],
+            hidden_states=first.hidden_states(),
         )
 
 
@@ -142,7 +141,7 @@ class Sequence:
         self.logprobs = bytearray()
         self.record_bytes = record_bytes(params.logprobs)
         # Requested outputs of the prompt computed by chunks so far; complete once the whole prompt is computed.
-        is_asked = params.prompt_logprobs is not None or request.pooling is not None
+        is_asked = params.prompt_logprobs is not None or request.pooling is not None or bool(params.hidden_states)
         self.prompt_outputs: list[TokenLogprobs | np.ndarray] | None = [] if is_asked else None
         self.num_admissions = 0
         self.metrics = RequestMetrics(time.monotonic())
@@ -235,7 +234,8 @@ class Sequence:
         if not self.wants_prompt_outputs or self.request.pooling == "last":
             return len(self.token_ids)
         # The first scored token follows from the one before it.
-        return 0 if self.request.pooling else max(0, self.params.prompt_logprobs_start - 1)
+        needs_all = self.request.pooling or self.params.hidden_states
+        return 0 if needs_all else max(0, self.params.prompt_logprobs_start - 1)
 
     @property
     def fork_source(self) -> Sequence | None:
@@ -307,6 +307,14 @@ class Sequence:
         parts = [part.records() for part in self.prompt_outputs or () if isinstance(part, TokenLogprobs)]
         records = np.concatenate(parts) if parts else np.empty((0, 1 + 2 * width), dtype=np.int32)
         return Logprobs(records, width, num_missing=self.num_prompt_tokens - len(records))
+
+    def hidden_states(self) -> typing.Any:
+        """Return the value of `RequestOutput.hidden_states`."""
+        parts = [part for part in self.prompt_outputs or () if isinstance(part, np.ndarray)]
+        if not self.params.hidden_states or not parts:
+            return parts or None
+        # Layers come first.
+        return list(np.concatenate(parts, 1))
 
     def __repr__(self) -> str:
         return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,28 +23,6 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.configs.model import ModelConfig
     from nanovllm.kernels.policy import KernelPolicy
-
-
-class HiddenStateTap:
-    """Keeps hidden states of a forward pass: the residual stream, as some layers take it.
-
-    layer_ids: from 0.
-    """
-
-    def __init__(self, layer_ids: tuple[int, ...]) -> None:
-        self.layer_ids = layer_ids
-        self._recorded: dict[int, torch.Tensor] = {}
-
-    def record(self, number: int, x: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Keep the sum of x and residual if layer `number` is asked for; neither is kept itself."""
-        if number in self.layer_ids:
-            # Parts of a sum may be in float32.
-            total = x.sum(0) if x.dim() == 3 else x
-            self._recorded[number] = total.clone() if residual is None else (total + residual).to(residual.dtype)
-
-    def states(self) -> torch.Tensor:
-        """Return what was kept, in the order of `layer_ids`, [num_tokens, len(layer_ids) * hidden_size]."""
-        return torch.cat([self._recorded[number] for number in self.layer_ids], 1)
 
 
 class CausalLM(WeightedModel):
@@ -143,17 +121,25 @@ class CausalLM(WeightedModel):
         return states
 
     def forward_tapped(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, layer_ids: tuple[int, ...]
-    ) -> tuple[Stream, torch.Tensor]:
-        """Return what `forward` does, and hidden states of all tokens; only of native decoders.
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+        layer_ids: Collection[int],
+    ) -> tuple[Stream, dict[int, torch.Tensor]]:
+        """Return what `forward` does, and inputs of layers, [num_tokens, hidden_size], by layer, of all tokens.
 
-        layer_ids: of the layers whose inputs these are. The states are [num_tokens, len(layer_ids) * hidden_size].
+        Only native decoders have them.
         """
         decoder: Any = self.model
         # There are fewer layers while kernels are compiled.
-        tap = HiddenStateTap(tuple(min(number, len(decoder.layers) - 1) for number in layer_ids))
-        states: Stream = decoder(token_ids, positions, rows, tap)
-        return states, tap.states()
+        last = len(decoder.layers) - 1
+        found: dict[int, Any] = {min(number, last): None for number in layer_ids}
+        has_last = rows is not None and last in found
+        x, residual = decoder(token_ids, positions, None if has_last else rows, found)
+        if has_last:
+            x, residual = x[..., rows, :], None if residual is None else residual[rows]
+        return (x, residual), {number: found[min(number, last)] for number in layer_ids}
 
     def hidden_states(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return the states after the last norm, [num_rows, hidden_size]; x, residual: from `forward`."""

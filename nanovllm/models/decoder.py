@@ -26,7 +26,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models.base import CausalLM, HiddenStateTap
+from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream, Weight
@@ -218,10 +218,13 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> Stream:
-        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
-        x, residual = self.self_attn(x, self.input_layernorm, residual, positions, rows)
-        return self.mlp(x, self.post_attention_layernorm, residual)
+    ) -> tuple[Stream, torch.Tensor | None]:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, and their sum before it.
+
+        All of them of `rows`, or of all tokens.
+        """
+        x, total = self.self_attn(x, self.input_layernorm, residual, positions, rows)
+        return self.mlp(x, self.post_attention_layernorm, total), total
 
 
 class PostNormDecoderLayer(nn.Module):
@@ -241,15 +244,16 @@ class PostNormDecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> Stream:
-        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
-        total = x if residual is None else residual + x
-        branch, _ = self.self_attn(total, None, None, positions, rows)
+    ) -> tuple[Stream, torch.Tensor]:
+        """Return x and residual after the layer, and their sum before it; see `DecoderLayer.forward`."""
+        before = x if residual is None else residual + x
+        branch, _ = self.self_attn(before, None, None, positions, rows)
         branch, _ = self.post_attention_layernorm(branch)
-        total = (total if rows is None else total[rows]) + branch
+        before = before if rows is None else before[rows]
+        total = before + branch
         branch, _ = self.mlp(total)
         branch, _ = self.post_feedforward_layernorm(branch)
-        return branch, total
+        return (branch, total), before
 
 
 class SingleDecoderLayer(nn.Module):
@@ -264,13 +268,15 @@ class SingleDecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> Stream:
-        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
+    ) -> tuple[Stream, torch.Tensor | None]:
+        """Return x and residual after the layer, and their sum before it; see `DecoderLayer.forward`."""
         if self.mixes:
-            return self.mixer(x, self.norm, residual, positions, rows)
+            x, total = self.mixer(x, self.norm, residual, positions, rows)
+            return (x, total), total
         if rows is not None:
             x, residual = x[..., rows, :], None if residual is None else residual[rows]
-        return self.mixer(x, self.norm, residual)
+        x, total = self.mixer(x, self.norm, residual)
+        return (x, total), total
 
 
 class Decoder(nn.Module):
@@ -298,17 +304,20 @@ class Decoder(nn.Module):
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor | None,
-        tap: HiddenStateTap | None = None,
+        hidden_states: dict[int, torch.Tensor | None] | None = None,
     ) -> Stream:
-        """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens."""
+        """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens.
+
+        hidden_states: by layer, to be filled with the layer's input, x + residual.
+        """
         x, residual = self.embed_tokens(token_ids), None
         if self.multiplier != 1:
             x = x * self.multiplier
-        for i, layer in enumerate(self.layers, 1):
-            if tap is not None:
-                tap.record(i - 1, x, residual)
+        for i, layer in enumerate(self.layers):
             # After the last layer's attention only the rows to sample from are needed.
-            x, residual = layer(x, residual, positions, rows if i == len(self.layers) else None)
+            (x, residual), before = layer(x, residual, positions, rows if i + 1 == len(self.layers) else None)
+            if hidden_states is not None and i in hidden_states:
+                hidden_states[i] = before
         return x, residual
 
 

@@ -246,7 +246,7 @@ class MTPHead(DraftHead):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model = self.model
         both = torch.cat((model.pre_fc_norm_embedding(embeds)[0], model.pre_fc_norm_hidden(hidden)[0]), 1)
-        states, _ = model.norm(*model.layers[0](model.fc(both)[0], None, positions, rows))
+        states, _ = model.norm(*model.layers[0](model.fc(both)[0], None, positions, rows)[0])
         return states, states
 
 

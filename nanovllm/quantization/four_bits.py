@@ -341,14 +341,19 @@ def _compressed(part: _Projection) -> dict[str, WeightSlice]:
     return slices
 
 
+def _pairs_of_inputs(part: _Projection) -> WeightSlice:
+    """Bytes of two inputs of an output, [outputs, inputs / 2]."""
+    return PackedSlice(
+        (part.outputs, part.inputs // 2), (part.outs, _units(part.ins, 2)), part.matrix.values,
+        convert=lambda pairs: part.packed(_pairs(pairs)), stored_as=(torch.uint8,),
+    )  # fmt: skip
+
+
 def _nvfp4(part: _Projection, values: str, factor: str, convert: Convert) -> dict[str, WeightSlice]:
     """Bytes of inputs, scales in e4m3, and one number that is converted to what multiplies all scales."""
     assert part.matrix.factors is not None
     return {
-        values: PackedSlice(
-            (part.outputs, part.inputs // 2), (part.outs, _units(part.ins, 2)), part.matrix.values,
-            convert=lambda pairs: part.packed(_pairs(pairs)), stored_as=(torch.uint8,),
-        ),
+        values: _pairs_of_inputs(part),
         "weight_scale": PackedSlice(
             (part.outputs, part.num_groups), (part.outs, part.groups), part.matrix.scales,
             convert=lambda scales: scales.view(torch.uint8), stored_as=(torch.float8_e4m3fn,),
@@ -359,6 +364,13 @@ def _nvfp4(part: _Projection, values: str, factor: str, convert: Convert) -> dic
     }  # fmt: skip
 
 
+def _e8m0(part: _Projection) -> WeightSlice:
+    return PackedSlice(
+        (part.outputs, part.num_groups), (part.outs, part.groups), part.matrix.scales, convert=lambda scales: scales,
+        stored_as=(torch.uint8,), check=_check_e8m0,
+    )  # fmt: skip
+
+
 def _mxfp4(part: _Projection) -> dict[str, WeightSlice]:
     """Bytes of inputs, [outputs, groups, 16], and scales in e8m0."""
     shape, index = (part.outputs, part.num_groups), (part.outs, part.groups)
@@ -367,14 +379,13 @@ def _mxfp4(part: _Projection) -> dict[str, WeightSlice]:
             (*shape, 16), (*index, slice(0, 16)), part.matrix.values,
             convert=lambda pairs: part.packed(_pairs(pairs)), stored_as=(torch.uint8,),
         ),
-        "scales": PackedSlice(
-            shape, index, part.matrix.scales, convert=lambda scales: scales, stored_as=(torch.uint8,), check=_check_e8m0
-        ),
+        "scales": _e8m0(part),
     }  # fmt: skip
 
 
 _FORMATS: dict[str, Callable[[_Projection], dict[str, WeightSlice]]] = {
     "gptq": _gptq, "gptq_v2": _gptq, "awq": _awq, "packed": _compressed, "mxfp4": _mxfp4,
+    "packed_mxfp4": lambda part: {"weight_packed": _pairs_of_inputs(part), "weight_scale": _e8m0(part)},
     "nvfp4": lambda part: _nvfp4(part, "weight_packed", "weight_global_scale", torch.reciprocal),
     "modelopt": lambda part: _nvfp4(part, "weight", "weight_scale_2", torch.Tensor.float),
 }  # fmt: skip

@@ -8,7 +8,7 @@ without changes sends nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -84,8 +84,8 @@ class Unsampled:
     inputs: StepInputs
     # [num_samples, tokens of this rank]
     logits: torch.Tensor
-    # [num_prompt_tokens, hidden_size]; None unless chunks ask for it.
-    prompt_hidden: torch.Tensor | None = None
+    # [num_prompt_tokens, hidden_size] by layer, see `SamplingParams.hidden_states`; empty unless chunks ask for any.
+    prompt_states: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass

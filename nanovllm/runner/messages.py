@@ -108,9 +108,9 @@ class Chunk:
     """A row whose tokens the host sends: tokens `start ... start + len(token_ids) - 1` of the sequence in `slot`.
 
     `store` is false for the one token that a full prefix hit recomputes inside a shared block: its keys and values are
-    already stored, and shared blocks are immutable. `samples` is true if no known token follows. `scores` and `pooling`
-    ("last" or "mean") request more from its hidden states than a token. `kept_states` end before the chunk does.
-    `successor` is the token after the chunk's last, -1 if none is known.
+    already stored, and shared blocks are immutable. `samples` is true if no known token follows. `scores`, `pooling`
+    ("last" or "mean") and `hidden_states` (of layers) request more than a token, an output each. `kept_states` end
+    before the chunk does. `successor` is the token after the chunk's last, -1 if none is known.
     """
 
     slot: int
@@ -122,6 +122,12 @@ class Chunk:
     pooling: str | None = None
     kept_states: list[KeptState] = field(default_factory=list)
     successor: int = -1
+    hidden_states: tuple[int, ...] = ()
+
+    @property
+    def num_outputs(self) -> int:
+        """The number of outputs besides a token."""
+        return (self.scores is not None) + (self.pooling is not None) + bool(self.hidden_states)
 
 
 @dataclass(frozen=True)
@@ -175,14 +181,19 @@ class ScheduledBatch:
     has_extra: bool = False
     # Indices into sampled_seq_ids of rows whose tokens the host masks once it knows the previous token.
     masked: list[int] = field(default_factory=list)
-    # For each chunk with `scores` or `pooling`: its sequence, and that sequence's number of admissions. Results for an
-    # earlier admission are dropped, since a preempted prompt is computed again from its start.
+    # For each output of a chunk: its sequence, and that sequence's number of admissions. Results for an earlier
+    # admission are dropped, since a preempted prompt is computed again from its start.
     scored_seq_ids: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def num_chunk_tokens(self) -> int:
         """Tokens of all chunks."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+    @property
+    def hidden_states(self) -> set[int]:
+        """All layers whose inputs chunks ask for."""
+        return {number for chunk in self.chunks for number in chunk.hidden_states}
 
     @property
     def given_blocks(self) -> set[int]:
@@ -220,8 +231,8 @@ class StepOutput:
         token_ids: [num_tokens] int64; the tokens of each row, in the order of `ScheduledBatch.sampled_seq_ids`.
         logprob_rows: indices of the tokens that `logprobs` describe.
         logprobs: None if no row asks for any.
-        prompt_outputs: for each chunk with `scores` or `pooling`: log-probabilities, or the sum of hidden states,
-            [hidden_size] float32.
+        prompt_outputs: the outputs of chunks: log-probabilities for `scores`, [hidden_size] float32 for `pooling`,
+            [num_layers, num_tokens, hidden_size] float32 for `hidden_states`.
         num_clipped_kv: keys and values, of the first rank's heads, that exceeded the range of a cache in e4m3, since
             the engine began.
         offsets: [num_rows + 1]; where each row's tokens begin and end. None if each has one, as is usual.

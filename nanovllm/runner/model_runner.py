@@ -6,7 +6,7 @@ tokens, stores them in their slots for the next step, and starts copying them to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
@@ -317,9 +317,10 @@ class ModelRunner:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
         if part is _Part.WHOLE_CHUNKS:
-            hidden = self._compute_hidden_states(inputs)
+            hidden, found = self._compute_hidden_states(inputs, step.batch.hidden_states)
             logits = self.model.project_logits(hidden[inputs.sample_indices])
-            return Unsampled(inputs, logits, hidden[step.shape.num_row_tokens :])
+            first, found[self.model_config.num_layers] = step.shape.num_row_tokens, hidden
+            return Unsampled(inputs, logits, {number: states[first:] for number, states in found.items()})
         logits = self._compute_logits(inputs)
         if part is _Part.FORWARD:
             return Unsampled(inputs, logits)
@@ -332,32 +333,42 @@ class ModelRunner:
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
         """Run the model; return the logits, [num_samples, tokens of this rank]."""
         if not self._reads_last:
-            return self.model.compute_logits(*self._run_model(inputs, inputs.sample_indices))
-        hidden, rows = self._compute_hidden_states(inputs), inputs.sample_indices
+            return self.model.compute_logits(*self._run_model(inputs, inputs.sample_indices)[0])
+        (hidden, _), rows = self._compute_hidden_states(inputs), inputs.sample_indices
         return self.model.project_logits(hidden if rows is None else hidden[rows])
 
-    def _compute_hidden_states(self, inputs: StepInputs) -> torch.Tensor:
-        """Run the model; return the states of all tokens after the last norm, [num_tokens, hidden_size]."""
-        hidden = self.model.hidden_states(*self._run_model(inputs, None))
+    def _compute_hidden_states(
+        self, inputs: StepInputs, layer_ids: Collection[int] = ()
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run the model; return the states of all tokens after the last norm, [num_tokens, hidden_size].
+
+        And the inputs of `layer_ids`, of the same shape.
+        """
+        states, found = self._run_model(inputs, None, layer_ids)
+        hidden = self.model.hidden_states(*states)
         if self._reads_last:
             inputs.hidden_states = hidden
-        return hidden
+        return hidden, found
 
     @property
     def _reads_last(self) -> bool:
         """Whether the drafter reads the states after the last norm."""
         return self.drafter is not None and self.drafter.layer_ids == (self.model_config.num_layers,)
 
-    def _run_model(self, inputs: StepInputs, rows: torch.Tensor | None) -> Stream:
+    def _run_model(
+        self, inputs: StepInputs, rows: torch.Tensor | None, layer_ids: Collection[int] = ()
+    ) -> tuple[Stream, dict[int, torch.Tensor]]:
+        drafter_ids = () if self.drafter is None or self._reads_last else self.drafter.layer_ids
         self.backend.plan(inputs.metadata)
         with set_step_metadata(inputs.metadata):
-            if self.drafter is None or not self.drafter.layer_ids or self._reads_last:
+            if not layer_ids and not drafter_ids:
                 states: Stream = self.model(inputs.token_ids, inputs.positions, rows)
-            else:
-                states, inputs.hidden_states = self.model.forward_tapped(
-                    inputs.token_ids, inputs.positions, rows, self.drafter.layer_ids
-                )
-        return states
+                return states, {}
+            asked = {*layer_ids, *drafter_ids}
+            states, found = self.model.forward_tapped(inputs.token_ids, inputs.positions, rows, asked)
+        if drafter_ids:
+            inputs.hidden_states = torch.cat([found[number] for number in drafter_ids], 1)
+        return states, found
 
     def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> PendingStep:
         """Queue the rest of a step: its sampling, and the copy of its tokens to the host; see `Runner`."""
@@ -366,8 +377,8 @@ class ModelRunner:
             assert computed is not None
             if isinstance(computed, Unsampled):
                 logprobs = self._sample_logits(step, computed, masks).logprobs
-                if computed.prompt_hidden is not None:
-                    prompts = prompt_outputs(self.model, self.sampler, step.batch.chunks, computed.prompt_hidden)
+                if computed.prompt_states:
+                    prompts = prompt_outputs(self.model, self.sampler, step.batch.chunks, computed.prompt_states)
             else:
                 logprobs = None if step.extra is None else computed.logprobs_of(step.extra.logprob_indices)
             return self._output_buffers.copy(step, logprobs, prompts, self.kv_cache.num_clipped)

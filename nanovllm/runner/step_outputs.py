@@ -17,20 +17,25 @@ LOGITS_BYTES = 2**28
 
 
 def prompt_outputs(
-    model: CausalLM, sampler: Sampler, chunks: list[Chunk], hidden: torch.Tensor
+    model: CausalLM, sampler: Sampler, chunks: list[Chunk], prompt_states: dict[int, torch.Tensor]
 ) -> list[DeviceLogprobs | torch.Tensor]:
-    """Return the outputs of chunks with `scores` or `pooling`, in order; hidden: [num_prompt_tokens, hidden_size]."""
+    """Return the outputs that chunks ask for, in order; prompt_states: see `Unsampled`."""
+    # After the last norm.
+    hidden = prompt_states[max(prompt_states)]
     ends = np.cumsum([len(chunk.token_ids) for chunk in chunks])
     starts = [0, *ends[:-1].tolist()]
     scored = [(start, chunk.scores) for start, chunk in zip(starts, chunks, strict=True) if chunk.scores]
     logprobs = iter(_score(model, sampler, hidden, scored))
     outputs: list[DeviceLogprobs | torch.Tensor] = []
     for start, chunk in zip(starts, chunks, strict=True):
-        states = hidden[start : start + len(chunk.token_ids)]
+        part = slice(start, start + len(chunk.token_ids))
         if chunk.scores is not None:
             outputs.append(next(logprobs))
-        elif chunk.pooling is not None:
+        if chunk.pooling is not None:
+            states = hidden[part]
             outputs.append(states.sum(0, dtype=torch.float32) if chunk.pooling == "mean" else states[-1].float())
+        if chunk.hidden_states:
+            outputs.append(torch.stack([prompt_states[number][part] for number in chunk.hidden_states]).float())
     return outputs
 
 

@@ -61,7 +61,7 @@ def cached_folder(file: Path) -> str:
     folder = place / digest(repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]))
     if not folder.is_dir():
         check_gguf(file)
-        print(f"nanovllm: {os.fspath(file)} is converted, once, to {folder}", file=sys.stderr)
+        print(f"nanovllm: {os.fspath(file)} is converted, once, to weights in 16 bits, in {folder}", file=sys.stderr)
     return make_cached(folder, partial(convert_gguf, file, dtype="bfloat16"), "GGUF files")
 
 

@@ -423,8 +423,8 @@ def decode_attention(
 ) -> None:
     """Compute attention of the last tokens of each sequence over its whole context, into `out`.
 
-    query: [num_seqs * num_queries, num_heads, key_dim], rows contiguous, a sequence's in order; of one with fewer new
-    tokens they come last, and the outputs before them are finite; block_tables: [num_seqs, max_blocks] int32; plan: from
+    query: [num_seqs * num_queries, num_heads, key_dim], rows contiguous, a sequence's in order; if it has fewer new
+    tokens they come last, and outputs before them are finite; block_tables: [num_seqs, max_blocks] int32; plan: from
     the context lengths, each including the new tokens, the window, and the number of queries, written before the kernel
     queued last (see `pdl_options`); scale: factor of the scores.
     """

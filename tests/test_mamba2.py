@@ -220,8 +220,8 @@ def test_drafted_rows_are_decoded_tokens(by_kernels: bool, request: pytest.Fixtu
         request.getfixturevalue("by_triton")
     torch.manual_seed(0)
     num_drafts = 2
-    made = [make_space(torch.float32, (2, 80), (2, 16), has_norm=True, num_drafts=num_drafts) for _ in range(2)]
-    for index in range(3):
+    made = [make_space(torch.float32, (2, 48), (2, 16), num_drafts=num_drafts) for _ in range(2)]
+    for index in range(4):
         ring, state = torch.randn(WIDTH + num_drafts, len(made[0][0].conv_weight)), torch.randn(made[0][0].shape)
         for space, tables in made:
             space.pool.write(space.first, state.to(DEVICE), tables[index])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -21,12 +21,12 @@ from nanovllm.kernels.mixers import gated_delta_rule as delta
 from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
 from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles, replay_rows
-from nanovllm.layers.state import StateLayer
+from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles, drafted_state_rows
 from tests.test_kernels import DEVICE, GPU, check_error
 
 WIDTH = 4
 NUM_STATES = 24
+SAME_BITS = 0.0
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def by_triton() -> Iterator[None]:
 class Layer:
     """A layer's parameters, and states in a pool of small parts that begins as NaN."""
 
-    def __init__(self, dtype: torch.dtype, key_heads: int, group: int, size: int) -> None:
+    def __init__(self, dtype: torch.dtype, key_heads: int, group: int, size: int, num_drafts: int = 0) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def randn(*shape: int) -> torch.Tensor:
@@ -48,11 +48,12 @@ class Layer:
 
         heads = key_heads * group
         self.dtype, self.channels, self.heads, self.size = dtype, (2 * key_heads + heads) * size, heads, size
+        ring, kept = WIDTH + num_drafts, (NUM_STATES + 1, 2 * (1 + num_drafts), self.channels + 2 * heads)
         # A part holds a few rows of a state, and the layer's states begin within one.
         part_bytes, parts = 3 * size * 16, 4
         first = 5 * size
         ring_first = (first + heads * size * size) * 4 // dtype.itemsize
-        state_bytes = ring_first * dtype.itemsize + WIDTH * self.channels * dtype.itemsize
+        state_bytes = (ring_first + ring * self.channels) * dtype.itemsize
         self.blocks = -(-state_bytes // (parts * part_bytes))
         num_blocks = self.blocks * NUM_STATES
         self.pool = StatePool(torch.full((parts, num_blocks, part_bytes), 255, dtype=torch.uint8, device=DEVICE))
@@ -63,20 +64,27 @@ class Layer:
             key_heads, size, heads, size, (randn(self.channels, WIDTH) * 0.5).to(dtype),
             # Decays near 1, which remember, and some that forget.
             torch.linspace(-4, 1, heads, device=DEVICE), randn(heads), 1 + 0.1 * randn(size), 0.1,
-            ConvState(self.pool.view(dtype), ring_first), self.pool.view(torch.float32), first,
+            ConvState(self.pool.view(dtype), ring_first, ring), self.pool.view(torch.float32), first,
+            torch.full(kept, torch.nan, dtype=dtype, device=DEVICE),
         )  # fmt: skip
 
     def copy(self, dtype: torch.dtype) -> Layer:
         """The same layer in another dtype, with states of its own."""
-        other = Layer(dtype, self.rule.num_key_heads, self.heads // self.rule.num_key_heads, self.size)
+        num_drafts = self.rule.conv.size - WIDTH
+        other = Layer(dtype, self.rule.num_key_heads, self.heads // self.rule.num_key_heads, self.size, num_drafts)
+        other.rule.conv_weight.copy_(self.rule.conv_weight)
         for index in range(NUM_STATES):
             other.write(index, *self.read(index))
         return other
 
     def read(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         rule = self.rule
-        ring = rule.conv.pool.read(rule.conv.first, (WIDTH, self.channels), self.tables[index])
+        ring = rule.conv.pool.read(rule.conv.first, (rule.conv.size, self.channels), self.tables[index])
         return ring, rule.pool.read(rule.first, rule.shape, self.tables[index])
+
+    def inputs_before(self, position: int, index: int) -> torch.Tensor:
+        none = torch.empty(0, self.channels, device=DEVICE)
+        return causal_conv.conv_inputs(none, self.rule.conv, self.tables[index], position, WIDTH)
 
     def write(self, index: int, ring: torch.Tensor, state: torch.Tensor) -> None:
         self.rule.conv.pool.write(self.rule.conv.first, ring.to(DEVICE, self.dtype), self.tables[index])
@@ -88,18 +96,17 @@ class Inputs:
     """Outputs of a layer's projections for consecutive tokens."""
 
     x: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
+    gates: torch.Tensor
     z: torch.Tensor
 
     @classmethod
     def random(cls, layer: Layer, num_tokens: int) -> Inputs:
-        shapes = (layer.channels,), (layer.heads,), (layer.heads,), (layer.heads, layer.size)
-        x, a, b, z = (torch.randn(num_tokens, *shape, device=DEVICE).to(layer.dtype) for shape in shapes)
-        return cls(x, a, b, z)
+        shapes = (layer.channels,), (2 * layer.heads,), (layer.heads, layer.size)
+        x, gates, z = (torch.randn(num_tokens, *shape, device=DEVICE).to(layer.dtype) for shape in shapes)
+        return cls(x, gates, z)
 
-    def at(self, index: slice | list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.x[index], self.a[index], self.b[index], self.z[index]
+    def at(self, index: slice | list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.x[index], self.gates[index], self.z[index]
 
 
 @dataclass
@@ -131,7 +138,8 @@ def make_tiles(chunks: list[Chunk], tables: torch.Tensor, padding: int = 0) -> S
 
 def transformers_outputs(layer: Layer, inputs: Inputs, recurrent: bool) -> torch.Tensor:
     """The outputs of a whole sequence by transformers' functions."""
-    rule, (x, a, b, z) = layer.rule, inputs.at(slice(None))
+    rule, (x, gates, z) = layer.rule, inputs.at(slice(None))
+    b, a = gates.split(layer.heads, 1)
     mixed = qwen3_5.causal_conv1d_fn(x.T[None], rule.conv_weight, None, "silu")[0].T
     key_dim = rule.num_key_heads * rule.key_size
     q, k, v = mixed.split([key_dim, key_dim, layer.heads * layer.size], -1)
@@ -205,7 +213,6 @@ def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
     inputs = Inputs.random(layer, sum(lengths))
     same_dtype, exact = layer.copy(dtype), layer.copy(torch.float32)
     wide = Inputs(*(part.float() for part in inputs.at(slice(None))))
-    exact.rule.conv_weight.copy_(layer.rule.conv_weight)
     tiles = [make_tiles(chunks, each.tables, padding=2) for each in (layer, same_dtype, exact)]
     out = delta_rule_prompt(layer.rule, *inputs.at(slice(None)), tiles[0])
     with patch.object(causal_conv, "uses_triton", lambda device: False):
@@ -228,7 +235,6 @@ def test_decode_rows(dtype: torch.dtype, size: int, in_turn: bool, by_triton: No
     reads, writes, positions = [0, 1, 2, 3, 0, 5], [0, 11, 2, 13, 0, 5], [5, 64, 1, 2, 0, 1023]
     inputs = Inputs.random(layer, 6)
     same_dtype, exact = layer.copy(dtype), layer.copy(torch.float32)
-    exact.rule.conv_weight.copy_(layer.rule.conv_weight)
     outs = []
     ref = delta.delta_rule_step_ref
     for each, op in ((layer, delta_rule_step), (same_dtype, ref), (exact, ref)):
@@ -258,7 +264,6 @@ def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> 
     for index in range(8):
         layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
     same_dtype, exact, bias = layer.copy(dtype), layer.copy(torch.float32), torch.randn(layer.channels, device=DEVICE)
-    exact.rule.conv_weight.copy_(layer.rule.conv_weight)
     # A chunk of three tokens that keeps a state after the first; states overwritten and not; no state.
     chunks = [Chunk(9, 3, 1, {1: 11, 3: 1}), Chunk(0, 130, -1, {64: 12, 130: 8}), Chunk(2, 70, 2, {70: 9})]
     reads, writes, positions = [3, 4, 5, 0, 6], [3, 13, 5, 0, 14], [5, 64, 1, 0, 1023]
@@ -280,46 +285,99 @@ def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> 
     check_rings(layer, exact, {*range(15)} - {10})
 
 
-def test_drafted_rows_go_on_from_the_accepted_tokens(by_triton: None) -> None:
-    """The state of each row is stored one step late; among the rows are padding and ones of a single token."""
-    torch.manual_seed(0)
-    layer, rng, most, padding = Layer(torch.float32, 2, 2, 16), random.Random(0), 4, 3
-    fresh = layer.copy(torch.float32)
-    sizes = layer.channels, layer.heads, layer.heads, layer.heads * layer.size
-    keeper: Any = SimpleNamespace(kept_inputs=[torch.zeros(padding + 1, most, size, device=DEVICE) for size in sizes])
-    texts: list[list[torch.Tensor]] = [[torch.empty(0, size, device=DEVICE) for size in sizes] for _ in range(padding)]
-    pending = torch.zeros(padding + 1, dtype=torch.int32, device=DEVICE)
+@dataclass
+class Stepped:
+    """A layer's step, the tables of its states, and what the tokens from a position on read of one."""
 
-    def run(*inputs: Any) -> torch.Tensor:
-        x, a, b, z, at = inputs
-        return delta_rule_prompt(layer.rule, x, a, b, z.unflatten(1, (layer.heads, layer.size)), at)
+    step: Callable[..., torch.Tensor]
+    tables: torch.Tensor
+    read: Callable[[int, int], list[torch.Tensor]]
 
-    def add(slot: int, inputs: list[torch.Tensor]) -> None:
-        texts[slot] = [torch.cat(parts) for parts in zip(texts[slot], inputs, strict=True)]
 
-    for slot in range(padding):
-        prompt = [torch.randn(2 + slot, size, device=DEVICE) for size in sizes]
-        run(*prompt, make_tiles([Chunk(0, 2 + slot, -1, {2 + slot: slot})], layer.tables))
-        add(slot, prompt)
-    for per_row in (4, 1, 4):
-        slots = torch.tensor([2, padding, 0, 1], device=DEVICE)
-        counts = [0 if slot == padding else rng.randint(1, per_row) for slot in slots.tolist()]
+def check_drafted_rows(
+    drafted: Stepped, plain: Stepped, draw: Callable[[int], Sequence[torch.Tensor]], num_drafts: int, rtol: float
+) -> None:
+    """Assert that drafted rows have the outputs and the states of rows of one token.
+
+    States 0 to 3 are equal in both; slot 3 is padding.
+    """
+    rng, padding, positions, pending = random.Random(num_drafts), 3, [5, 6, 7, 0], [0, 0, 0, 2]
+    close = partial(torch.testing.assert_close, rtol=rtol, atol=rtol / 10)
+    for per_row in (1 + num_drafts, 1 + num_drafts, 1, 1 + num_drafts, 1 + num_drafts):
+        slots = rng.sample(range(4), 4)
+        counts = [0 if slot == padding else rng.randint(1, per_row) for slot in slots]
+        ints = torch.tensor([slots, [positions[s] for s in slots], [pending[s] for s in slots]], device=DEVICE).int()
         is_new = torch.arange(per_row, device=DEVICE) >= per_row - torch.tensor(counts, device=DEVICE).unsqueeze(1)
-        positions = torch.tensor([0 if s == padding else len(texts[s][0]) for s in slots.tolist()], device=DEVICE).int()
-        new = [torch.randn(len(slots) * per_row, size, device=DEVICE) for size in sizes]
-        rows = replay_rows(slots, is_new, positions, pending[slots], most_pending=most, tables=layer.tables[slots])
-        out = StateLayer._replay(keeper, new, rows, run).view(len(slots), per_row, -1)
-        for row, (slot, count) in enumerate(zip(slots.tolist(), counts, strict=True)):
+        new = draw(len(slots) * per_row)
+        rows = drafted_state_rows(ints[0], ints[1], ints[2], is_new, drafted.tables[slots])
+        out = drafted.step(*new, rows).view(*is_new.shape, -1)
+        assert not out[~is_new].any()
+        for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             if slot == padding:
-                assert not out[row].any()
+                close(drafted.read(slot, WIDTH), plain.read(slot, WIDTH), rtol=0, atol=0)
                 continue
-            own = [part.view(len(slots), per_row, -1)[row, per_row - count :] for part in new]
-            whole = [torch.cat(parts) for parts in zip(texts[slot], own, strict=True)]
-            at = make_tiles([Chunk(0, len(whole[0]), -1, {})], fresh.tables)
-            x, a, b, z = whole
-            expected = delta.delta_rule_prompt_ref(fresh.rule, x, a, b, z.unflatten(1, (layer.heads, layer.size)), at)
-            expected = expected[-count:].flatten(1)
-            torch.testing.assert_close(out[row, per_row - count :], expected, rtol=2e-4, atol=2e-5)
-            num_accepted = rng.randint(1, count)
-            pending[slot] = num_accepted
-            add(slot, [part[:num_accepted] for part in own])
+            close(drafted.read(slot, positions[slot]), plain.read(slot, positions[slot]))
+            own = [part.unflatten(0, is_new.shape)[row, per_row - count :] for part in new]
+            pending[slot] = rng.randint(1, count)
+            for i in range(count):
+                # What is accepted is decoded in place.
+                reads, writes = slot + 10 * (i > pending[slot]), slot + 10 * (i >= pending[slot])
+                at = torch.tensor([positions[slot] + i], dtype=torch.int32, device=DEVICE)
+                one = StateRows(at, plain.tables[reads : reads + 1], plain.tables[writes : writes + 1])
+                expected = plain.step(*(part[i : i + 1] for part in own), one)
+                close(out[row, per_row - count + i], expected.flatten())
+            positions[slot] += pending[slot]
+
+
+def layer_with_drafts(num_drafts: int) -> Layer:
+    """A layer with four states."""
+    torch.manual_seed(0)
+    layer = Layer(torch.float32, 2, 2, 16, num_drafts)
+    for index in range(4):
+        layer.write(index, torch.randn(WIDTH + num_drafts, layer.channels), torch.randn(layer.rule.shape))
+    return layer
+
+
+@pytest.mark.parametrize(("num_drafts", "by_kernels"), [(1, True), (3, True), (3, False)])
+def test_drafted_rows_are_decoded_tokens(num_drafts: int, by_kernels: bool, request: pytest.FixtureRequest) -> None:
+    if by_kernels:
+        request.getfixturevalue("by_triton")
+    layer = layer_with_drafts(num_drafts)
+    assert layer.rule.kept is not None
+    layer.rule.kept[3] = 1
+
+    def stepped(layer: Layer) -> Stepped:
+        def read(index: int, position: int) -> list[torch.Tensor]:
+            return [layer.inputs_before(position, index), layer.read(index)[1]]
+
+        return Stepped(partial(delta_rule_step, layer.rule), layer.tables, read)
+
+    def draw(num_tokens: int) -> tuple[torch.Tensor, ...]:
+        return Inputs.random(layer, num_tokens).at(slice(None))
+
+    rtol = 2e-4 if GPU or not by_kernels else SAME_BITS
+    check_drafted_rows(stepped(layer), stepped(layer.copy(torch.float32)), draw, num_drafts, rtol)
+    assert (layer.rule.kept[3] == 1).all()
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_drafted_rows_of_a_convolution_alone(by_kernels: bool, request: pytest.FixtureRequest) -> None:
+    if by_kernels:
+        request.getfixturevalue("by_triton")
+    layer = layer_with_drafts(num_drafts=4)
+    bias = torch.randn(layer.channels, device=DEVICE)
+
+    def stepped(layer: Layer) -> Stepped:
+        def step(x: torch.Tensor, rows: StateRows | DraftedStateRows) -> torch.Tensor:
+            weight, conv = layer.rule.conv_weight, layer.rule.conv
+            if isinstance(rows, StateRows):
+                return causal_conv.causal_conv_step(x, weight, bias, conv, rows, silu=False)
+            return causal_conv.causal_conv_drafts(x, weight, bias, conv, rows, silu=False)
+
+        return Stepped(step, layer.tables, lambda index, position: [layer.inputs_before(position, index)])
+
+    def draw(num_tokens: int) -> list[torch.Tensor]:
+        return [torch.randn(num_tokens, layer.channels, device=DEVICE)]
+
+    rtol = 2e-4 if GPU or not by_kernels else SAME_BITS
+    check_drafted_rows(stepped(layer), stepped(layer.copy(torch.float32)), draw, 4, rtol)

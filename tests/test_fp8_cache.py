@@ -360,22 +360,22 @@ def compare_rounded(attend: Any, num_rows: int, dtype: torch.dtype, for_scaled_m
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shares", "for_scaled_mm"), [(1, False), (7, True)])
-@pytest.mark.parametrize("projected", [None, False, *([True] if GPU else [])])
+@pytest.mark.parametrize(("projected", "per_row"), [(None, 1), (None, 3), (False, 1), *([(True, 1)] if GPU else [])])
 def test_outputs_of_decode_rows_in_e4m3(
-    shares: int, for_scaled_mm: bool, dtype: torch.dtype, projected: bool | None
+    shares: int, for_scaled_mm: bool, dtype: torch.dtype, projected: bool | None, per_row: int
 ) -> None:
-    """projected: by Hopper's kernel, of the projection or of queries; None by the general one."""
+    """projected: by Hopper's kernel, of the projection or of queries; None by the general one, of rows with drafts."""
     torch.manual_seed(0)
     if projected is not None and not (GPU and is_hopper(torch.device(DEVICE)) and dtype.itemsize == 2):
         pytest.skip("needs a Hopper GPU and 16 bits")
     lens = [1, 17, 300, 129, 70, *([4100] if GPU else [])]
     cache, tables, seq_lens = paged(lens, 256, KV_HEADS, SIZE, dtype)
     pages = KVPages(cache[0], cache[1])
-    plan = plan_decode(seq_lens, HEADS, KV_HEADS, SIZE, 64, shares)
-    query = randn(len(lens), HEADS + (2 * KV_HEADS if projected else 0), SIZE, dtype=dtype)
+    plan = plan_decode(seq_lens, HEADS, KV_HEADS, SIZE, 64, shares, num_queries=per_row)
+    query = randn(per_row * len(lens), HEADS + (2 * KV_HEADS if projected else 0), SIZE, dtype=dtype)
     if projected is None:
         compare_rounded(
-            lambda out: decode_attention(query, pages, out, tables, plan, SIZE**-0.5), len(lens), dtype, for_scaled_mm
+            lambda out: decode_attention(query, pages, out, tables, plan, SIZE**-0.5), len(query), dtype, for_scaled_mm
         )
         return
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415

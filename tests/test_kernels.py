@@ -674,6 +674,30 @@ def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dty
     check_attention(out, query, meant, tables, [1] * len(lens), lens, options, share)
 
 
+@pytest.mark.parametrize(
+    ("case", "num_queries", "split", "dtypes"),
+    over_dtypes([(SMALL, None, False), *UNEVEN], [2, 3, 5], [(1, 32), (20, 16)], dtypes=CACHED),
+)
+def test_decode_attention_of_rows_with_drafts(
+    case: Uneven, num_queries: int, split: tuple[int, int], dtypes: Any
+) -> None:
+    """The first tokens of a row that is longer than its context do not exist."""
+    (sizes, window, capped), (shares, tile), (dtype, cached) = case, split, dtypes
+    lens = [1, num_queries, 49, 17, 50 + num_queries, 131, *([1000, 4100] if GPU else [])]
+    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
+    query = randn(len(lens) * num_queries, 2 * sizes[2], sizes[0], dtype=dtype)
+    out, num_heads = unfilled(query, sizes[1]), 2 * sizes[2]
+    plan = plan_decode(seq_lens, num_heads, 2, sizes[1], tile, shares, window=window, num_queries=num_queries)
+    for part in plan.partial or ():
+        part.fill_(float("nan"))
+    pages, meant, share = pages_of(caches, cached)
+    decode_attention(query, pages, out, tables, plan, share * sizes[0] ** -0.5, options)
+    assert out.isfinite().all()
+    query_lens = [min(length, num_queries) for length in lens]
+    exists = torch.cat([torch.arange(num_queries, device=DEVICE) >= num_queries - count for count in query_lens])
+    check_attention(out[exists], query[exists], meant, tables, query_lens, lens, options, share)
+
+
 @pytest.mark.parametrize(("case", "dtypes"), over_dtypes(UNEVEN, dtypes=CACHED))
 def test_prefill_attention_with_options(case: Uneven, dtypes: Any) -> None:
     (sizes, window, capped), (dtype, cached) = case, dtypes

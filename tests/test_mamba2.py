@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -16,7 +17,17 @@ from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.mamba2 import StateSpace, mamba2_prompt, mamba2_step
 from nanovllm.kernels.mixers.state_pool import StatePool
 from nanovllm.kernels.mixers.state_rows import StateRows
-from tests.test_delta_rule import DTYPES, LENGTHS, NUM_STATES, WIDTH, Chunk, make_tiles
+from tests.test_delta_rule import (
+    DTYPES,
+    LENGTHS,
+    NUM_STATES,
+    SAME_BITS,
+    WIDTH,
+    Chunk,
+    Stepped,
+    check_drafted_rows,
+    make_tiles,
+)
 from tests.test_kernels import DEVICE, GPU, check_error
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -31,7 +42,7 @@ def by_triton() -> Iterator[None]:
 
 
 def make_space(
-    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool = True
+    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool = True, num_drafts: int = 0
 ) -> tuple[StateSpace, torch.Tensor]:
     """A layer, and tables of states in a pool of small parts that begins as NaN."""
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +55,8 @@ def make_space(
     # The state begins, and its rows are cut, within parts.
     part_bytes, first = 4 * 64 * 5, 64
     ring = (first + inner * keys) * 4 // dtype.itemsize
-    blocks = -(-(ring + WIDTH * channels) * dtype.itemsize // (parts * part_bytes))
+    entries = WIDTH + num_drafts
+    blocks = -(-(ring + entries * channels) * dtype.itemsize // (parts * part_bytes))
     pool = torch.full((parts, blocks * NUM_STATES, part_bytes), 255, dtype=torch.uint8, device=DEVICE)
     tables = torch.randperm(blocks * NUM_STATES, generator=generator).to(DEVICE, torch.int32).view(NUM_STATES, blocks)
     space = StateSpace(
@@ -52,7 +64,8 @@ def make_space(
         # Decays near 1, which remember, and some that forget.
         torch.linspace(-4, 1, num_heads, device=DEVICE), randn(num_heads), randn(num_heads), (0.2, 1.5),
         (1 + 0.1 * randn(inner)).to(dtype) if has_norm else None, 0.1,
-        ConvState(StatePool(pool).view(dtype), ring), StatePool(pool).view(torch.float32), first,
+        ConvState(StatePool(pool).view(dtype), ring, entries), StatePool(pool).view(torch.float32), first,
+        torch.full((4, 2 * (1 + num_drafts), channels + num_heads), torch.nan, dtype=dtype, device=DEVICE),
     )  # fmt: skip
     return space, tables
 
@@ -199,3 +212,30 @@ def test_decode_rows(
     assert not outs[0][4].any()
     check_error(*outs)
     run.check_states({0, 11, 2, 13, 5})
+
+
+@pytest.mark.parametrize("by_kernels", [True, False])
+def test_drafted_rows_are_decoded_tokens(by_kernels: bool, request: pytest.FixtureRequest) -> None:
+    if by_kernels:
+        request.getfixturevalue("by_triton")
+    torch.manual_seed(0)
+    num_drafts = 2
+    made = [make_space(torch.float32, (2, 48), (2, 16), num_drafts=num_drafts) for _ in range(2)]
+    for index in range(4):
+        ring, state = torch.randn(WIDTH + num_drafts, len(made[0][0].conv_weight)), torch.randn(made[0][0].shape)
+        for space, tables in made:
+            space.pool.write(space.first, state.to(DEVICE), tables[index])
+            space.conv.pool.write(space.conv.first, ring.to(DEVICE), tables[index])
+
+    def stepped(space: StateSpace, tables: torch.Tensor) -> Stepped:
+        def read(index: int, position: int) -> list[torch.Tensor]:
+            before = torch.empty(0, len(space.conv_weight), device=DEVICE)
+            inputs = causal_conv.conv_inputs(before, space.conv, tables[index], position, WIDTH)
+            return [inputs, space.pool.read(space.first, space.shape, tables[index])]
+
+        return Stepped(partial(mamba2_step, space), tables, read)
+
+    rtol = 2e-4 if GPU or not by_kernels else SAME_BITS
+    draw = partial(random_inputs, made[0][0])
+    check_drafted_rows(stepped(*made[0]), stepped(*made[1]), draw, num_drafts, rtol)
+    assert made[0][0].kept is not None and made[0][0].kept[3].isnan().all()

@@ -31,14 +31,16 @@ from tests.test_kernels import (
 
 
 def step_of(
-    tables: list[torch.Tensor], seq_lens: torch.Tensor, lens: list[int], query_lens: list[int], variant: Any = None
-) -> StepMetadata:
-    """Decode rows, then chunks of `query_lens` queries; tables: of each group of layers."""
+    tables: list[torch.Tensor], seq_lens: torch.Tensor, lens: list[int], query_lens: list[int], variant: Any = None,
+    *, per_row: int = 1,
+) -> StepMetadata:  # fmt: skip
+    """Decode rows of `per_row` queries, then chunks of `query_lens`; tables: of each group of layers."""
     chunks, num_decodes = chunk_rows(tables[0], seq_lens, query_lens), len(lens) - len(query_lens)
     return StepMetadata(
         num_decodes=num_decodes, slot_mappings=[new_slots(table, lens, 16)[:0] for table in tables],
         block_tables=tables, seq_lens=seq_lens, cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles,
         sample_tiles=chunks.tiles, seq_lens_host=lens, query_lens_host=query_lens, variant=variant,
+        num_queries=per_row,
     )  # fmt: skip
 
 
@@ -113,11 +115,12 @@ def test_layers_of_one_model_differ(kind: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", ["sdpa", "triton"])
+@pytest.mark.parametrize("per_row", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES if DEVICE == "cuda" else DTYPES[-1:])
-def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_of_layers_differ(kind: str, per_row: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode rows, the longest one split, then a chunk: in layers of one model, with and without a window."""
     lens, num_queries, num_heads = [3, 40, 700 if DEVICE == "cuda" else 130, 50], 9, 4
-    query_lens = [1, 1, 1, num_queries]
+    query_lens = [*[per_row] * 3, num_queries]
     # With 192 and 128 elements (DeepSeek) a padded key and value are no power of two together.
     layers = [(2, 24, 24, None), (1, 80, 48, 20), (1, 80, 48, None), (1, 192, 128, None), (1, 512, 512, 60)]
     specs = [Paged(*layer, dtype) for layer in layers]
@@ -132,7 +135,7 @@ def test_heads_of_layers_differ(kind: str, dtype: torch.dtype, monkeypatch: pyte
     cache, tables, seq_lens = paged(lens, 16, 2, 512, dtype)
     slots = np.arange(3, dtype=np.int32)
     variant, _ = backend.plan_host(slots, seq_lens.cpu().numpy()[:3] - 1, tables.cpu().numpy()[:3])
-    metadata = step_of([tables], seq_lens, lens, [num_queries], variant)
+    metadata = step_of([tables], seq_lens, lens, [num_queries], variant, per_row=per_row)
     backend.plan(metadata)
     for spec in specs:
         keys, values = cache[0, :, :, : spec.num_kv_heads], cache[1, :, :, : spec.num_kv_heads]

@@ -142,10 +142,11 @@ class AttentionBackend(ABC):
     ) -> HeadOutputs:
         """Return the attention outputs of all query rows, [num_tokens, num_heads, elements of a value], contiguous.
 
-        Padding rows, and chunk rows outside all `step.query_tiles`, are undefined.
+        Padding rows, tokens of decode rows that are not new, and chunk rows outside all `step.query_tiles` are
+        undefined.
 
         Args:
-            query: [num_tokens, num_heads, head_dim]; decode rows first, then the prompt chunks' tokens.
+            query: [num_tokens, num_heads, head_dim]; the decode rows' first, then the prompt chunks' tokens.
             layer, step: which layer attends in which step.
             rounding: how the product that follows takes its rows in e4m3, if it does; a backend that can returns them.
         """

@@ -13,24 +13,23 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.mixers.state_rows import ReplayRows, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
 
 
 @dataclass(frozen=True)
 class StateMetadata:
     """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens.
 
-    In engines with drafts `replay` stands for `rows`, if there are any.
+    Engines with drafts have `DraftedStateRows` in all steps.
     """
 
-    rows: StateRows
+    rows: StateRows | DraftedStateRows
     tiles: StateTiles
-    replay: ReplayRows | None = None
 
 
 @dataclass
 class StepMetadata:
-    """The rows of one forward pass: `num_decodes` decode rows of one token each, then prompt chunks.
+    """The rows of one forward pass: `num_decodes` decode rows of `num_queries` tokens each, then prompt chunks.
 
     Attributes:
         num_decodes: decode rows, including padding.
@@ -46,6 +45,7 @@ class StepMetadata:
         seq_lens_host: seq_lens on the host, for backends that size tensors there; empty in steps that may be captured.
         query_lens_host: tokens of each chunk, on the host; likewise.
         variant: what `AttentionBackend.plan_host` returned.
+        num_queries: tokens of each decode row, the last of its context; where it has fewer new ones, they come last.
         plan: set by `AttentionBackend.plan`.
         states: None if no layer keeps any.
     """
@@ -60,8 +60,14 @@ class StepMetadata:
     seq_lens_host: list[int] = field(default_factory=list)
     query_lens_host: list[int] = field(default_factory=list)
     variant: Hashable = None
+    num_queries: int = 1
     plan: Any = None
     states: StateMetadata | None = None
+
+    @property
+    def num_row_tokens(self) -> int:
+        """Tokens of the decode rows."""
+        return self.num_decodes * self.num_queries
 
     def for_samples(self) -> StepMetadata:
         """Return a copy whose query tiles are only those with a sampled row; other chunk rows become undefined.

@@ -64,16 +64,22 @@ class SdpaBackend(AttentionBackend):
         """Return the segments of a step: decode rows of similar context length together, each prompt chunk alone."""
         lens, segments = step.seq_lens_host, list[Segment]()
         make = partial(self._segment, step.seq_lens, step.block_tables[group], window)
+        per_row = step.num_queries
+
+        def add_decodes(seqs: list[int]) -> None:
+            rows = [seq * per_row + number for seq in seqs for number in range(per_row)]
+            segments.append(make(seqs, rows, lens[seqs[-1]]))
+
         seqs: list[int] = []
         for seq in sorted(range(step.num_decodes), key=lens.__getitem__):
             padded = (len(seqs) + 1) * min(lens[seq], window or lens[seq])
             if seqs and (lens[seq] > 1.5 * lens[seqs[0]] + _SHORT or padded > _MAX_GATHERED_TOKENS):
-                segments.append(make(seqs, seqs, lens[seqs[-1]]))
+                add_decodes(seqs)
                 seqs = []
             seqs.append(seq)
         if seqs:
-            segments.append(make(seqs, seqs, lens[seqs[-1]]))
-        row = step.num_decodes
+            add_decodes(seqs)
+        row = step.num_row_tokens
         for seq, query_len in enumerate(step.query_lens_host, start=step.num_decodes):
             for start in range(0, query_len, _MAX_QUERIES):
                 end = min(start + _MAX_QUERIES, query_len)

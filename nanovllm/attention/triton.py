@@ -137,28 +137,33 @@ class TritonBackend(AttentionBackend):
             return {}
         uses_cascade, single_split = cast(DecodeVariant, step.variant)
         groups = self.cascade.groups if uses_cascade else None
+        is_hopper = self._hopper_decode is not None and step.num_queries == 1
         plans = {}
         for spec in self._specs:
-            tile, programs = self._division(spec, n)
+            tile, programs = self._division(spec, step, is_hopper)
             plans[spec] = plan_decode(
                 step.seq_lens[:n],
                 self.num_heads,
                 spec.num_kv_heads,
                 spec.value_size,
                 tile,
-                1 if single_split else self._shares(n, programs, spec.num_kv_heads),
+                1 if is_hopper and single_split else self._shares(n, programs, spec.num_kv_heads),
                 shared=groups if spec.window is None else None,
                 window=spec.window,
+                num_queries=step.num_queries,
             )
         return plans
 
-    def _division(self, spec: Paged, num_seqs: int) -> tuple[int, int]:
+    def _division(self, spec: Paged, step: StepMetadata, is_hopper: bool) -> tuple[int, int]:
         """Return the tokens per tile, and the programs per multiprocessor, of layers that cache this."""
-        if self._hopper_decode is not None:
+        if is_hopper:
             return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
         tile, programs = _MANY_TILE, _MANY_PROGRAMS
-        if self.policy.has_few_seqs(num_seqs):
+        if self.policy.has_few_seqs(step.num_decodes):
             tile, programs = _FEW_TILE, _FEW_PROGRAMS
+        if step.num_queries > 1:
+            # Products of more rows take the registers and the shared memory of more keys.
+            tile = _FEW_TILE
         if self.dtype == torch.float32:
             tile = _FLOAT32_TILE
         # Larger heads take the shared memory of more tokens.
@@ -179,9 +184,9 @@ class TritonBackend(AttentionBackend):
     ) -> HeadOutputs:
         pages, scale, options = layer.pages, layer.scale, layer.options
         out = self._empty_outputs(len(query), pages.v_cache.shape[3], query, rounding)
-        n, tables = step.num_decodes, step.block_tables[layer.group]
+        n, rows, tables = step.num_row_tokens, step.num_decodes, step.block_tables[layer.group]
         is_plain, plan = options.is_plain, cast(StepPlan, step.plan)
-        if n and is_plain and self._hopper_decode is not None:
+        if n and is_plain and self._hopper_decode is not None and n == rows:
             self._hopper_decode.hopper_decode_attention(
                 query[:n],
                 pages,
@@ -193,10 +198,10 @@ class TritonBackend(AttentionBackend):
             )
         elif n:
             decode_attention(
-                query[:n], pages, rows_of(out, slice(n)), tables[:n], plan.decodes[layer.spec], scale, options
+                query[:n], pages, rows_of(out, slice(n)), tables[:rows], plan.decodes[layer.spec], scale, options
             )
         if len(step.query_tiles):
-            chunks = ChunkRows(tables[n:], step.seq_lens[n:], step.cu_seqlens_q, step.query_tiles)
+            chunks = ChunkRows(tables[rows:], step.seq_lens[rows:], step.cu_seqlens_q, step.query_tiles)
             if is_plain and plan.wide is not None:
                 pages = widen_pages(pages, chunks.block_tables, chunks.seq_lens, plan.wide, query.dtype)
                 chunks = replace(chunks, block_tables=plan.wide.block_tables)
@@ -210,9 +215,9 @@ class TritonBackend(AttentionBackend):
     def run_projected(
         self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None
     ) -> HeadOutputs | None:
-        """Supported by `hopper_decode`, for decode rows only, without cascade attention."""
+        """Supported by `hopper_decode`, for decode rows of one token only, without cascade attention."""
         uses_cascade, _ = cast(DecodeVariant, step.variant)
-        if self._hopper_decode is None or uses_cascade or len(step.query_tiles):
+        if self._hopper_decode is None or uses_cascade or len(step.query_tiles) or step.num_queries > 1:
             return None
         out = self._empty_outputs(len(qkv), qkv.shape[2], qkv, rounding)
         plan = step.plan.decodes[layer.spec]

@@ -28,7 +28,7 @@ from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, W
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
-    from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+    from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
 
 
 def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str | None, Shard]:
@@ -67,6 +67,7 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         self.num_key_heads, self.value_heads = heads.size, heads.times(sizes.group)
         hidden_size, quant_config, value_size = config.hidden_size, config.quantization, sizes.group * sizes.value_size
         self.channels = heads.size * (2 * sizes.key_size + value_size)
+        self.kept_size = self.channels + 2 * self.value_heads.size
         per_head = {"q": sizes.key_size, "k": sizes.key_size, "v": value_size, "z": value_size}
         qkvz, ba = dict[str | None, Shard](), dict[str | None, Shard]()
         for name, size in per_head.items():
@@ -106,14 +107,8 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         sizes = self.sizes
         return State({
             "recurrent": ((self.value_heads.size, sizes.key_size, sizes.value_size), torch.float32),
-            "conv": ((sizes.conv_width, self.channels), dtype),
+            "conv": ((sizes.conv_width + self.num_drafts, self.channels), dtype),
         })  # fmt: skip
-
-    @property
-    @override
-    def input_sizes(self) -> list[int]:
-        num_heads = self.value_heads.size
-        return [self.channels + num_heads * self.sizes.value_size, 2 * num_heads]
 
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
@@ -121,8 +116,9 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         sizes, filters = self.sizes, self.conv1d.weight.squeeze(1)
         self.rule = DeltaRule(
             self.num_key_heads, sizes.key_size, self.value_heads.size, sizes.value_size, filters, self.A_log,
-            self.dt_bias, self.norm.weight, self.norm.eps, ConvState(pool.view(filters.dtype), places["conv"]),
-            pool.view(torch.float32), places["recurrent"],
+            self.dt_bias, self.norm.weight, self.norm.eps,
+            ConvState(pool.view(filters.dtype), places["conv"], sizes.conv_width + self.num_drafts),
+            pool.view(torch.float32), places["recurrent"], self.kept,
         )  # fmt: skip
 
     @override
@@ -147,9 +143,9 @@ class GatedDeltaNet(StateLayer, LoadableModule):
         )
 
     def _run_rule(
-        self, run: Callable[..., torch.Tensor], qkvz: torch.Tensor, ba: torch.Tensor, states: StateRows | StateTiles
-    ) -> torch.Tensor:
-        num_heads = self.value_heads.size
-        x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, (num_heads, self.sizes.value_size))
-        b, a = ba.split(num_heads, 1)
-        return run(self.rule, x, a, b, z, states)
+        self, run: Callable[..., torch.Tensor], qkvz: torch.Tensor, ba: torch.Tensor,
+        states: StateRows | DraftedStateRows | StateTiles,
+    ) -> torch.Tensor:  # fmt: skip
+        z_shape = self.value_heads.size, self.sizes.value_size
+        x, z = qkvz[:, : self.channels], qkvz[:, self.channels :].unflatten(1, z_shape)
+        return run(self.rule, x, ba, z, states)

@@ -28,7 +28,7 @@ from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, W
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
-    from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+    from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
 
 _HEAD_PARAMS = ("A_log", "dt_bias", "D")
 
@@ -66,6 +66,7 @@ class Mamba(StateLayer, LoadableModule):
         inner, keys = self.heads.times(sizes.head_size), groups.times(sizes.state_size)
         channels: dict[str | None, Shard] = {"x": inner, "b": keys, "c": keys}
         self.channels = inner.size + 2 * keys.size
+        self.kept_size = self.channels + self.heads.size
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size, {"z": inner, **channels, "dt": self.heads}, quant_config=quant_config,
             prefix=f"{prefix}.in_proj",
@@ -95,13 +96,8 @@ class Mamba(StateLayer, LoadableModule):
         sizes = self.sizes
         return State({
             "recurrent": ((self.heads.size, sizes.state_size, sizes.head_size), torch.float32),
-            "conv": ((sizes.conv_width, self.channels), dtype),
+            "conv": ((sizes.conv_width + self.num_drafts, self.channels), dtype),
         })  # fmt: skip
-
-    @property
-    @override
-    def input_sizes(self) -> list[int]:
-        return [self.heads.size * self.sizes.head_size + self.channels + self.heads.size]
 
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
@@ -112,8 +108,8 @@ class Mamba(StateLayer, LoadableModule):
             state_size=sizes.state_size, conv_weight=filters, conv_bias=self.conv1d.bias, a_log=self.A_log,
             dt_bias=self.dt_bias, d=self.D, step_limits=sizes.step_limits,
             norm_weight=None if self.norm is None else self.norm.weight, eps=sizes.norm_eps,
-            conv=ConvState(pool.view(filters.dtype), places["conv"]), pool=pool.view(torch.float32),
-            first=places["recurrent"],
+            conv=ConvState(pool.view(filters.dtype), places["conv"], sizes.conv_width + self.num_drafts),
+            pool=pool.view(torch.float32), first=places["recurrent"], kept=self.kept,
         )  # fmt: skip
 
     @override
@@ -127,8 +123,9 @@ class Mamba(StateLayer, LoadableModule):
         return self.run([projected], partial(self._scan, mamba2_step), partial(self._scan, mamba2_prompt)), total
 
     def _scan(
-        self, scan: Callable[..., torch.Tensor], projected: torch.Tensor, states: StateRows | StateTiles
-    ) -> torch.Tensor:
+        self, scan: Callable[..., torch.Tensor], projected: torch.Tensor,
+        states: StateRows | DraftedStateRows | StateTiles,
+    ) -> torch.Tensor:  # fmt: skip
         heads, size = self.heads.size, self.sizes.head_size
         z, channels, dt = projected.split([heads * size, self.channels, heads], 1)
         return scan(self.space, channels, dt, z, states)

@@ -10,9 +10,15 @@ from torch import nn
 from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
-from nanovllm.kernels.mixers.causal_conv import ConvState, causal_conv, causal_conv_step, store_rings
+from nanovllm.kernels.mixers.causal_conv import (
+    ConvState,
+    causal_conv,
+    causal_conv_drafts,
+    causal_conv_step,
+    store_rings,
+)
 from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import StateLayer
@@ -71,17 +77,13 @@ class ShortConv(StateLayer):
     @override
     def state_spec(self, dtype: torch.dtype) -> State:
         channels, width = self.conv1d.shard.size
-        return State({"conv": ((width, channels), dtype)})
-
-    @property
-    @override
-    def input_sizes(self) -> list[int]:
-        return [self.conv1d.shard.size[0]]
+        return State({"conv": ((width + self.num_drafts, channels), dtype)})
 
     @override
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
         super().bind(pool, places)
-        self.conv = ConvState(pool.view(self.conv1d.weight.dtype), places["conv"])
+        ring = self.conv1d.shard.size[1] + self.num_drafts
+        self.conv = ConvState(pool.view(self.conv1d.weight.dtype), places["conv"], ring)
 
     @override
     def unbind(self) -> None:
@@ -95,8 +97,11 @@ class ShortConv(StateLayer):
         gated = b * inner
         return c * self.run([gated], self._step, self._prompt), total
 
-    def _step(self, x: torch.Tensor, states: StateRows) -> torch.Tensor:
-        return causal_conv_step(x, self.conv1d.weight.squeeze(1), None, self.conv, states, silu=False)
+    def _step(self, x: torch.Tensor, states: StateRows | DraftedStateRows) -> torch.Tensor:
+        weight = self.conv1d.weight.squeeze(1)
+        if isinstance(states, StateRows):
+            return causal_conv_step(x, weight, None, self.conv, states, silu=False)
+        return causal_conv_drafts(x, weight, None, self.conv, states, silu=False)
 
     def _prompt(self, x: torch.Tensor, states: StateTiles) -> torch.Tensor:
         weight = self.conv1d.weight.squeeze(1)

@@ -17,7 +17,6 @@ from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
     from nanovllm.kernels.mixers.state_pool import StatePool
-    from nanovllm.kernels.mixers.state_rows import ReplayRows
 
 
 class StateLayer(nn.Module, ABC):
@@ -27,25 +26,22 @@ class StateLayer(nn.Module, ABC):
         pool: the memory of all states; bound by the runner.
         places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
         slice_size: float32 elements that kernels read from one part of a block, at multiples of this number.
-        kept_inputs: in engines with drafts, for each input of `run`, [num_slots + 1, 1 + num_drafts, size]; see
-            `ReplayRows`.
+        num_drafts: of a row of the engine, at most.
+        kept_size: elements that the recurrence reads of a token.
+        kept: in engines with drafts, [num_slots + 1, 2 * (1 + num_drafts), kept_size]; see `DraftedStateRows`.
         o_proj: the last product.
     """
 
     pool: StatePool
     places: Mapping[str, int]
     slice_size = 1
-    kept_inputs: list[torch.Tensor]
+    num_drafts = kept_size = 0
+    kept: torch.Tensor | None = None
     o_proj: RowParallelLinear
 
     @abstractmethod
     def state_spec(self, dtype: torch.dtype) -> State:
         """Return what the layer keeps of each sequence; dtype: of the activations."""
-
-    @property
-    @abstractmethod
-    def input_sizes(self) -> list[int]:
-        """Elements of each input of `run`."""
 
     @abstractmethod
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
@@ -75,40 +71,26 @@ class StateLayer(nn.Module, ABC):
         """Take from the layer what `bind` gave it."""
         del self.pool, self.places
 
-    def keep_inputs(self, num_slots: int, num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate `kept_inputs`, of `num_tokens` tokens of a slot; dtype: of the activations."""
-        self.kept_inputs = [
-            torch.zeros(num_slots + 1, num_tokens, size, dtype=dtype, device=device) for size in self.input_sizes
-        ]
+    def keep_tokens(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Allocate `kept`, if it is needed; dtype: of the activations."""
+        if self.num_drafts and self.kept_size:
+            # A step's own tokens, beside the ones of the step before.
+            entries = 2 * (1 + self.num_drafts)
+            self.kept = torch.zeros(num_slots + 1, entries, self.kept_size, dtype=dtype, device=device)
 
     def run(
         self, inputs: Sequence[torch.Tensor], step: Callable[..., torch.Tensor], prompt: Callable[..., torch.Tensor]
     ) -> torch.Tensor:
         """Return the outputs of `step` for the decode rows among a step's tokens, and of `prompt` for its chunks.
 
-        inputs: [num_tokens, size] each. The functions take the inputs of some tokens, and `StateRows` or `StateTiles`.
+        inputs: [num_tokens, size] each. The functions take the inputs of some tokens, and the rows or the tiles of
+        `StateMetadata`.
         """
-        metadata, num_tokens, outs = get_step_metadata(), len(inputs[0]), list[torch.Tensor]()
-        states, num_row_tokens = metadata.states, metadata.num_decodes
+        states, outs = get_step_metadata().states, list[torch.Tensor]()
         assert states is not None
-        if states.replay is not None:
-            num_row_tokens = len(states.replay.outputs)
-            outs.append(self._replay([x[:num_row_tokens] for x in inputs], states.replay, prompt))
-        elif num_row_tokens:
+        num_row_tokens = states.rows.num_tokens
+        if num_row_tokens:
             outs.append(step(*(x[:num_row_tokens] for x in inputs), states.rows))
-        if num_row_tokens < num_tokens:
+        if num_row_tokens < len(inputs[0]):
             outs.append(prompt(*(x[num_row_tokens:] for x in inputs), states.tiles))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-    def _replay(
-        self, inputs: list[torch.Tensor], rows: ReplayRows, prompt: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the outputs of rows of drafted tokens, and keep their inputs."""
-        num_rows, per_row = rows.kept.shape
-        places = list[torch.Tensor]()
-        for new, kept in zip(inputs, self.kept_inputs, strict=True):
-            both = torch.cat((kept[rows.slots], new.unflatten(0, (num_rows, per_row))), 1).flatten(0, 1)
-            places.append(both[rows.sources])
-            kept[rows.slots, :per_row] = both[rows.kept]
-        out = prompt(*places, rows.tiles)[rows.outputs]
-        return out.masked_fill(rows.is_padding.view(-1, *[1] * (out.dim() - 1)), 0)

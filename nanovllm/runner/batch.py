@@ -8,7 +8,7 @@ without changes sends nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.kernels.drafts import gather_drafted_rows
-from nanovllm.kernels.mixers.state_rows import TILE, ReplayRows, StateRows, StateTiles, replay_rows
+from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles, drafted_state_rows
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
@@ -31,7 +31,7 @@ class StepShape:
     """Sizes of one step: decode rows, prompt tokens and prompt chunks; with padding in a `DeviceStep`.
 
     `variant` is the attention backend's, see `AttentionBackend.plan_host`. With `num_drafts` each decode row has that
-    many tokens more, and attends as a prompt chunk does.
+    many tokens more.
     """
 
     num_decodes: int
@@ -316,25 +316,6 @@ class Staging:
         return list(views)
 
 
-def _with_drafted_rows(metadata: StepMetadata, shape: StepShape) -> StepMetadata:
-    """Return the metadata of a step whose decode rows, of several tokens, come before its chunks, as chunks."""
-    num_rows, cu_seqlens_q = shape.num_decodes, metadata.cu_seqlens_q
-    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=metadata.seq_lens.device) * (1 + shape.num_drafts)
-    chunks, numbers = starts // (1 + shape.num_drafts), torch.zeros_like(starts)
-
-    def tiles(others: torch.Tensor) -> torch.Tensor:
-        other_chunks, other_numbers = others.view(2, -1)
-        other_chunks = torch.where(other_chunks < 0, other_chunks, other_chunks + num_rows)
-        return torch.cat((chunks[:-1], other_chunks, numbers[:-1], other_numbers))
-
-    return replace(
-        metadata,
-        cu_seqlens_q=torch.cat((starts, cu_seqlens_q[1:] + shape.num_row_tokens)),
-        query_tiles=tiles(metadata.query_tiles),
-        sample_tiles=tiles(metadata.sample_tiles),
-    )
-
-
 class BatchBuilder:
     """Turns scheduled batches into tensors.
 
@@ -351,7 +332,7 @@ class BatchBuilder:
 
     Attributes:
         num_pending: [num_slots + 1] int32; of each slot, accepted tokens that are not in its state yet, if the model
-            keeps states and the engine drafts; else None. See `ReplayRows`.
+            keeps states and the engine drafts; else None. See `DraftedStateRows`.
     """
 
     def __init__(
@@ -445,8 +426,7 @@ class BatchBuilder:
         if not is_capture_size:
             seq_lens = (num_computed + per_row).tolist() + [per_row] * num_padding
             seq_lens += [chunk.start + len(chunk.token_ids) for chunk in chunks]
-            query_lens = [per_row] * shape.num_decodes if shape.num_drafts else []
-            query_lens += [len(chunk.token_ids) for chunk in chunks]
+            query_lens = [len(chunk.token_ids) for chunk in chunks]
         return DeviceStep(batch, shape, is_capture_size, PromptArrays._make(prompt_tensors), seq_lens, query_lens)
 
     def send_empty(self, shape: StepShape, *, is_capture_size: bool = True) -> DeviceStep:
@@ -468,12 +448,8 @@ class BatchBuilder:
         else:
             decodes = gather_decode_rows(state, slots, self.block_size)
         metadata = self._metadata(step, decodes)
-        if metadata.states is not None and self.num_pending is not None:
-            # A chunk stores its states at once.
-            self.num_pending.index_fill_(0, prompts.slots.long(), 0)
-            if len(slots):
-                replay = self._replay(slots, is_new, decodes.block_tables[-1], self.num_pending)
-                metadata.states = replace(metadata.states, replay=replay)
+        if self._states.num_blocks:
+            metadata.states = self._state_metadata(slots, is_new, decodes, prompts)
         token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -506,7 +482,7 @@ class BatchBuilder:
         )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:
-        """Return what attention reads: decode rows, as chunks if they have drafts, then chunks."""
+        """Return what attention reads: decode rows, then chunks."""
         shape, prompts = step.shape, step.prompts
         slot_mappings, block_tables = list(decodes.slot_mapping), list(decodes.block_tables)
         seq_lens = decodes.seq_lens
@@ -517,8 +493,8 @@ class BatchBuilder:
             slot_mappings = [torch.cat(parts) for parts in zip(slot_mappings, new_mappings, strict=True)]
             block_tables = [torch.cat(parts) for parts in zip(block_tables, tables.unbind(1), strict=True)]
             seq_lens = torch.cat((seq_lens, prompts.seq_lens))
-        metadata = StepMetadata(
-            num_decodes=0 if shape.num_drafts else shape.num_decodes,
+        return StepMetadata(
+            num_decodes=shape.num_decodes,
             slot_mappings=slot_mappings,
             block_tables=block_tables,
             seq_lens=seq_lens,
@@ -528,9 +504,8 @@ class BatchBuilder:
             seq_lens_host=step.seq_lens_host,
             query_lens_host=step.query_lens_host,
             variant=shape.variant,
-            states=self._state_metadata(decodes, prompts) if self._states.num_blocks else None,
+            num_queries=1 + shape.num_drafts,
         )
-        return _with_drafted_rows(metadata, shape) if shape.num_drafts else metadata
 
     def _token_slots(self, slots: torch.Tensor, is_new: torch.Tensor | None, step: DeviceStep) -> torch.Tensor:
         """Return `StepInputs.token_slots`."""
@@ -545,21 +520,9 @@ class BatchBuilder:
         padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
         return torch.cat((slots, padded[chunks]))
 
-    def _replay(
-        self, slots: torch.Tensor, is_new: torch.Tensor | None, tables: torch.Tensor, num_pending: torch.Tensor
-    ) -> ReplayRows:
-        """Return the rows of a step whose states are stored one step late; arguments of its decode rows."""
-        is_row = (slots != self.slots.padding_slot).unsqueeze(1)
-        return replay_rows(
-            slots.long(),
-            is_row if is_new is None else is_new & is_row,
-            self.slots.tensors.num_computed[slots],
-            num_pending[slots] * is_row.squeeze(1),
-            most_pending=1 + self.num_drafts,
-            tables=tables[:, : self._states.num_blocks],
-        )
-
-    def _state_metadata(self, decodes: DecodeRows, prompts: PromptArrays) -> StateMetadata:
+    def _state_metadata(
+        self, slots: torch.Tensor, is_new: torch.Tensor | None, decodes: DecodeRows, prompts: PromptArrays
+    ) -> StateMetadata:
         """Return the states of a step: sequences own the ones in their tables, and overwrite them."""
         num_blocks = self._states.num_blocks
         tables = decodes.block_tables[-1][:, :num_blocks]
@@ -567,4 +530,12 @@ class BatchBuilder:
         prompt_tables = torch.cat((self.slots.tensors.block_tables[prompts.slots, -1, :num_blocks], kept))
         chunks = prompts.state_chunks.view(len(prompts.slots), 5)
         tiles = StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, prompt_tables)
-        return StateMetadata(StateRows(decodes.positions, tables, tables), tiles)
+        rows: StateRows | DraftedStateRows = StateRows(decodes.positions, tables, tables)
+        if self.num_pending is not None:
+            # A chunk stores its states at once.
+            self.num_pending.index_fill_(0, prompts.slots.long(), 0)
+            is_row = (slots != self.slots.padding_slot).unsqueeze(1)
+            positions, num_pending = self.slots.tensors.num_computed[slots], self.num_pending[slots]
+            is_new = is_row if is_new is None else is_new & is_row
+            rows = drafted_state_rows(slots, positions, num_pending, is_new, tables)
+        return StateMetadata(rows, tiles)

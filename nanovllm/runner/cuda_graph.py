@@ -65,7 +65,7 @@ def max_draft_rows(config: Config) -> int:
 
 
 def drafted_sizes(config: Config, backend: AttentionBackend) -> list[StepShape]:
-    """Sizes of steps whose decode rows compute drafts; these attend as chunks do, in all variants alike."""
+    """Sizes of steps whose decode rows compute drafts; these attend in one way, whatever the variant."""
     if config.speculation is None:
         return []
     most, num_drafts = max_draft_rows(config), config.speculation.num_speculative_tokens

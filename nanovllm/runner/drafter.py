@@ -153,7 +153,7 @@ def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int
         return sampled.int()
     # The last entry takes what is for no token.
     following = torch.cat((sampled[:first].int(), inputs.token_ids[first + 1 :], successors.new_zeros(2)))
-    ends = inputs.metadata.cu_seqlens_q[-len(successors) :] - 1 + (first if inputs.is_new is None else 0)
+    ends = inputs.metadata.cu_seqlens_q[1:] - 1 + first
     following[ends.where(successors >= 0, num_tokens).long()] = successors
     is_padding = inputs.sample_slots[-len(successors) :] == padding_slot
     following[inputs.sample_indices[first:].masked_fill(is_padding, num_tokens).long()] = sampled[first:].int()

@@ -127,6 +127,8 @@ class ModelRunner:
             self.model_config, self.communicator, self.config, folder, self.max_model_len, self.dtype, self.device
         )
         self.model.set_kernel_policy(self.policy)
+        for layer in self.model.state_layers:
+            layer.num_drafts = self.num_drafts
         self.weights = ModelWeights(self.model, self.device, self.communicator)
         most_positions = self.max_model_len + self.num_drafts
         self.head = load_draft_head(self.config, self.model, folder, most_positions, self.dtype, self.device)
@@ -178,8 +180,8 @@ class ModelRunner:
             num_drafts=self.num_drafts,
         )  # fmt: skip
         self.drafter = self._make_drafter()
-        for layer in self.model.state_layers if self.num_drafts else ():
-            layer.keep_inputs(config.max_num_running, 1 + self.num_drafts, self.dtype, self.device)
+        for layer in self.model.state_layers:
+            layer.keep_tokens(config.max_num_running, self.dtype, self.device)
         # Tokens of decode rows, padding, and tokens of chunks; and what `PendingStep` says of drafts.
         num_rows = 2 * config.max_num_running
         num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts

@@ -5,6 +5,8 @@ short tail (split-KV). The number of splits of each context is computed on the d
 that no split is longer than an even share of all tiles. A CUDA graph therefore stays valid as contexts grow. Contexts
 are ordered by the mean length of their splits, longest first, so that the last programs to run are short. Outputs are
 merged by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The plan is Hopper's too (`hopper_decode`).
+
+A row may have several tokens, the newest and drafts: a program reads keys once for them all.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ _BLOCK = 16
 _CHUNK = 512
 """Sequences that these are compared with at once: of 2,048 not all would fit into registers."""
 _MERGED_AT_ONCE = 16
+_MOST_QUERIES, _MOST_FLOAT32_QUERIES = 64, 16
+"""Query heads of a program, of 128 elements, in all tokens of a row: its accumulator fits into registers."""
 
 
 @dataclass
@@ -158,6 +162,7 @@ def _merge_splits_kernel(
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, DTYPE: tl.constexpr,
     PDL: tl.constexpr,
     out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
+    QUERIES: tl.constexpr = 1,
 ):  # fmt: skip
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(of_seqs_ptr + 2 * seq)
@@ -177,6 +182,10 @@ def _merge_splits_kernel(
             partial = load_heads(partial_ptrs, mask[:, None], dims[None, :], HEAD_DIM, PADDED)
             acc, top, total = merge_states(lse, partial, acc, top, total)
         scale_place = seq * out_scale_row_stride + head * out_scale_head_stride + tl.arange(0, 1)
+        if QUERIES > 1:
+            number, query_head = head // (HEADS // QUERIES), head % (HEADS // QUERIES)
+            token = seq * QUERIES + number
+            scale_place = token * out_scale_row_stride + query_head * out_scale_head_stride + tl.arange(0, 1)
         store_outputs(
             (acc / total)[None, :], out_ptr, (seq * HEADS + head) * HEAD_DIM + dims[None, :],
             None if PADDED == HEAD_DIM else dims[None, :] < HEAD_DIM,
@@ -185,20 +194,24 @@ def _merge_splits_kernel(
 
 
 def merge_splits(
-    out: HeadOutputs, partial: tuple[torch.Tensor, torch.Tensor], of_seqs: torch.Tensor, dtype: torch.dtype
+    out: HeadOutputs,
+    partial: tuple[torch.Tensor, torch.Tensor],
+    of_seqs: torch.Tensor,
+    dtype: torch.dtype,
+    num_queries: int = 1,
 ) -> None:
     """Merge the outputs of contexts with several splits into `out`; rows of other contexts are left unchanged.
 
     `partial`: see `DecodePlan`; `of_seqs`: see `ContextSplits`, written before the kernel queued last (see
-    `pdl_options`); `dtype`: of the outputs before they are rounded to e4m3.
+    `pdl_options`); `dtype`: of the outputs before they are rounded to e4m3; `num_queries`: tokens of each sequence.
     """
     outputs, lse = partial
     _, num_heads, head_dim = outputs.shape
     _merge_splits_kernel[(len(of_seqs), num_heads)](
         pointer(out), outputs, lse, of_seqs,
         HEADS=num_heads, HEAD_DIM=head_dim, PADDED=triton.next_power_of_2(head_dim), AT_ONCE=_MERGED_AT_ONCE,
-        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), num_warps=1, **pdl_options(of_seqs.device),
-        **scaling(out),
+        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), QUERIES=num_queries, num_warps=1,
+        **pdl_options(of_seqs.device), **scaling(out),
     )  # fmt: skip
 
 
@@ -209,8 +222,8 @@ class DecodePlan:
     Attributes:
         tile: tokens per tile.
         splits: the splits of each context without its shared prefix.
-        partial: outputs of splits to be merged, [num_splits, num_heads, head_dim] float32, and their base-2
-            log-sum-exp, [num_splits, num_heads] float32; None if every context has a single split.
+        partial: outputs of splits to be merged, [num_splits, num_queries * num_heads, head_dim] float32, and their
+            base-2 log-sum-exp, without the last dimension; None if every context has a single split.
         prefix: plan of the cascade attention over shared prefixes; None without.
         first_keys: [num_seqs] int32; of a sliding window, the first key of each context's first tile; None without.
     """
@@ -232,6 +245,7 @@ def plan_decode(
     *,
     shared: CascadeGroups | None = None,
     window: int | None = None,
+    num_queries: int = 1,
 ) -> DecodePlan:
     """Plan the attention of one step for all layers that attend alike.
 
@@ -240,16 +254,19 @@ def plan_decode(
         num_heads, num_kv_heads, value_dim: query heads, KV heads, and the elements of a value.
         shared: shared prefixes for cascade attention; every sequence has at least one token after its prefix.
         window: see `AttentionOptions`; not with shared prefixes.
+        num_queries: tokens of each sequence, its last ones; more than one only without shared prefixes.
     """
-    assert shared is None or window is None
-    first_keys = None if window is None else (seq_lens - window).clamp(min=0) // tile * tile
+    assert shared is None or (window is None and num_queries == 1)
+    first_keys = None
+    if window is not None:
+        first_keys = (seq_lens - (window + num_queries - 1)).clamp(min=0) // tile * tile
     splits = split_contexts(seq_lens, tile, shares, first_keys if shared is None else shared.rows[0])
     prefix = None if shared is None else plan_cascade(shared, num_heads, num_heads // num_kv_heads, value_dim)
     partial = None
     if shares > 1:
         num_splits = len(splits.splits)
-        outputs = seq_lens.new_empty(num_splits, num_heads, value_dim, dtype=torch.float32)
-        partial = outputs, seq_lens.new_empty(num_splits, num_heads, dtype=torch.float32)
+        outputs = seq_lens.new_empty(num_splits, num_queries * num_heads, value_dim, dtype=torch.float32)
+        partial = outputs, torch.empty_like(outputs[:, :, 0])
     return DecodePlan(tile, splits, partial, prefix, first_keys)
 
 
@@ -262,6 +279,53 @@ def _fold_rows(partial_ptr, lse_ptr, rows, mask, dims, acc, row_max, row_sum, VA
     new_max = tl.maximum(row_max, lse)
     weight, correction = exp2(lse - new_max), exp2(row_max - new_max)
     return acc * correction[:, None] + output * weight[:, None], new_max, row_sum * correction + weight
+
+
+@jit
+def _own_kv_head(KV_HEADS: tl.constexpr, HAS_PARTS: tl.constexpr):
+    """Return the program's KV head; HAS_PARTS: several programs divide a row's queries."""
+    head = tl.program_id(0)
+    if HAS_PARTS:
+        head = head % KV_HEADS
+    return head
+
+
+@jit
+def _locate_queries(
+    head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Return of a program's queries their token in the row, their head, and whether they exist; head: of keys."""
+    group = tl.arange(0, PADDED)
+    if QUERIES == 1:
+        number, mask, heads = group, group < GROUP, head * GROUP + group
+    else:
+        number = tl.program_id(0) // KV_HEADS * AT_ONCE + group // GROUP
+        mask, heads = (group < AT_ONCE * GROUP) & (number < QUERIES), head * GROUP + group % GROUP
+    return number, heads, mask
+
+
+@jit
+def _of_token(x, seq, number, stride, QUERIES: tl.constexpr):
+    """Return what x, of row `seq` of one token, is where rows have QUERIES tokens, of number `number` in it."""
+    if QUERIES > 1:
+        x += (seq * (QUERIES - 1) + number) * stride
+    return x
+
+
+@jit
+def _see(positions, end, last, number, window, QUERIES: tl.constexpr):
+    """Return which keys any query sees, and which each one sees; last: position of the row's last token."""
+    seen = positions < end
+    if window is not None:
+        seen = seen & (positions > last - window - (QUERIES - 1))
+    sees = seen[None, :]
+    if QUERIES > 1:
+        own = (last + 1 - QUERIES + number)[:, None]
+        sees = sees & (positions[None, :] <= own)
+        if window is not None:
+            sees = sees & (positions[None, :] > own - window)
+    return seen, sees
 
 
 @jit(
@@ -277,8 +341,9 @@ def _decode_kernel(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
     out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
+    QUERIES: tl.constexpr = 1, AT_ONCE: tl.constexpr = 1,
 ):  # fmt: skip
-    head, split = tl.program_id(0), tl.program_id(1)
+    head, split = _own_kv_head(KV_HEADS, QUERIES > AT_ONCE), tl.program_id(1)
     scale = by_head(scale, k_scale_ptr, head) if cap_scale is None else scale
     cap_scale = None if cap_scale is None else by_head(cap_scale, k_scale_ptr, head)
     split_ptr = splits_ptr + 4 * split
@@ -291,16 +356,16 @@ def _decode_kernel(
         if HAS_PREFIX:
             place = tl.load(prefix_rows_ptr + prefix_rows_stride + seq)
             num_parts = tl.load(prefix_rows_ptr + 2 * prefix_rows_stride + seq)
-        # The last split adds the new token, which no tile has.
+        # The last split adds the last token, which no tile has.
         tiles_end = (first_tile + num_tiles) * TILE
         is_last = tiles_end >= old_len
         end = first_key + tl.where(is_last, old_len + 1, tiles_end)
         # Some program has a split, so the kernel cannot end before the previous one, although others do not wait.
         wait_for_previous(PDL)
-        group = tl.arange(0, GROUP_PADDED)
-        mask, heads = group < GROUP, head * GROUP + group
+        number, heads, mask = _locate_queries(head, KV_HEADS, GROUP, GROUP_PADDED, QUERIES, AT_ONCE)
         key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         query_ptrs = q_ptr + seq * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
+        query_ptrs = _of_token(query_ptrs, seq, number[:, None], q_stride, QUERIES)
         query = beside_keys(load_heads(query_ptrs, mask[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED), k_ptr)
         acc = tl.zeros([GROUP_PADDED, VALUE_PADDED], dtype=tl.float32)
         row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
@@ -318,29 +383,33 @@ def _decode_kernel(
         table_ptr = block_tables_ptr + seq * table_stride
         for start in range(first_key + first_tile * TILE, end, TILE):
             positions = start + tl.arange(0, TILE)
-            seen = positions < end
-            if window is not None:
-                seen = seen & (positions > first_key + old_len - window)
+            seen, sees = _see(positions, end, first_key + old_len, number, window, QUERIES)
             acc, row_max, row_sum = attend_tile(
                 query, k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size, start, seen,
-                seen[None, :], scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
+                sees, scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
                 BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale, NATIVE,
             )  # fmt: skip
+        if QUERIES > 1:
+            # A query may see no token of a split; one that does not exist, none at all.
+            row_sum = tl.where(row_sum > 0, row_sum, 1.0)
         out = by_head(acc / row_sum[:, None], v_scale_ptr, head)
-        places = heads[:, None] * VALUE_DIM + dims[None, :]
+        rows = _of_token(heads, 0, number, KV_HEADS * GROUP, QUERIES)
+        places = rows[:, None] * VALUE_DIM + dims[None, :]
         out_mask = mask[:, None]
         if VALUE_DIM != VALUE_PADDED:
             out_mask = out_mask & (dims < VALUE_DIM)[None, :]
         if WHOLE or (first_tile == 0 and is_last):
             store_outputs(
-                out, out_ptr, seq * (KV_HEADS * GROUP * VALUE_DIM) + places, out_mask,
-                out_scale_ptr, seq * out_scale_row_stride + heads * out_scale_head_stride, mask,
-                q_ptr.dtype.element_ty, OUT_NATIVE,
+                out, out_ptr, seq * (QUERIES * KV_HEADS * GROUP * VALUE_DIM) + places, out_mask,
+                out_scale_ptr,
+                _of_token(seq * out_scale_row_stride + heads * out_scale_head_stride, seq, number, out_scale_row_stride,
+                          QUERIES),
+                mask, q_ptr.dtype.element_ty, OUT_NATIVE,
             )  # fmt: skip
         else:
-            row = split.to(tl.int64) * (KV_HEADS * GROUP)
+            row = split.to(tl.int64) * (QUERIES * KV_HEADS * GROUP)
             tl.store(partial_ptr + row * VALUE_DIM + places, out, mask=out_mask)
-            tl.store(lse_ptr + row + heads, row_max + log2(row_sum), mask=mask)
+            tl.store(lse_ptr + row + rows, row_max + log2(row_sum), mask=mask)
 
 
 def decode_attention(
@@ -352,15 +421,19 @@ def decode_attention(
     scale: float,
     options: AttentionOptions = PLAIN,
 ) -> None:
-    """Compute attention of one new token per sequence over its whole context, into `out`.
+    """Compute attention of the last tokens of each sequence over its whole context, into `out`.
 
-    query: [num_seqs, num_heads, key_dim], rows contiguous; block_tables: [num_seqs, max_blocks] int32; plan: from the
-    context lengths, each including the new token, and the window, written before the kernel queued last (see
-    `pdl_options`); scale: factor of the scores.
+    query: [num_seqs * num_queries, num_heads, key_dim], rows contiguous, a sequence's in order; if it has fewer new
+    tokens they come last, and outputs before them are finite; block_tables: [num_seqs, max_blocks] int32; plan: from
+    the context lengths, each including the new tokens, the window, and the number of queries, written before the kernel
+    queued last (see `pdl_options`); scale: factor of the scores.
     """
     _, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = pages.v_cache.shape
-    group = num_heads // num_kv_heads
+    group, num_queries = num_heads // num_kv_heads, len(query) // len(block_tables)
+    key_padded, value_padded = padded_size(key_dim), padded_size(value_dim)
+    most = _MOST_FLOAT32_QUERIES if query.element_size() == 4 else _MOST_QUERIES
+    at_once = min(num_queries, max(1, most * 128 // max(128, key_padded, value_padded) // group))
     prefix, splits = plan.prefix, plan.splits.splits
     partial, lse = plan.partial or (None, None)
     prefix_rows, prefix_partial, prefix_lse = plan.first_keys, None, None
@@ -369,17 +442,17 @@ def decode_attention(
         prefix_rows, prefix_partial, prefix_lse = prefix.shared.rows, prefix.partial, prefix.lse
     cap_scale, scale = options.score_scales(scale)
     k_cache, v_cache = pages.stored
-    _decode_kernel[(num_kv_heads, len(splits))](
+    _decode_kernel[(num_kv_heads * triton.cdiv(num_queries, at_once), len(splits))](
         query, k_cache, v_cache, pointer(out), partial, lse, block_tables, splits,
         prefix_rows, prefix_partial, prefix_lse,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         0 if prefix_rows is None else prefix_rows.stride(0), 0 if prefix is None else prefix.rows_per_item,
-        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        KEY_DIM=key_dim, KEY_PADDED=padded_size(key_dim), VALUE_DIM=value_dim, VALUE_PADDED=padded_size(value_dim),
-        BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None,
-        HAS_PREFIX=prefix is not None, num_warps=4, num_stages=2, **pdl_options(query.device),
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(at_once * group)),
+        KEY_DIM=key_dim, KEY_PADDED=key_padded, VALUE_DIM=value_dim, VALUE_PADDED=value_padded,
+        BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None, HAS_PREFIX=prefix is not None,
+        QUERIES=num_queries, AT_ONCE=at_once, num_warps=4, num_stages=2, **pdl_options(query.device),
         **pages.scaling, **scaling(out),
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, plan.partial, plan.splits.of_seqs, query.dtype)
+        merge_splits(out, plan.partial, plan.splits.of_seqs, query.dtype, num_queries)

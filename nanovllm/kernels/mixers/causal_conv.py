@@ -1,7 +1,8 @@
 """A short causal convolution of each channel, and SiLU where a layer has it.
 
-A state has the inputs of the last tokens in a ring of `width` entries: the input at position p is entry `p % width`. A
-decode step overwrites the one entry that it does not read, so a state can be updated in place.
+A state has the inputs of the last tokens in a ring: the input at position p is entry `p % size`. A decode step
+overwrites an entry that it does not read, so a state can be updated in place. The ring has an entry for each weight of
+a filter, and for each draft of a row: a wrong draft is overwritten, and overwrites no input that is still read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.mixers.state_pool import PoolView, place
-from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles
 
 _BLOCK = 64
 """Channels of a program with prompt tokens."""
@@ -27,11 +28,13 @@ class ConvState:
 
     Attributes:
         pool: in elements of the inputs.
-        first: index of the ring's first element in a state; the ring is [width, channels].
+        first: index of the ring's first element in a state.
+        size: entries of the ring, which is [size, channels].
     """
 
     pool: PoolView
     first: int
+    size: int
 
 
 def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
@@ -54,11 +57,18 @@ def conv_inputs(
     """Return the inputs of the tokens before a position, [width - 1, channels], zeros before the sequence."""
     before = x.new_zeros(width - 1, x.shape[1])
     if table is not None:
-        ring = state.pool.read(state.first, (width, x.shape[1]), table)
+        ring = state.pool.read(state.first, (state.size, x.shape[1]), table)
         for i, at in enumerate(range(position - width + 1, position)):
             if at >= 0:
-                before[i] = ring[at % width]
+                before[i] = ring[at % state.size]
     return before
+
+
+def write_inputs(x: torch.Tensor, state: ConvState, table: torch.Tensor, position: int) -> None:
+    """Overwrite the inputs of consecutive tokens, [num_tokens, channels], from a position on; none before 0."""
+    for at, row in enumerate(x, position):
+        if at >= 0:
+            state.pool.write(state.first + at % state.size * x.shape[1], row, table)
 
 
 def convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool = True) -> torch.Tensor:
@@ -78,22 +88,20 @@ def store_rings_ref(x: torch.Tensor, width: int, state: ConvState, tiles: StateT
             inputs = torch.cat((before, x[start : first + count]))[1 - width :]
             rings.append((write, position + first - start + count, inputs))
     for write, end, inputs in rings:
-        for at, row in zip(range(end - width + 1, end), inputs, strict=True):
-            if at >= 0:
-                state.pool.write(state.first + at % width * x.shape[1], row, tiles.tables[write])
+        write_inputs(inputs, state, tiles.tables[write], end - width + 1)
 
 
 @jit
 def inputs_at(
     x_ptr, state_ptr, tables_ptr, tokens, channels, mask, chunk_first, position, read, first, x_stride, table_stride,
-    part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
+    part_stride, CHANNELS: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Return a chunk's inputs, float32; tokens before its first one are in the state `read`, or are zeros."""
     inside = tokens >= chunk_first
     x = tl.load(x_ptr + tokens.to(tl.int64) * x_stride + channels, mask=mask & inside, other=0.0)
     at = tl.where(read >= 0, position + tokens - chunk_first, -1)
     table_ptr = tables_ptr + tl.maximum(read, 0) * table_stride
-    index = first + tl.maximum(at, 0) % WIDTH * CHANNELS + channels
+    index = first + tl.maximum(at, 0) % RING * CHANNELS + channels
     stored = mask & (at >= 0) & (tokens < chunk_first)
     block = tl.load(table_ptr + index // (PARTS * PART_SIZE), mask=stored, other=0)
     before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
@@ -103,8 +111,8 @@ def inputs_at(
 @jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _causal_conv_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride,
-    part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, SILU: tl.constexpr,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -127,7 +135,7 @@ def _causal_conv_kernel(
             else:
                 x = inputs_at(x_ptr, state_ptr, tables_ptr, sources, channels[None, :], valid, chunk_first, position,
                               read, first, x_stride, table_stride, part_stride,
-                              CHANNELS, WIDTH, PARTS, PART_SIZE)  # fmt: skip
+                              CHANNELS, RING, PARTS, PART_SIZE)  # fmt: skip
             weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
             total += x * weight[None, :]
         out = total / (1 + tl.exp(-total)) if SILU else total
@@ -139,7 +147,7 @@ def _causal_conv_kernel(
 def store_ring(
     x_ptr, state_ptr, tables_ptr, write, end, channels, mask, chunk_first, position, read, first, x_stride,
     table_stride, part_stride,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Store the inputs of the last tokens before token `end` of a chunk in the state `write`."""
     for back in tl.static_range(1, WIDTH):
@@ -147,8 +155,8 @@ def store_ring(
         if at >= 0:
             x = inputs_at(x_ptr, state_ptr, tables_ptr, end - back + tl.zeros_like(channels), channels, mask,
                           chunk_first, position, read, first, x_stride, table_stride, part_stride,
-                          CHANNELS, WIDTH, PARTS, PART_SIZE)  # fmt: skip
-            index = first + at % WIDTH * CHANNELS + channels
+                          CHANNELS, RING, PARTS, PART_SIZE)  # fmt: skip
+            index = first + at % RING * CHANNELS + channels
             block = tl.load(tables_ptr + write * table_stride + index // (PARTS * PART_SIZE), mask=mask, other=0)
             offsets = place(index, block, part_stride, PARTS, PART_SIZE)
             tl.store(state_ptr + offsets, x.to(state_ptr.dtype.element_ty), mask=mask)
@@ -157,8 +165,8 @@ def store_ring(
 @jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _store_rings_kernel(
     x_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride, part_stride,
-    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
-    PDL: tl.constexpr,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     chunk_ptr = chunks_ptr + tl.program_id(0) * 5
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -171,7 +179,8 @@ def _store_rings_kernel(
         write = tl.load(tiles_ptr + tile * 4 + 3)
         if write >= 0:
             store_ring(x_ptr, state_ptr, tables_ptr, write, end, channels, channels < CHANNELS, chunk_first, position,
-                       read, first, x_stride, table_stride, part_stride, CHANNELS, WIDTH, PARTS, PART_SIZE)  # fmt: skip
+                       read, first, x_stride, table_stride, part_stride,
+                       CHANNELS, WIDTH, RING, PARTS, PART_SIZE)  # fmt: skip
 
 
 def store_rings(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles) -> None:
@@ -185,7 +194,7 @@ def store_rings(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles
     assert x.stride(1) == 1 and tiles.tables.is_contiguous()
     _store_rings_kernel[(len(tiles.chunks), triton.cdiv(x.shape[1], _BLOCK))](
         x, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first, x.stride(0),
-        tiles.tables.stride(0), CHANNELS=x.shape[1], WIDTH=width, BLOCK=_BLOCK, num_warps=2,
+        tiles.tables.stride(0), CHANNELS=x.shape[1], WIDTH=width, RING=state.size, BLOCK=_BLOCK, num_warps=2,
         **state.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
 
@@ -212,8 +221,8 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     assert x.stride(1) == 1 and weight.is_contiguous() and tiles.tables.is_contiguous()
     _causal_conv_kernel[(len(tiles.tiles), triton.cdiv(channels, _BLOCK))](
         x, weight, bias, out, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first,
-        x.stride(0), tiles.tables.stride(0), CHANNELS=channels, WIDTH=width, SILU=silu, BLOCK=_BLOCK, TILE=TILE,
-        num_warps=4, **state.pool.sizes, **pdl_options(x.device),
+        x.stride(0), tiles.tables.stride(0), CHANNELS=channels, WIDTH=width, RING=state.size, SILU=silu, BLOCK=_BLOCK,
+        TILE=TILE, num_warps=4, **state.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
     return out
 
@@ -230,17 +239,15 @@ def causal_conv_step_ref(
     for i in index:
         window = torch.cat((before[i], x[i : i + 1]))
         out[i] = convolve(window.T, weight, bias, silu)
-        for at, inputs in zip(range(positions[i] - width + 1, positions[i] + 1), window, strict=True):
-            if at >= 0:
-                state.pool.write(state.first + at % width * x.shape[1], inputs, rows.writes[i])
+        write_inputs(window, state, rows.writes[i], positions[i] - width + 1)
     return out
 
 
 @jit(unaligned=["positions_ptr", "reads_ptr", "writes_ptr"])
 def _causal_conv_step_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, positions_ptr, reads_ptr, writes_ptr, first, x_stride,
-    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, SILU: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -253,7 +260,7 @@ def _causal_conv_step_kernel(
         total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
     # No kernel since the last step writes to the ring.
     for back in tl.static_range(1, WIDTH):
-        index = first + tl.maximum(position - back, 0) % WIDTH * CHANNELS + channels
+        index = first + tl.maximum(position - back, 0) % RING * CHANNELS + channels
         stored = channels < tl.where((position >= back) & (target >= 0), CHANNELS, 0)
         block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=stored, other=0)
         before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
@@ -266,11 +273,11 @@ def _causal_conv_step_kernel(
     out = tl.where(target >= 0, total / (1 + tl.exp(-total)) if SILU else total, 0.0)
     tl.store(out_ptr + row * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), mask=mask)
     if target >= 0:
-        index = first + position % WIDTH * CHANNELS + channels
+        index = first + position % RING * CHANNELS + channels
         block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=mask, other=0)
         tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), x, mask=mask)
         for back in tl.static_range(1, WIDTH):
-            index = first + tl.maximum(position - back, 0) % WIDTH * CHANNELS + channels
+            index = first + tl.maximum(position - back, 0) % RING * CHANNELS + channels
             moved = channels < tl.where((position >= back) & is_apart, CHANNELS, 0)
             block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=moved, other=0)
             before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=moved, other=0.0)
@@ -300,7 +307,105 @@ def causal_conv_step(
     assert x.stride(1) == 1 and weight.is_contiguous()
     _causal_conv_step_kernel[(len(x), triton.cdiv(channels, _STEP_BLOCK))](
         x, weight, bias, out, state.pool.elements, rows.positions, rows.reads, rows.writes, state.first,
-        x.stride(0), rows.reads.stride(0), CHANNELS=channels, WIDTH=width, SILU=silu, BLOCK=_STEP_BLOCK,
-        num_warps=4, **state.pool.sizes, **pdl_options(x.device),
+        x.stride(0), rows.reads.stride(0), CHANNELS=channels, WIDTH=width, RING=state.size, SILU=silu,
+        BLOCK=_STEP_BLOCK, num_warps=4, **state.pool.sizes, **pdl_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def causal_conv_drafts_ref(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: DraftedStateRows,
+    *, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None, silu: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Plain torch form of `causal_conv_drafts`."""
+    out, width = torch.zeros_like(x), weight.shape[1]
+    for row, (slot, position, _, num_new) in enumerate(rows.rows.tolist()):
+        if num_new:
+            new = rows.new_tokens(row)
+            before = conv_inputs(x, state, rows.tables[row], position, width)
+            out[new] = convolve(torch.cat((before, x[new])).unfold(0, width, 1), weight, bias, silu)
+            write_inputs(x[new], state, rows.tables[row], position)
+            if kept is not None:
+                entries = torch.arange(position, position + num_new, device=x.device) % kept.shape[1]
+                kept[slot, entries] = out[new] if gates is None else torch.cat((out[new], gates[new]), 1)
+    return out if kept is None else kept
+
+
+@jit(unaligned=["rows_ptr", "tables_ptr", "gates_ptr"])
+def _causal_conv_drafts_kernel(
+    x_ptr, gates_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, rows_ptr, tables_ptr, first, x_stride, gates_stride,
+    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, GATES: tl.constexpr,
+    ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, TOKENS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, index = tl.program_id(0), tl.arange(0, TOKENS)[:, None]
+    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    slot, position = tl.load(rows_ptr + row * 4), tl.load(rows_ptr + row * 4 + 1)
+    num_new = tl.load(rows_ptr + row * 4 + 3)
+    first_new = (row + 1) * PER_ROW - num_new
+    tokens, is_new = first_new + index, index < num_new
+    mask = is_new & (channels < CHANNELS)
+    total = tl.zeros([TOKENS, BLOCK], tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channels, mask=channels < CHANNELS, other=0.0).to(tl.float32)
+    wait_for_previous(PDL)
+    # In the order of `_causal_conv_step_kernel`, for the same bits.
+    for step in tl.static_range(1, WIDTH + 1):
+        back = step % WIDTH
+        x = inputs_at(x_ptr, state_ptr, tables_ptr, tokens - back, channels, mask, first_new, position, row, first,
+                      x_stride, table_stride, part_stride, CHANNELS, RING, PARTS, PART_SIZE)  # fmt: skip
+        weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back), mask=channels < CHANNELS, other=0.0)
+        total += x * weight.to(tl.float32)
+    # The last one has the tokens' own inputs, for entries that no token of the row reads.
+    at = first + (position + index) % RING * CHANNELS + channels
+    block = tl.load(tables_ptr + row * table_stride + at // (PARTS * PART_SIZE), mask=mask, other=0)
+    offsets = place(at, block, part_stride, PARTS, PART_SIZE)
+    tl.store(state_ptr + offsets, x.to(state_ptr.dtype.element_ty), mask=mask)
+    out = (total / (1 + tl.exp(-total)) if SILU else total).to(out_ptr.dtype.element_ty)
+    if ENTRIES > 0:
+        entry = slot.to(tl.int64) * ENTRIES + (position + index) % ENTRIES
+        out_ptrs = out_ptr + entry * (CHANNELS + GATES) + channels
+        tl.store(out_ptrs, out, mask=mask)
+        is_gate = is_new & (channels < GATES)
+        gates = tl.load(gates_ptr + tokens.to(tl.int64) * gates_stride + channels, mask=is_gate, other=0.0)
+        tl.store(out_ptrs + CHANNELS, gates, mask=is_gate)
+    else:
+        # What is not new comes first.
+        tokens = row * PER_ROW + (index + PER_ROW - num_new) % PER_ROW
+        out = tl.where(is_new, out, tl.zeros_like(out))
+        out_ptrs = out_ptr + tokens.to(tl.int64) * CHANNELS + channels
+        tl.store(out_ptrs, out, mask=(index < PER_ROW) & (channels < CHANNELS))
+
+
+def causal_conv_drafts(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: DraftedStateRows,
+    *, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None, silu: bool = True,
+) -> torch.Tensor:  # fmt: skip
+    """Convolve the new tokens of drafted rows, and store their inputs.
+
+    Args:
+        x: [num_rows * per_row, channels]; channels contiguous.
+        weight, bias, silu: as of `causal_conv`.
+        state: the inputs before the tokens, and of them.
+        rows: the tokens.
+        gates: [num_rows * per_row, size]; what a recurrence reads of a token besides; with `kept` only.
+        kept: see `DraftedStateRows`; takes each token's outputs, and then its gates.
+
+    Returns:
+        `kept`; without it [num_rows * per_row, channels], zeros for what is not new.
+    """
+    if not uses_triton(x.device):
+        return causal_conv_drafts_ref(x, weight, bias, state, rows, gates=gates, kept=kept, silu=silu)
+    channels, width = weight.shape
+    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device) if kept is None else kept
+    tokens = triton.next_power_of_2(rows.per_row)
+    block = max(_BLOCK, _STEP_BLOCK // tokens)
+    assert x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous() and rows.rows.is_contiguous()
+    _causal_conv_drafts_kernel[(len(rows.rows), triton.cdiv(channels, block))](
+        x, gates, weight, bias, out, state.pool.elements, rows.rows, rows.tables, state.first, x.stride(0),
+        0 if gates is None else gates.stride(0), rows.tables.stride(0), CHANNELS=channels, WIDTH=width,
+        RING=state.size, GATES=0 if gates is None else gates.shape[1], ENTRIES=0 if kept is None else kept.shape[1],
+        PER_ROW=rows.per_row, TOKENS=tokens, SILU=silu, BLOCK=block, num_warps=4, **state.pool.sizes,
+        **pdl_options(x.device),
     )  # fmt: skip
     return out

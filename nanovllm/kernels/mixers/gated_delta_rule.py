@@ -26,12 +26,13 @@ from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, 
 from nanovllm.kernels.mixers.causal_conv import (
     ConvState,
     causal_conv,
+    causal_conv_drafts,
     causal_conv_step,
     store_ring,
     store_rings_ref,
 )
 from nanovllm.kernels.mixers.state_pool import PoolView, place
-from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles
 
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
@@ -56,6 +57,7 @@ class DeltaRule:
         conv: where the convolution's inputs are kept.
         pool: the states' memory as float32.
         first: index of the layer's first element in a state; its states are [num_value_heads, key_size, value_size].
+        kept: in engines with drafts, the convolution's outputs and the gates of tokens; see `DraftedStateRows`.
     """
 
     num_key_heads: int
@@ -70,6 +72,7 @@ class DeltaRule:
     conv: ConvState
     pool: PoolView
     first: int
+    kept: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -79,6 +82,11 @@ class DeltaRule:
     def log_decay(self, a: torch.Tensor) -> torch.Tensor:
         """Return the logarithms of decays in float32; a: [num_tokens, num_value_heads]."""
         return -self.a_log.float().exp() * functional.softplus(a.float() + self.dt_bias.float())
+
+    def gates(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logarithms of decays, and step sizes, [num_tokens, num_value_heads] float32."""
+        b, a = gates.split(self.num_value_heads, 1)
+        return self.log_decay(a), b.float().sigmoid()
 
     def heads(self, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalised and scaled, and values, [num_tokens, num_value_heads, size] float32."""
@@ -98,9 +106,11 @@ class DeltaRule:
 
 
 def delta_rule_step_ref(
-    rule: DeltaRule, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, rows: StateRows
+    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: StateRows | DraftedStateRows
 ) -> torch.Tensor:
     """Plain torch form of `delta_rule_step`."""
+    if isinstance(rows, DraftedStateRows):
+        return _delta_rule_drafts_ref(rule, x, gates, z, rows)
     out = torch.zeros_like(z)
     conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
     index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
@@ -108,13 +118,37 @@ def delta_rule_step_ref(
         return out
     state = torch.stack([rule.pool.read(rule.first, rule.shape, rows.reads[i]) for i in index])
     q, k, v = rule.heads(conv[index])
-    state = state * rule.log_decay(a[index]).exp()[..., None, None]
-    update = b[index].float().sigmoid().unsqueeze(-1) * (v - torch.einsum("rhkv,rhk->rhv", state, k))
+    log_decay, beta = rule.gates(gates[index])
+    state = state * log_decay.exp()[..., None, None]
+    update = beta.unsqueeze(-1) * (v - torch.einsum("rhkv,rhk->rhv", state, k))
     state = state + k.unsqueeze(-1) * update.unsqueeze(-2)
     out[index] = rule.gated_norm(torch.einsum("rhkv,rhk->rhv", state, q), z[index])
     for i, new in zip(index, state, strict=True):
         rule.pool.write(rule.first, new, rows.writes[i])
     return out
+
+
+def _delta_rule_drafts_ref(
+    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: DraftedStateRows
+) -> torch.Tensor:
+    out, kept = torch.zeros_like(z), rule.kept
+    assert kept is not None
+    causal_conv_drafts(x, rule.conv_weight, None, rule.conv, rows, gates=gates, kept=kept)
+    for row, (_, _, num_pending, num_new) in enumerate(rows.rows.tolist()):
+        if num_new:
+            tokens, new = rows.kept_tokens(kept, row), rows.new_tokens(row)
+            state = rule.pool.read(rule.first, rule.shape, rows.tables[row])
+            if num_pending:
+                _, state = _go_on(rule, tokens[:num_pending], state)
+                rule.pool.write(rule.first, state, rows.tables[row])
+            out[new] = rule.gated_norm(_go_on(rule, tokens[num_pending:], state)[0], z[new])
+    return out
+
+
+def _go_on(rule: DeltaRule, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute tokens as they are kept; see `delta_rule_chunk`."""
+    channels, gates = tokens.split([len(rule.conv_weight), 2 * rule.num_value_heads], 1)
+    return delta_rule_chunk(*rule.heads(channels), *rule.gates(gates), state)
 
 
 def delta_rule_chunk(
@@ -144,12 +178,12 @@ def delta_rule_chunk(
 
 
 def delta_rule_prompt_ref(
-    rule: DeltaRule, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, tiles: StateTiles
+    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, tiles: StateTiles
 ) -> torch.Tensor:
     """Plain torch form of `delta_rule_prompt`."""
     out = torch.zeros(len(x), rule.num_value_heads, rule.value_size, device=x.device)
     q, k, v = rule.heads(causal_conv(x, rule.conv_weight, None, rule.conv, tiles))
-    log_decay, beta = rule.log_decay(a), b.float().sigmoid()
+    log_decay, beta = rule.gates(gates)
     chunks = tiles.chunks.tolist()
     # All chunks read what they start from before a state is written.
     states = [
@@ -173,6 +207,21 @@ def _softplus(x):
     return tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
 
 
+@jit
+def _load_token(
+    conv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, head, keys,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr,
+):  # fmt: skip
+    """Return a head's query and key, normalised and scaled, its decay, and its step size; a_ptr, b_ptr: of the head."""
+    q = tl.load(conv_ptr + head // GROUP * KEY + keys).to(tl.float32)
+    k = tl.load(conv_ptr + (KEY_HEADS + head // GROUP) * KEY + keys).to(tl.float32)
+    q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
+    k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+    a = tl.load(a_ptr).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
+    decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a))
+    return q, k, decay, tl.sigmoid(tl.load(b_ptr).to(tl.float32))
+
+
 @jit(unaligned=["a_ptr", "b_ptr", "reads_ptr", "writes_ptr"])
 def _delta_rule_step_kernel(
     conv_ptr, a_ptr, b_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, reads_ptr, writes_ptr, first,
@@ -181,7 +230,6 @@ def _delta_rule_step_kernel(
     SLICES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    key_head = head // GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
     keys, values = tl.arange(0, KEY), part * (SLICES * COLUMNS) + tl.arange(0, COLUMNS)
     read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
@@ -203,13 +251,10 @@ def _delta_rule_step_kernel(
         wait_for_previous(PDL)
         conv_ptr += row * CHANNELS
         value_ptrs = conv_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values
-        q = tl.load(conv_ptr + key_head * KEY + keys).to(tl.float32)
-        k = tl.load(conv_ptr + (KEY_HEADS + key_head) * KEY + keys).to(tl.float32)
-        q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
-        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-        a = tl.load(a_ptr + row * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
-        decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a))
-        beta = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
+        a_ptr, b_ptr = a_ptr + row * a_stride + head, b_ptr + row * b_stride + head
+        q, k, decay, beta = _load_token(
+            conv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, head, keys, KEY_HEADS, GROUP, KEY
+        )
         for index in tl.static_range(SLICES):
             state = following * decay
             if index + 1 < SLICES:
@@ -223,40 +268,107 @@ def _delta_rule_step_kernel(
             tl.store(out_ptr + places + index * COLUMNS, out.to(out_ptr.dtype.element_ty))
 
 
+@jit(unaligned=["rows_ptr", "tables_ptr"])
+def _delta_rule_drafts_kernel(
+    kept_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, rows_ptr, tables_ptr, first, table_stride, part_stride,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
+    PER_ROW: tl.constexpr, ENTRIES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    HEADS: tl.constexpr = KEY_HEADS * GROUP
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
+    keys, values = tl.arange(0, KEY), part * COLUMNS + tl.arange(0, COLUMNS)
+    slot, position = tl.load(rows_ptr + row * 4).to(tl.int64), tl.load(rows_ptr + row * 4 + 1)
+    num_pending, num_new = tl.load(rows_ptr + row * 4 + 2), tl.load(rows_ptr + row * 4 + 3)
+    num_absent = PER_ROW - num_new
+    if num_new == 0:
+        wait_for_previous(PDL)
+    else:
+        # Rows of a state, which begin anywhere in a block. No kernel since the last step writes to it.
+        state_rows = first + (head * KEY + keys) * VALUE
+        blocks = tl.load(tables_ptr + row * table_stride + state_rows // (PARTS * PART_SIZE))
+        places = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
+        state_ptrs = pool_ptr + places[:, None] + values[None, :]
+        state = tl.load(state_ptrs)
+        wait_for_previous(PDL)
+        for index in range(num_pending + num_new):
+            entry = slot * ENTRIES + (position - num_pending + index) % ENTRIES
+            token_ptr = kept_ptr + entry * (CHANNELS + 2 * HEADS)
+            b_ptr = token_ptr + CHANNELS + head
+            q, k, decay, beta = _load_token(
+                token_ptr, b_ptr + HEADS, b_ptr, a_log_ptr, dt_bias_ptr, head, keys, KEY_HEADS, GROUP, KEY
+            )
+            v = tl.load(token_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values).to(tl.float32)
+            state *= decay
+            update = beta * (v - tl.sum(state * k[:, None], axis=0))
+            state += k[:, None] * update[None, :]
+            if index + 1 == num_pending:
+                tl.store(state_ptrs, state)
+            if index >= num_pending:
+                token = row * PER_ROW + num_absent + index - num_pending
+                out = tl.sum(state * q[:, None], axis=0)
+                tl.store(out_ptr + (token * HEADS + head) * VALUE + values, out.to(out_ptr.dtype.element_ty))
+    for index in range(num_absent):
+        out_ptrs = out_ptr + ((row * PER_ROW + index) * HEADS + head) * VALUE + values
+        tl.store(out_ptrs, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
+
+
 def delta_rule_step(
-    rule: DeltaRule, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, rows: StateRows
+    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: StateRows | DraftedStateRows
 ) -> torch.Tensor:
-    """Compute one token of each of several sequences, and their states.
+    """Compute one token of each of several sequences, or several drafted ones, and their states.
 
     Three kernels: the convolution; the rule, by a program for each row and head, or slice of its values; and the norm
     of the outputs.
 
     Args:
         rule: the layer's.
-        x: [num_rows, channels]; the convolution's inputs.
-        a, b: [num_rows, num_value_heads]; decay and step size before their functions.
-        z: [num_rows, num_value_heads, value_size]; the output's gate.
+        x: [num_tokens, channels]; the convolution's inputs.
+        gates: [num_tokens, 2 * num_value_heads]; step sizes, then decays, before their functions.
+        z: [num_tokens, num_value_heads, value_size]; the output's gate.
         rows: the states.
 
     Returns:
-        Like z; zeros for padding.
+        Like z; zeros for padding, and for what is not new.
     """
     if not uses_triton(x.device):
-        return delta_rule_step_ref(rule, x, a, b, z, rows)
-    conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
+        return delta_rule_step_ref(rule, x, gates, z, rows)
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    assert gates.stride(1) == z.stride(2) == 1 and z.stride(1) == rule.value_size
+    if isinstance(rows, StateRows):
+        _step_rows(rule, x, gates, out, rows)
+    else:
+        _step_drafts(rule, x, gates, out, rows)
+    return _gated_norm(rule, out, z)
+
+
+def _step_rows(rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, rows: StateRows) -> None:
+    conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
     takes_all = len(x) * rule.num_value_heads >= _FEWEST_HEADS
     columns = min(rule.value_size, 2 * _COLUMNS if takes_all else _COLUMNS)
     num_slices = rule.value_size // columns
     in_turn = num_slices if takes_all else 1
-    assert all(tensor.stride(-1) == 1 for tensor in (a, b, z)) and z.stride(1) == rule.value_size
+    b, a = gates.split(rule.num_value_heads, 1)
     _delta_rule_step_kernel[(len(x), rule.num_value_heads, num_slices // in_turn)](
         conv, a, b, out, rule.a_log, rule.dt_bias, rule.pool.elements, rows.reads, rows.writes, rule.first,
         a.stride(0), b.stride(0), rows.reads.stride(0), KEY_HEADS=rule.num_key_heads,
         GROUP=rule.num_value_heads // rule.num_key_heads, KEY=rule.key_size, VALUE=rule.value_size, COLUMNS=columns,
         SLICES=in_turn, num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
     )  # fmt: skip
-    return _gated_norm(rule, out, z)
+
+
+def _step_drafts(
+    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, rows: DraftedStateRows
+) -> None:
+    assert rule.kept is not None
+    kept = causal_conv_drafts(x, rule.conv_weight, None, rule.conv, rows, gates=gates, kept=rule.kept)
+    columns = min(rule.value_size, _COLUMNS)
+    _delta_rule_drafts_kernel[(len(rows.rows), rule.num_value_heads, rule.value_size // columns)](
+        kept, out, rule.a_log, rule.dt_bias, rule.pool.elements, rows.rows, rows.tables, rule.first,
+        rows.tables.stride(0), KEY_HEADS=rule.num_key_heads, GROUP=rule.num_value_heads // rule.num_key_heads,
+        KEY=rule.key_size, VALUE=rule.value_size, COLUMNS=columns, PER_ROW=rows.per_row, ENTRIES=kept.shape[1],
+        num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
+    )  # fmt: skip
 
 
 @jit
@@ -337,8 +449,8 @@ def _delta_rule_scan_kernel(
     x_ptr, conv_ptr, inverse_ptr, scores_ptr, factors_ptr, out_ptr, ring_ptr, pool_ptr,
     tiles_ptr, chunks_ptr, tables_ptr, ring_first, first, x_stride, table_stride, ring_stride, part_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
-    SLICE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
-    PARTS: tl.constexpr, RING_SIZE: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    PARTS: tl.constexpr, RING_PART: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     part, head, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     HEADS: tl.constexpr = KEY_HEADS * GROUP
@@ -386,7 +498,7 @@ def _delta_rule_scan_kernel(
             tl.store(pool_ptr + targets[:, None] + values[None, :], state)
             store_ring(x_ptr, ring_ptr, tables_ptr, write, first_token + count, kept, kept < CHANNELS, chunk_first,
                        position, read, ring_first, x_stride, table_stride, ring_stride,
-                       CHANNELS, WIDTH, PARTS, RING_SIZE)  # fmt: skip
+                       CHANNELS, WIDTH, RING, PARTS, RING_PART)  # fmt: skip
 
 
 @jit
@@ -407,7 +519,7 @@ def _gated_norm_kernel(
 
 
 def delta_rule_prompt(
-    rule: DeltaRule, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, tiles: StateTiles
+    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, tiles: StateTiles
 ) -> torch.Tensor:
     """Compute the prompt tokens of a step, and the states after them; arguments as of `delta_rule_step`.
 
@@ -415,10 +527,11 @@ def delta_rule_prompt(
     values over its tiles; and the norm of the outputs.
     """
     if not uses_triton(x.device):
-        return delta_rule_prompt_ref(rule, x, a, b, z, tiles)
+        return delta_rule_prompt_ref(rule, x, gates, z, tiles)
     conv = causal_conv(x, rule.conv_weight, None, rule.conv, tiles)
     num_tiles, dtype, device = len(tiles.tiles), x.dtype, x.device
     heads, key, value = rule.shape
+    b, a = gates.split(heads, 1)
     columns = min(value, _COLUMNS)
     shape = {
         "KEY_HEADS": rule.num_key_heads, "GROUP": heads // rule.num_key_heads, "KEY": key, "VALUE": value, "TILE": TILE,
@@ -436,7 +549,7 @@ def delta_rule_prompt(
         x, conv, inverse, scores, factors, out, rule.conv.pool.elements, rule.pool.elements,
         tiles.tiles, tiles.chunks, tiles.tables, rule.conv.first, rule.first, x.stride(0), tiles.tables.stride(0),
         ring["part_stride"], COLUMNS=columns, SLICE=triton.next_power_of_2(-(-x.shape[1] // num_slices)),
-        WIDTH=rule.conv_weight.shape[1], RING_SIZE=ring["PART_SIZE"],
+        WIDTH=rule.conv_weight.shape[1], RING=rule.conv.size, RING_PART=ring["PART_SIZE"],
         num_warps=4, **shape, **rule.pool.sizes, **pdl_options(device),
     )  # fmt: skip
     return _gated_norm(rule, out, z)

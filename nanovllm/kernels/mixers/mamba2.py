@@ -23,11 +23,12 @@ from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, 
 from nanovllm.kernels.mixers.causal_conv import (
     ConvState,
     causal_conv,
+    causal_conv_drafts,
     causal_conv_step,
     store_rings,
 )
 from nanovllm.kernels.mixers.state_pool import PoolView, place
-from nanovllm.kernels.mixers.state_rows import TILE, StateRows, StateTiles
+from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles
 
 _STEP_COLUMNS, _SCAN_COLUMNS = 32, 64
 """Inputs of a head in a program, at most."""
@@ -47,6 +48,7 @@ class StateSpace:
         conv: where the convolution's inputs are kept.
         pool: the states' memory as float32.
         first: index of the layer's first element in a state; its states are [num_heads, state_size, head_size].
+        kept: in engines with drafts, the convolution's outputs and the step sizes of tokens; see `DraftedStateRows`.
     """
 
     num_heads: int
@@ -64,6 +66,7 @@ class StateSpace:
     conv: ConvState
     pool: PoolView
     first: int
+    kept: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -117,15 +120,34 @@ class StateSpace:
 
 
 def mamba2_step_ref(
-    space: StateSpace, x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, rows: StateRows
+    space: StateSpace, x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, rows: StateRows | DraftedStateRows
 ) -> torch.Tensor:
     """Plain torch form of `mamba2_step`."""
+    if isinstance(rows, DraftedStateRows):
+        return _mamba2_drafts_ref(space, x, dt, z, rows)
     channels = causal_conv_step(x, space.conv_weight, space.conv_bias, space.conv, rows)
     out = torch.zeros(len(x), *space.shape[::2], device=x.device)
     for row in (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist():
         own, state = slice(row, row + 1), space.pool.read(space.first, space.shape, rows.reads[row])
         out[own], state = space.scan(channels[own], dt[own], state)
         space.pool.write(space.first, state, rows.writes[row])
+    return space.gated_norm(out.flatten(1), z)
+
+
+def _mamba2_drafts_ref(
+    space: StateSpace, x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, rows: DraftedStateRows
+) -> torch.Tensor:
+    out, kept = torch.zeros(len(x), *space.shape[::2], device=x.device), space.kept
+    assert kept is not None
+    causal_conv_drafts(x, space.conv_weight, space.conv_bias, space.conv, rows, gates=dt, kept=kept)
+    for row, (_, _, num_pending, num_new) in enumerate(rows.rows.tolist()):
+        if num_new:
+            channels, own_dt = rows.kept_tokens(kept, row).split([x.shape[1], space.num_heads], 1)
+            state = space.pool.read(space.first, space.shape, rows.tables[row])
+            if num_pending:
+                _, state = space.scan(channels[:num_pending], own_dt[:num_pending], state)
+                space.pool.write(space.first, state, rows.tables[row])
+            out[rows.new_tokens(row)], _ = space.scan(channels[num_pending:], own_dt[num_pending:], state)
     return space.gated_norm(out.flatten(1), z)
 
 
@@ -197,6 +219,49 @@ def _mamba2_step_kernel(
         tl.store(target_ptrs, state)
         out = tl.sum(state * c[:, None], axis=0) + tl.load(d_ptr + head) * x
         tl.store(out_ptr + inputs, out.to(out_ptr.dtype.element_ty))
+
+
+@jit(unaligned=["rows_ptr", "tables_ptr"])
+def _mamba2_drafts_kernel(
+    kept_ptr, out_ptr, a_log_ptr, dt_bias_ptr, d_ptr, pool_ptr, rows_ptr, tables_ptr, first, least, most,
+    table_stride, part_stride,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    PER_ROW: tl.constexpr, ENTRIES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    keys, columns = tl.arange(0, STATE), tl.arange(0, COLUMNS)
+    slot, position = tl.load(rows_ptr + row * 4).to(tl.int64), tl.load(rows_ptr + row * 4 + 1)
+    num_pending, num_new = tl.load(rows_ptr + row * 4 + 2), tl.load(rows_ptr + row * 4 + 3)
+    inputs, num_absent = head * SIZE + part * COLUMNS + columns, PER_ROW - num_new
+    if num_new == 0:
+        wait_for_previous(PDL)
+    else:
+        # Slices of rows of a state. No kernel of this layer's projections writes to it.
+        lines = first + (head * STATE + keys) * SIZE + part * COLUMNS
+        table_ptr = tables_ptr + row * table_stride
+        state_ptrs = _state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE)
+        state = tl.load(state_ptrs)
+        wait_for_previous(PDL)
+        a, bias, d = -tl.exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
+        for index in range(num_pending + num_new):
+            entry = slot * ENTRIES + (position - num_pending + index) % ENTRIES
+            token_ptr = kept_ptr + entry * (HEADS * SIZE + 2 * GROUPS * STATE + HEADS)
+            key_ptrs = token_ptr + HEADS * SIZE + head // (HEADS // GROUPS) * STATE + keys
+            x = tl.load(token_ptr + inputs).to(tl.float32)
+            b = tl.load(key_ptrs).to(tl.float32)
+            c = tl.load(key_ptrs + GROUPS * STATE).to(tl.float32)
+            dt = tl.load(token_ptr + HEADS * SIZE + 2 * GROUPS * STATE + head).to(tl.float32)
+            dt = _step_size(dt, bias, least, most)
+            state = state * tl.exp(a * dt) + b[:, None] * (x * dt)[None, :]
+            if index + 1 == num_pending:
+                tl.store(state_ptrs, state)
+            if index >= num_pending:
+                token = row * PER_ROW + num_absent + index - num_pending
+                out = tl.sum(state * c[:, None], axis=0) + d * x
+                tl.store(out_ptr + token * (HEADS * SIZE) + inputs, out.to(out_ptr.dtype.element_ty))
+    for index in range(num_absent):
+        out_ptrs = out_ptr + (row * PER_ROW + index) * (HEADS * SIZE) + inputs
+        tl.store(out_ptrs, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
 
 
 @jit(unaligned=["dt_ptr", "tiles_ptr", "chunks_ptr", "tables_ptr"])
@@ -274,31 +339,42 @@ def _gated_norm(space: StateSpace, out: torch.Tensor, z: torch.Tensor) -> torch.
     return normed
 
 
-def mamba2_step(space: StateSpace, x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, rows: StateRows) -> torch.Tensor:
-    """Compute one token of each of several sequences, and their states.
+def mamba2_step(
+    space: StateSpace, x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, rows: StateRows | DraftedStateRows
+) -> torch.Tensor:
+    """Compute one token of each of several sequences, or several drafted ones, and their states.
 
     Three kernels: the convolution; one for each row, head and slice of its inputs; and the norm of the outputs.
 
     Args:
         space: the layer's.
-        x: [num_rows, channels]; the convolution's inputs.
-        dt: [num_rows, num_heads]; step sizes before their function.
-        z: [num_rows, num_heads * head_size]; the output's gate.
+        x: [num_tokens, channels]; the convolution's inputs.
+        dt: [num_tokens, num_heads]; step sizes before their function.
+        z: [num_tokens, num_heads * head_size]; the output's gate.
         rows: the states.
 
     Returns:
-        Like z; zeros for padding.
+        Like z; zeros for padding, and for what is not new.
     """
     if not uses_triton(x.device):
         return mamba2_step_ref(space, x, dt, z, rows)
-    conv = causal_conv_step(x, space.conv_weight, space.conv_bias, space.conv, rows)
     out, columns = torch.empty(z.shape, dtype=z.dtype, device=z.device), _columns(space, _STEP_COLUMNS)
     assert dt.stride(1) == z.stride(1) == 1
-    _mamba2_step_kernel[(len(x), space.num_heads, space.head_size // columns)](
-        conv, dt, out, space.a_log, space.dt_bias, space.d, space.pool.elements, rows.reads, rows.writes, space.first,
-        space.step_limits[0], space.step_limits[1], dt.stride(0), rows.reads.stride(0), COLUMNS=columns, num_warps=4,
-        **space.sizes, **space.pool.sizes, **pdl_options(x.device),
-    )  # fmt: skip
+    if isinstance(rows, StateRows):
+        conv = causal_conv_step(x, space.conv_weight, space.conv_bias, space.conv, rows)
+        _mamba2_step_kernel[(len(x), space.num_heads, space.head_size // columns)](
+            conv, dt, out, space.a_log, space.dt_bias, space.d, space.pool.elements, rows.reads, rows.writes,
+            space.first, space.step_limits[0], space.step_limits[1], dt.stride(0), rows.reads.stride(0),
+            COLUMNS=columns, num_warps=4, **space.sizes, **space.pool.sizes, **pdl_options(x.device),
+        )  # fmt: skip
+    else:
+        assert space.kept is not None
+        kept = causal_conv_drafts(x, space.conv_weight, space.conv_bias, space.conv, rows, gates=dt, kept=space.kept)
+        _mamba2_drafts_kernel[(len(rows.rows), space.num_heads, space.head_size // columns)](
+            kept, out, space.a_log, space.dt_bias, space.d, space.pool.elements, rows.rows, rows.tables, space.first,
+            space.step_limits[0], space.step_limits[1], rows.tables.stride(0), COLUMNS=columns, PER_ROW=rows.per_row,
+            ENTRIES=kept.shape[1], num_warps=4, **space.sizes, **space.pool.sizes, **pdl_options(x.device),
+        )  # fmt: skip
     return _gated_norm(space, out, z)
 
 

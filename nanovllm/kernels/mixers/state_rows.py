@@ -24,6 +24,11 @@ class StateRows:
     reads: torch.Tensor
     writes: torch.Tensor
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return len(self.positions)
+
 
 @dataclass
 class StateTiles:
@@ -45,63 +50,49 @@ class StateTiles:
 
 
 @dataclass
-class ReplayRows:
-    """Rows of drafted tokens whose states are stored one step late, when it is known which drafts were right.
+class DraftedStateRows:
+    """Rows of drafted tokens, whose states are stored one step late, when it is known which drafts were right.
 
-    A step keeps the inputs of a row's tokens. The next one puts the accepted ones before its own, and stores the state
-    between the two. So a row has `width` places, and uses the first ones.
+    A step keeps what the recurrence of a layer reads of its tokens: of each slot in a ring, `[num_slots + 1, entries,
+    size]`, in which the token at position p is entry `p % entries`. The next step computes the accepted ones again, and
+    stores the state between them and its own. Wrong drafts are overwritten, there and among the convolution's inputs.
 
     Attributes:
-        slots: [num_rows] int64.
-        sources: [num_rows * width] int64; for each place, its input among the kept and the new ones of all rows.
-        kept: [num_rows, tokens per row] int64; the new ones among these, the first of each row first.
-        outputs: [num_tokens] int64; the place of each token of the rows.
-        is_padding: [num_tokens] bool.
-        tiles: the rows' places; a tile of what is replayed, and a tile of what is new.
+        rows: [num_rows, 4] int32; slot, position of the first new token, accepted tokens before it that are not in the
+            state, and number of new tokens (0: padding), which come last in a row.
+        tables: [num_rows, blocks_per_state] int32; where the states are, and are stored.
+        per_row: tokens of a row, new or not.
     """
 
-    slots: torch.Tensor
-    sources: torch.Tensor
-    kept: torch.Tensor
-    outputs: torch.Tensor
-    is_padding: torch.Tensor
-    tiles: StateTiles
+    rows: torch.Tensor
+    tables: torch.Tensor
+    per_row: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows, new or not."""
+        return len(self.rows) * self.per_row
+
+    def new_tokens(self, row: int) -> slice:
+        """Return the new tokens of a row among the step's."""
+        end = (row + 1) * self.per_row
+        return slice(end - int(self.rows[row, 3]), end)
+
+    def kept_tokens(self, kept: torch.Tensor, row: int) -> torch.Tensor:
+        """Return what is kept of a row's tokens, the accepted ones and the new ones."""
+        slot, position, num_pending, num_new = self.rows[row].tolist()
+        return kept[slot, torch.arange(position - num_pending, position + num_new, device=kept.device) % kept.shape[1]]
 
 
-def replay_rows(
-    slots: torch.Tensor, is_new: torch.Tensor, positions: torch.Tensor, num_pending: torch.Tensor,
-    *, most_pending: int, tables: torch.Tensor,
-) -> ReplayRows:  # fmt: skip
+def drafted_state_rows(
+    slots: torch.Tensor, positions: torch.Tensor, num_pending: torch.Tensor, is_new: torch.Tensor, tables: torch.Tensor
+) -> DraftedStateRows:
     """Lay out rows of drafted tokens.
 
     Args:
-        slots: [num_rows] int64.
+        slots, positions, num_pending: [num_rows] int32; see `DraftedStateRows`.
         is_new: [num_rows, tokens per row] bool; tokens that exist, which come last in a row. Padding has none.
-        positions: [num_rows] int32; of the first new token.
-        num_pending: [num_rows] int32; accepted tokens that are not in the state yet.
-        most_pending: tokens whose inputs are kept of a slot.
-        tables: [num_rows, blocks_per_state] int32; where the states are, and are stored.
+        tables: [num_rows, blocks_per_state] int32.
     """
-    (num_rows, per_row), device = is_new.shape, slots.device
-    width, num_new = most_pending + per_row, is_new.sum(1, dtype=torch.int32)
-    rows, pending = torch.arange(num_rows, device=device).unsqueeze(1), num_pending.unsqueeze(1)
-    absent = per_row - num_new.unsqueeze(1)
-    places, columns = torch.arange(width, device=device), torch.arange(per_row, device=device)
-    sources = torch.where(places < pending, places, places - pending + most_pending + absent).clamp(max=width - 1)
-    kept = (columns + most_pending + absent).clamp(max=width - 1)
-    outputs = (columns - absent + pending).clamp(min=0)
-    first, row = (rows * width).squeeze(1).int(), rows.squeeze(1).int()
-    replayed = torch.stack((first, num_pending, row, row.where(num_pending > 0, -1)), 1)
-    new = torch.stack((first + num_pending, num_new, row, torch.full_like(row, -1)), 1)
-    # A chunk has no tile without tokens.
-    is_row, replays = num_new > 0, (num_pending > 0).int()
-    first_tile, num_tiles = 2 * row + 1 - replays, (1 + replays) * is_row.int()
-    chunks = torch.stack((first, positions - num_pending, row.where(is_row, -1), first_tile, num_tiles), 1)
-    return ReplayRows(
-        slots=slots,
-        sources=(rows * width + sources).flatten(),
-        kept=rows * width + kept,
-        outputs=(rows * width + outputs).flatten(),
-        is_padding=(~is_row).repeat_interleave(per_row, output_size=num_rows * per_row),
-        tiles=StateTiles(torch.stack((replayed, new), 1).flatten(0, 1), chunks, tables.contiguous()),
-    )
+    rows = torch.stack((slots, positions, num_pending, is_new.sum(1, dtype=torch.int32)), 1)
+    return DraftedStateRows(rows, tables, is_new.shape[1])

@@ -150,6 +150,11 @@ class DenseWeight(Weight):
         assert isinstance(x, torch.Tensor)
         return ops.norm_linear(x, self.values, self.bias, norm, residual, gated, policy=self.policy)
 
+    def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        """Return the last outputs of `multiply` alone, [num_rows, num_outputs]."""
+        bias = None if self.bias is None else self.bias[-num_outputs:]
+        return ops.norm_linear(x, self.values[-num_outputs:], bias, policy=self.policy)[0]
+
     @override
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
         assert isinstance(x, torch.Tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from nanovllm.engine import sequence
 from nanovllm.kernels.slot_tensors import SlotTensors
 from nanovllm.models.base import HiddenStateTap
 from nanovllm.runner import model_runner
-from nanovllm.runner.batch import StepInputs
+from nanovllm.runner.batch import DeviceStep, StepInputs
 from nanovllm.runner.drafter import HeadDrafter, NgramDrafter
+from nanovllm.runner.model_runner import ModelRunner
 from tests.cache_checks import check_blocks
 from tests.draft_heads import eagle3_drafts, eagle3_tensors, mtp_drafts, mtp_tensors, of_layer, write_eagle3
 from tests.hybrid_models import make_model
@@ -264,3 +266,28 @@ def test_a_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
     make_model("dense").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is missing, not whole, or of another kind, and lacks"):
         LLM(tmp_path, **SETTINGS, device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
+def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[str, Any], Reference]) -> None:
+    """As a GPU does at the start."""
+    with LLM(BUNDLED_MODEL, **SETTINGS, device="cpu", speculative_config=eagle3[0]) as llm:
+        runner = llm.llm_engine._runner
+        assert isinstance(runner, ModelRunner)
+        slots = runner.batch_builder.slots
+        before, shapes = slots._flat.clone(), list[tuple[int, int, bool]]()
+        gather = runner.batch_builder.gather
+
+        def noted(step: DeviceStep) -> StepInputs:
+            shapes.append((step.shape.num_decodes, step.shape.num_drafts, step.shape.drafts))
+            inputs = gather(step)
+            # All drafts are there to be verified.
+            assert inputs.is_new is None or inputs.is_new.all()
+            return inputs
+
+        runner.batch_builder.gather = noted  # type: ignore[method-assign]
+        runner.is_cuda, runner.synchronize = True, lambda: None  # type: ignore[method-assign]
+        runner._device_guard = nullcontext  # type: ignore[method-assign]
+        costs = runner._measure_drafts()
+        assert costs.rows == (1, 4) and all(0.5 < ratio < 50 for ratio in costs.ratios)
+        assert {*shapes} == {(rows, *kind) for rows in (1, 4) for kind in ((0, False), (NUM_DRAFTS, True))}
+        assert torch.equal(slots._flat, before)

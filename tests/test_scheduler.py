@@ -331,16 +331,18 @@ def test_drafts_are_made_where_they_pay_at_this_number_of_rows() -> None:
 @DEPTHS
 @pytest.mark.parametrize("are_free", [False, True])
 def test_drafts_that_are_wrong_are_tried_again_now_and_then(depth: int, are_free: bool) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, num_drafts=1, draft_ratio=1.25, num_blocks=64, max_model_len=900)
+    engine, runner = make_engine(
+        pipeline_depth=depth, num_drafts=1, draft_ratio=1.125, num_blocks=64, max_model_len=900
+    )
     steady = engine.scheduler.steady
     steady.costs = replace(steady.costs, are_free=are_free)
     runner.share_right = 0.0
     engine.add_request([1, 2, 3], greedy(890))
     while len(runner.batches) < 400:
         engine.step()
-    # At once, until four were wrong; then a trial of a quarter of a step after 50.
+    # At once, until eight were wrong; then a trial of an eighth of a step after 50.
     verified = [number for number, batch in enumerate(runner.batches) if (batch.rows.num_new > 1).any()]
-    first, last = 1, 4 + depth
+    first, last = 1, 8 + depth
     assert verified == [*range(first, last + 1), *range(last + 51, 400, 50)]
     drafted = [number for number, batch in enumerate(runner.batches) if batch.drafts]
     # When the last ones at first are made, it is not known yet that they do not pay.

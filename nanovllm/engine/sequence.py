@@ -43,7 +43,7 @@ _FEW_GAINS, _MANY_GAINS = 8, 64
 """Steps over which a row's gains are averaged, and all rows'."""
 _PATIENCE = 4
 """Steps for which a row without drafts is planned as if it had some: the plan is a step ahead of what is known."""
-_TRIAL_SHARE = 1 / 200
+_TRIAL_SHARE = 1 / 400
 """Share of the time that may go into drafts that prove not to be worth it."""
 _NEVER = np.iinfo(np.int64).max
 sort_key = attrgetter("sort_key")

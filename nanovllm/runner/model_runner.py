@@ -49,9 +49,9 @@ from nanovllm.weights.report import MissingWeights
 
 _CPU_DRAFT_RATIO = 1.25
 """`DraftCosts.ratios` of a CPU, which is not measured, so that answers take the same steps everywhere."""
-_MEASURED_ROWS, _MEASURED_LENGTH = (1, 8, 32), 512
+_MEASURED_ROWS = (1, 8, 32)
 _WARM_STEPS, _TIMED_STEPS = 2, 5
-"""Rows of the steps that are timed for `DraftCosts`, beside the most, and their tokens; and how often each runs."""
+"""Rows of the steps that are timed for `DraftCosts`, beside the most, and how often each runs."""
 
 
 class _Part(Enum):
@@ -265,11 +265,14 @@ class ModelRunner:
         rows = [*(number for number in _MEASURED_ROWS if number < self.max_draft_rows), self.max_draft_rows]
         seconds = [(self._step_seconds(number, self.num_drafts), self._step_seconds(number, 0)) for number in rows]
         self._num_clipped.zero_()
+        # A plan of attention serves steps with rows in the same slots; these end with the next.
+        self.batch_builder.plan(ScheduledBatch())
         return DraftCosts(tuple(rows), tuple(drafted / plain for drafted, plain in seconds), self.head is None)
 
     def _step_seconds(self, num_rows: int, num_drafts: int) -> float:
         """Return the time of a step of rows in slots and a block that have not been given away yet."""
-        slots, length = np.arange(num_rows, dtype=np.int32), min(_MEASURED_LENGTH, self.max_model_len - 1)
+        # With a full block they would share a prefix.
+        slots, length = np.arange(num_rows, dtype=np.int32), min(self.config.kvcache_block_size, self.max_model_len) - 1
         rows = Rows(slots, np.full_like(slots, 1 + num_drafts), np.full_like(slots, length))
         batch, state = ScheduledBatch(rows=rows, drafts=num_drafts > 0), self.batch_builder.slots.tensors
         # Tokens that differ are sent to different experts.

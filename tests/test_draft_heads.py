@@ -269,7 +269,7 @@ def test_a_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[str, Any], Reference]) -> None:
-    """As a GPU does at the start."""
+    """A GPU times them at its start."""
     with LLM(BUNDLED_MODEL, **SETTINGS, device="cpu", speculative_config=eagle3[0]) as llm:
         runner = llm.llm_engine._runner
         assert isinstance(runner, ModelRunner)

@@ -29,6 +29,8 @@ from tests.cache_checks import check_blocks
 from tests.draft_heads import eagle3_drafts, eagle3_tensors, mtp_drafts, mtp_tensors, of_layer, write_eagle3
 from tests.hybrid_models import make_model
 from tests.reference import reference_model, set_depth
+from tests.test_fp8 import write
+from tests.test_hybrid_fp8 import SIZES, blocks
 from tests.test_speculation import FEW_BLOCKS, SETTINGS, answers, generate, ids, logprobs
 
 NUM_DRAFTS = 3
@@ -106,15 +108,26 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Re
     return config, lambda text: eagle3_drafts(model, tensors, text, NUM_DRAFTS, [2, 3, 3])
 
 
-@pytest.fixture(scope="module", params=["attention", "states"])
+@pytest.fixture(scope="module", params=["attention", "states", "e4m3"])
 def mtp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    """A Qwen3.5 that attends in all layers, or has states in most, with its own head, and the head's chains."""
+    """A Qwen3.5 that attends in all layers, or has states in most, with its own head, and the head's chains.
+
+    In e4m3 as it is published, with all linear layers of the head but one.
+    """
     folder = tmp_path_factory.mktemp("mtp")
     kinds = {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3} if request.param == "attention" else {}
-    model = make_model("dense", **kinds)
-    model.save_pretrained(folder)
+    model = make_model("dense", **(SIZES if request.param == "e4m3" else kinds))
+    model.save_pretrained(folder / "base")
     tensors = mtp_tensors(model.config)
-    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    save_file(load_file(folder / "base" / "model.safetensors") | tensors, folder / "base" / "model.safetensors")
+    if request.param != "e4m3":
+        folder /= "base"
+    else:
+        folder, meant = write(folder / "base", blocks("model"), folder)
+        stored, wide = (load_file(path / "model.safetensors") for path in (folder, meant))
+        assert sum(name.startswith("mtp.") and "_scale" in name for name in stored) == 7
+        model = type(model).from_pretrained(meant, dtype=torch.float32).eval()
+        tensors = {name: wide[name] for name in tensors}
     return folder, lambda text: mtp_drafts(model, tensors, text, NUM_DRAFTS)
 
 

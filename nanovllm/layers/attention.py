@@ -138,7 +138,6 @@ class Attention(CachedAttention):
 
     def store(self, x: torch.Tensor, weight: Weight, rope: NormRope, positions: torch.Tensor) -> None:
         """Compute and store keys and values alone; x, weight, rope, positions: see `project`."""
-        assert isinstance(weight, DenseWeight)
         kv = weight.multiply_last(x, 2 * self.num_kv_heads * self.head_dim)
         heads = kv.view(len(positions), -1, self.head_dim)
         ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)

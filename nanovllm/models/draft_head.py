@@ -223,7 +223,7 @@ class MTPModel(nn.Module):
     def __init__(self, config: ModelConfig, head: DraftHead) -> None:
         super().__init__()
         size, eps, offset = config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset
-        self.fc = ReplicatedLinear(2 * size, size, None, "mtp.fc")
+        self.fc = ReplicatedLinear(2 * size, size, config.quantization, "mtp.fc")
         self.pre_fc_norm_embedding = AllReduceRMSNorm(size, eps, head.communicator, offset)
         self.pre_fc_norm_hidden = AllReduceRMSNorm(size, eps, head.communicator, offset)
         layer, shard = config.layers[0], head.shard

@@ -118,21 +118,25 @@ def of_layer(tensors: Tensors, prefix: str) -> Tensors:
 @torch.inference_mode()
 def eagle3_drafts(
     model: Any, tensors: Tensors, text: list[int], num_drafts: int, numbers: list[int], embed: Any = None
-) -> list[int]:
-    """Return the chain that follows a text, whose last token the model has not computed; embed: None for its own."""
+) -> list[tuple[int, float]]:
+    """Return the chain that follows a text, each token with the sum of the state that it follows from.
+
+    text: the model has not computed its last token; embed: None for the model's own.
+    """
     embed = embed or model.get_input_embeddings()
     config, eps, layer = model.config, model.config.rms_norm_eps, of_layer(tensors, "midlayer.")
     states = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
     hidden = torch.cat([states[number][0] for number in numbers], 1) @ tensors["fc.weight"].T
-    drafts: list[int] = []
+    drafts: list[tuple[int, float]] = []
     for _ in range(num_drafts):
-        embeds = embed(torch.tensor([*text[1:], *drafts]))
+        embeds = embed(torch.tensor([*text[1:], *(token for token, _ in drafts)]))
         normed = rms_norm(embeds, layer["input_layernorm.weight"], eps)
         x = torch.cat((normed, rms_norm(hidden, layer["hidden_norm.weight"], eps)), 1)
         x = hidden + attend(x, layer, config)
         x = x + mlp(rms_norm(x, layer["post_attention_layernorm.weight"], eps), layer)
-        drafted = (rms_norm(x[-1], tensors["norm.weight"], eps) @ tensors["lm_head.weight"].T).argmax()
-        drafts.append(int(drafted + tensors["d2t"][drafted]))
+        last = rms_norm(x[-1], tensors["norm.weight"], eps)
+        drafted = (last @ tensors["lm_head.weight"].T).argmax()
+        drafts.append((int(drafted + tensors["d2t"][drafted]), float(last.sum())))
         hidden = torch.cat((hidden, x[-1:]))
     return drafts
 
@@ -152,23 +156,23 @@ def mtp_tensors(config: Any, seed: int = 0) -> Tensors:
 
 
 @torch.inference_mode()
-def mtp_drafts(model: Any, tensors: Tensors, text: list[int], num_drafts: int) -> list[int]:
-    """Return the chain that follows a text, whose last token the model has not computed."""
+def mtp_drafts(model: Any, tensors: Tensors, text: list[int], num_drafts: int) -> list[tuple[int, float]]:
+    """Return the chain that follows a text, as `eagle3_drafts` does."""
     config, eps, layer = model.config, model.config.rms_norm_eps, of_layer(tensors, "mtp.layers.0.")
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, 1 + weight, eps)
 
     hidden = model(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states[-1][0]
-    drafts: list[int] = []
+    drafts: list[tuple[int, float]] = []
     for _ in range(num_drafts):
-        embeds = model.get_input_embeddings()(torch.tensor([*text[1:], *drafts]))
+        embeds = model.get_input_embeddings()(torch.tensor([*text[1:], *(token for token, _ in drafts)]))
         normed = norm(hidden, tensors["mtp.pre_fc_norm_hidden.weight"])
         x = torch.cat((norm(embeds, tensors["mtp.pre_fc_norm_embedding.weight"]), normed), 1)
         x = x @ tensors["mtp.fc.weight"].T
         x = x + attend(norm(x, layer["input_layernorm.weight"]), layer, config)
         x = x + mlp(norm(x, layer["post_attention_layernorm.weight"]), layer)
         last = norm(x[-1:], tensors["mtp.norm.weight"])
-        drafts.append(int(model.lm_head(last).argmax()))
+        drafts.append((int(model.lm_head(last).argmax()), float(last.sum())))
         hidden = torch.cat((hidden, last))
     return drafts

@@ -24,8 +24,10 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import MakeConstraint, Request, no_constraint
 from nanovllm.engine.sequence import Sequence as EngineSequence
 from nanovllm.runner.messages import (
+    NO_DRAFTS,
     BlockTransfer,
     CacheKind,
+    DraftCosts,
     FullCache,
     HostMemory,
     KeptState,
@@ -171,12 +173,17 @@ class MockRunner:
         copy_seed: int = 0,
         *,
         num_drafts: int = 0,
+        draft_ratio: float = 1.0,
         states: Sequence[StateCache] = (),
     ) -> None:
         self.num_kvcache_blocks = num_blocks
-        self.num_drafts, self.max_draft_rows = num_drafts, num_slots
-        # Decides which drafts are right.
-        self.draft_rng = random.Random(copy_seed)
+        self.num_drafts, self.draft_costs = num_drafts, NO_DRAFTS
+        if num_drafts:
+            self.draft_costs = DraftCosts((max(1, num_slots - 1),), (draft_ratio,))
+        # The slots that have drafts.
+        self.drafted: set[int] = set()
+        # Decides which drafts are right, most of them.
+        self.draft_rng, self.share_right = random.Random(copy_seed), 0.7
         # Slots in the host's memory that can be saved to, and how many there will be.
         self.num_ready_slots, self.most_ready_slots = 0, num_host_slots
         self.host_memory: HostMemory | None = None
@@ -253,6 +260,7 @@ class MockRunner:
         sampled: list[list[int]] = []
         rows = list(zip(batch.rows.slots.tolist(), batch.rows.num_new.tolist(), strict=True))
         if any(num_new > 1 for _, num_new in rows):
+            assert self.batches[-2].drafts
             # A row that is padded in front with its missing drafts would begin before the first token.
             assert all(self.num_computed[slot] >= self.num_drafts for slot, _ in rows)
         for slot, num_new in rows:
@@ -267,6 +275,9 @@ class MockRunner:
                 self.prefilling.discard(chunk.slot)
                 sampled.append([self._sample(chunk.slot)])
         assert len(sampled) == len(batch.sampled_seq_ids)
+        assert len(batch.rows) <= self.draft_costs.most_rows or not batch.drafts
+        computed = {*batch.rows.slots.tolist(), *(chunk.slot for chunk in batch.chunks)}
+        self.drafted = self.drafted | computed if batch.drafts else self.drafted - computed
         if self.fail_result:
             self.fail_result = False
             # A step that failed may have left anything in the blocks that it was to write.
@@ -328,9 +339,9 @@ class MockRunner:
         while True:
             self.num_computed[slot] += 1
             tokens.append(self._sample(slot))
-            if len(tokens) == num_new:
+            if len(tokens) == num_new or slot not in self.drafted:
                 return tokens
-            position, is_right = self.num_computed[slot], self.draft_rng.random() < 0.7
+            position, is_right = self.num_computed[slot], self.draft_rng.random() < self.share_right
             if not is_right:
                 for ahead in range(num_new - len(tokens)):
                     self._store(slot, position + ahead, self.draft_rng.randrange(VOCAB_SIZE))
@@ -475,6 +486,7 @@ def make_engine(
     num_host_slots: int = 0,
     copy_seed: int = 0,
     num_drafts: int = 0,
+    draft_ratio: float = 1.0,
     states: Sequence[StateCache] = (),
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
@@ -496,6 +508,7 @@ def make_engine(
         num_host_slots,
         copy_seed,
         num_drafts=num_drafts,
+        draft_ratio=draft_ratio,
         states=states,
     )
     engine = LLMEngine(

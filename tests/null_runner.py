@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import CacheKind, DraftCosts, FullCache, ScheduledBatch, StepOutput
 
 
 class NullHandle:
@@ -24,7 +24,7 @@ class NullRunner:
 
     pipeline_depth = 1
     num_kvcache_blocks = 4096
-    num_drafts = max_draft_rows = 0
+    num_drafts, draft_costs = 0, DraftCosts()
     cache_kinds: ClassVar[list[CacheKind]] = [FullCache()]
     host_memory = None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +18,45 @@ from torch import nn
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import SpeculativeConfig
+from nanovllm.engine import sequence
 from nanovllm.kernels.slot_tensors import SlotTensors
 from nanovllm.runner import model_runner
-from nanovllm.runner.batch import StepInputs
+from nanovllm.runner.batch import DeviceStep, StepInputs
 from nanovllm.runner.drafter import HeadDrafter, NgramDrafter
+from nanovllm.runner.model_runner import ModelRunner
 from tests.cache_checks import check_blocks
 from tests.draft_heads import eagle3_drafts, eagle3_tensors, mtp_drafts, mtp_tensors, of_layer, write_eagle3
 from tests.hybrid_models import make_model
 from tests.reference import reference_model, set_depth
+from tests.test_fp8 import write
+from tests.test_hybrid_fp8 import SIZES, blocks
 from tests.test_speculation import FEW_BLOCKS, SETTINGS, answers, generate, ids, logprobs
 
 NUM_DRAFTS = 3
-Reference = Callable[[list[int]], list[int]]
+Reference = Callable[[list[int]], list[tuple[int, float]]]
 
 
 class ForcedDrafter(HeadDrafter):
     """Keeps what the head drafts after each text, and puts right tokens of known texts in place of some."""
 
     texts: list[list[int]]
-    drafted: list[tuple[list[int], list[int]]]
+    drafted: list[tuple[list[int], list[int], list[float]]]
     rng: random.Random
+    # Of each step, whether it drafts.
+    steps: list[bool]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # By the number of each draft, the sum of the states that it follows from.
+        self.sums: list[torch.Tensor] = []
+        advance = self.head.advance
+
+        def noted(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            states, hidden = advance(*args)
+            self.sums.append(states.sum(-1))
+            return states, hidden
+
+        self.head.advance = noted  # type: ignore[method-assign, assignment]
         config = SpeculativeConfig("ngram", NUM_DRAFTS)
         self.known = NgramDrafter(config, SETTINGS["max_num_seqs"], SETTINGS["max_model_len"], torch.device("cpu"))
 
@@ -46,14 +64,25 @@ class ForcedDrafter(HeadDrafter):
         self.known.add(slot, cached_token_ids)
 
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
+        self.sums.clear()
         super().propose(state, inputs, sampled)
+        # In other steps the head stores keys, and runs nothing else.
+        assert len(self.sums) == NUM_DRAFTS * inputs.drafts
+        assert all(len(sums) == len(inputs.sample_slots) for sums in self.sums)
+        self.steps.append(inputs.drafts)
         own = state.drafts.clone()
         self.known.propose(state, inputs, sampled)
         state.drafts.copy_(own)
-        for slot in set(inputs.sample_slots.tolist()) - {len(state.last_token) - 1}:
+        slots = inputs.sample_slots.tolist()
+        for row, slot in enumerate(slots):
+            if slot == len(state.last_token) - 1:
+                continue
+            if not inputs.drafts:
+                assert (own[slot] == -1).all()
+                continue
             end = int(state.num_computed[slot]) + 1
             begun = self.known.history[slot, :end].tolist()
-            self.drafted.append((begun, own[slot].tolist()))
+            self.drafted.append((begun, own[slot].tolist(), [float(sums[row]) for sums in self.sums]))
             text = next((text for text in self.texts if text[:end] == begun), begun)
             for place, token in enumerate(text[end : end + NUM_DRAFTS]):
                 if self.rng.random() < 0.7:
@@ -63,7 +92,8 @@ class ForcedDrafter(HeadDrafter):
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> type[ForcedDrafter]:
     monkeypatch.setattr(model_runner, "HeadDrafter", ForcedDrafter)
-    ForcedDrafter.texts, ForcedDrafter.drafted, ForcedDrafter.rng = [], [], random.Random(0)
+    ForcedDrafter.texts, ForcedDrafter.drafted, ForcedDrafter.steps = [], [], []
+    ForcedDrafter.rng = random.Random(0)
     return ForcedDrafter
 
 
@@ -77,25 +107,39 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Re
     return config, lambda text: eagle3_drafts(model, tensors, text, NUM_DRAFTS, [2, 3, 3])
 
 
-@pytest.fixture(scope="module", params=["attention", "states"])
+@pytest.fixture(scope="module", params=["attention", "states", "e4m3"])
 def mtp(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Reference]:
-    """A Qwen3.5 that attends in all layers, or has states in most, with its own head, and the head's chains."""
+    """A Qwen3.5 that attends in all layers, or has states in most, with its own head, and the head's chains.
+
+    In e4m3 as it is published, with all linear layers of the head but one.
+    """
     folder = tmp_path_factory.mktemp("mtp")
     kinds = {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3} if request.param == "attention" else {}
-    model = make_model("dense", **kinds)
-    model.save_pretrained(folder)
+    model = make_model("dense", **(SIZES if request.param == "e4m3" else kinds))
+    model.save_pretrained(folder / "base")
     tensors = mtp_tensors(model.config)
-    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    save_file(load_file(folder / "base" / "model.safetensors") | tensors, folder / "base" / "model.safetensors")
+    if request.param != "e4m3":
+        folder /= "base"
+    else:
+        folder, meant = write(folder / "base", blocks("model"), folder)
+        stored, wide = (load_file(path / "model.safetensors") for path in (folder, meant))
+        assert sum(name.startswith("mtp.") and "_scale" in name for name in stored) == 7
+        model = type(model).from_pretrained(meant, dtype=torch.float32).eval()
+        tensors = {name: wide[name] for name in tensors}
     return folder, lambda text: mtp_drafts(model, tensors, text, NUM_DRAFTS)
 
 
-def check_drafts(drafted: list[tuple[list[int], list[int]]], reference: Reference) -> None:
+def check_drafts(drafted: list[tuple[list[int], list[int], list[float]]], reference: Reference) -> None:
     """Compare what a head drafted after texts with its chains; what a sequence has no block for, it does not draft."""
-    chains = {tuple(text): reference(text) for text, _ in drafted}
+    chains = {tuple(text): reference(text) for text, *_ in drafted}
     counts = []
-    for text, drafts in drafted:
+    for text, drafts, sums in drafted:
         count = sum(draft >= 0 for draft in drafts)
-        assert drafts[:count] == chains[tuple(text)][:count], f"after {len(text)} tokens"
+        wanted = chains[tuple(text)][:count]
+        assert drafts[:count] == [token for token, _ in wanted], f"after {len(text)} tokens"
+        # A wrong key may leave the likeliest tokens as they are.
+        assert sums[:count] == pytest.approx([total for _, total in wanted], abs=2e-3), f"after {len(text)} tokens"
         counts.append(count)
     assert min(counts) >= 1 and sum(counts) > 0.8 * NUM_DRAFTS * len(counts)
 
@@ -104,14 +148,21 @@ def check_drafts(drafted: list[tuple[list[int], list[int]]], reference: Referenc
 PROMPTS = [ids(150, 1, 0), ids(96, 1, 1), ids(96, 1, 1)[:41], ids(5, 4, 2)]
 
 
-@pytest.mark.parametrize(("settings", "depth"), [({}, 1), ({"enable_prefix_caching": False}, 0), (FEW_BLOCKS, 1)])
+@pytest.mark.parametrize(
+    ("settings", "depth", "ratio"), [({}, 1, 1.25), ({"enable_prefix_caching": False}, 0, 2.4), (FEW_BLOCKS, 1, 2.4)]
+)
 def test_eagle3_drafts_what_it_does_over_the_whole_text(
-    settings: dict[str, Any], depth: int, eagle3: tuple[dict[str, Any], Reference], forced: type[ForcedDrafter]
-) -> None:
-    """After chunks, accepted and rejected drafts, prefix hits and preemption."""
+    settings: dict[str, Any], depth: int, ratio: float, eagle3: tuple[dict[str, Any], Reference],
+    forced: type[ForcedDrafter], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """After chunks, accepted and rejected drafts, prefix hits and preemption, and where drafts pay now and then."""
+    monkeypatch.setattr(model_runner, "_CPU_DRAFT_RATIO", ratio)
+    monkeypatch.setattr(sequence, "_TRIAL_SHARE", 0.5)
     speculative_config, reference = eagle3
     check_greedy(Path(BUNDLED_MODEL), speculative_config, SETTINGS | settings, depth, forced)
     check_drafts(forced.drafted, reference)
+    changes = sum(one != other for one, other in pairwise(forced.steps))
+    assert (changes > 20) == (ratio > 2) and forced.steps.count(True) > 15
 
 
 def test_mtp_drafts_what_it_does_over_the_whole_text(mtp: tuple[Path, Reference], forced: type[ForcedDrafter]) -> None:
@@ -134,7 +185,7 @@ def check_greedy(
             texts.append([[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs])
             forced.texts, stats = texts[0], llm.stats()
     assert texts[0] == texts[1]
-    assert stats["num_accepted_tokens"] > 100
+    assert stats["num_accepted_tokens"] > 50
     if settings["num_kvcache_blocks"] == FEW_BLOCKS["num_kvcache_blocks"]:
         assert stats["num_preemptions"] > 0
 
@@ -161,7 +212,7 @@ def test_mixtures_have_heads_with_mixtures(tmp_path: Path, forced: type[ForcedDr
     tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
     save_file(stored | tensors, tmp_path / "model.safetensors")
     check_greedy(tmp_path, {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}, SETTINGS, 1, forced)
-    assert len({tuple(drafts) for _, drafts in forced.drafted}) > 20
+    assert len({tuple(drafts) for _, drafts, _ in forced.drafted}) > 20
 
 
 def test_heads_may_be_pickled_and_have_other_names_and_an_embedding(
@@ -216,3 +267,28 @@ def test_a_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
     make_model("dense").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is missing, not whole, or of another kind, and lacks"):
         LLM(tmp_path, **SETTINGS, device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
+
+
+def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[str, Any], Reference]) -> None:
+    """A GPU times them at its start."""
+    with LLM(BUNDLED_MODEL, **SETTINGS, device="cpu", speculative_config=eagle3[0]) as llm:
+        runner = llm.llm_engine._runner
+        assert isinstance(runner, ModelRunner)
+        slots = runner.batch_builder.slots
+        before, shapes = slots._flat.clone(), list[tuple[int, int, bool]]()
+        gather = runner.batch_builder.gather
+
+        def noted(step: DeviceStep) -> StepInputs:
+            shapes.append((step.shape.num_decodes, step.shape.num_drafts, step.shape.drafts))
+            inputs = gather(step)
+            # All drafts are there to be verified.
+            assert inputs.is_new is None or inputs.is_new.all()
+            return inputs
+
+        runner.batch_builder.gather = noted  # type: ignore[method-assign]
+        runner.is_cuda, runner.synchronize = True, lambda: None  # type: ignore[method-assign]
+        runner._device_guard = nullcontext  # type: ignore[method-assign]
+        costs = runner._measure_drafts()
+        assert costs.rows == (1, 4) and all(0.5 < ratio < 50 for ratio in costs.ratios)
+        assert {*shapes} == {(rows, *kind) for rows in (1, 4) for kind in ((0, False), (NUM_DRAFTS, True))}
+        assert torch.equal(slots._flat, before)

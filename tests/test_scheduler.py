@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import SPARE, SPENT, USUAL
 from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
+from nanovllm.engine.sequence import SteadyRows
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
-from nanovllm.runner.messages import ScheduledBatch, StateCache, StepOutput
+from nanovllm.runner.messages import DraftCosts, ScheduledBatch, StateCache, StepOutput
 from tests.examples import num_examples
 from tests.mock_runner import (
     VOCAB_SIZE,
@@ -58,6 +60,8 @@ SIZES = st.fixed_dictionaries(
         "eos": st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=8),
         "enable_prefix_caching": st.sampled_from([True, True, True, False]),
         "num_drafts": st.sampled_from([0, 0, 1, 3]),
+        # Drafts pay always, or while most are right.
+        "draft_ratio": st.sampled_from([1.0, 1.5, 2.0]),
         "copy_seed": st.integers(0, 99),
         # Groups with states: blocks of each, and block ends at which they are kept.
         "states": st.sampled_from(
@@ -303,6 +307,52 @@ def test_prompts_do_not_wait_for_drafts(depth: int) -> None:
     while len(runner.batches) < 10:
         engine.step()
     assert any(chunk.samples for batch in runner.batches[6:] for chunk in batch.chunks)
+
+
+def test_drafts_are_made_where_they_pay_at_this_number_of_rows() -> None:
+    """One draft in four rows was right; twice the rows need a gain between the measured ones."""
+    steady = SteadyRows(16, 16, 3, DraftCosts((1, 4, 8), (1.1, 1.3, 1.9)))
+    for slot in range(9):
+        seq = make_sequence(slot, [1] * 9)
+        seq.slot = slot
+        steady.add(seq, 99, 99, 1)
+        # A mean of 1, of 1 and 0, and so on: 1 / n.
+        steady._gain[slot] = slot == 0
+        assert steady.should_draft(0) == (slot + 1 in {1, 2, 3})
+        assert not steady.should_draft(9)
+    # All had one right draft: only more rows than are measured have none.
+    steady._gain[:] = 1.0
+    assert not steady.should_draft(0)
+    steady.discard(steady.seqs[-1])
+    assert steady.should_draft(0)
+    steady._most_new[:4] = 1
+    assert not steady.should_draft(0), "half the rows take no drafts"
+
+
+@DEPTHS
+@pytest.mark.parametrize("are_free", [False, True])
+def test_drafts_that_are_wrong_are_tried_again_now_and_then(depth: int, are_free: bool) -> None:
+    engine, runner = make_engine(
+        pipeline_depth=depth, num_drafts=1, draft_ratio=1.125, num_blocks=64, max_model_len=900
+    )
+    steady = engine.scheduler.steady
+    steady.costs = replace(steady.costs, are_free=are_free)
+    runner.share_right = 0.0
+    engine.add_request([1, 2, 3], greedy(890))
+    while len(runner.batches) < 400:
+        engine.step()
+    # At once, until eight were wrong; then a trial of an eighth of a step after 50.
+    verified = [number for number, batch in enumerate(runner.batches) if (batch.rows.num_new > 1).any()]
+    first, last = 1, 8 + depth
+    assert verified == [*range(first, last + 1), *range(last + 51, 400, 50)]
+    drafted = [number for number, batch in enumerate(runner.batches) if batch.drafts]
+    # When the last ones at first are made, it is not known yet that they do not pay.
+    assert len(drafted) == 400 if are_free else drafted == sorted({last, *(number - 1 for number in verified)})
+    runner.share_right = 1.0
+    while not engine.is_finished():
+        engine.step()
+    # One trial is enough to go on.
+    assert len(runner.batches) < 400 + 52 + 2 + (490 - 52) / 2
 
 
 def hybrid_engine(depth: int, *states: StateCache, num_blocks: int = 80, **sizes: Any) -> tuple[LLMEngine, MockRunner]:

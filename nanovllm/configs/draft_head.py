@@ -69,11 +69,12 @@ class DraftHeadConfig:
                 "method 'mtp' of speculative_config needs a model of a family with mtp.* tensors, Qwen3.5, Qwen3.6 or "
                 f"Qwen3-Next, not {target.architecture.name}: use 'ngram', or 'eagle3' with a head for this model"
             )
-        if target.quantization is not None and target.quantization.is_stored:
-            raise ValueError("method 'mtp' of speculative_config does not support checkpoints in e4m3: use 'ngram'")
+        # What is quantised here is in 16 bits there.
+        is_stored = target.quantization is not None and target.quantization.is_stored
         attending = [layer for layer in target.layers if not layer.is_linear]
         architecture = replace(target.architecture, model="draft_head.MTPHead")
-        model = replace(target, architecture=architecture, layers=(attending[-1],), quantization=None)
+        model = replace(target, architecture=architecture, layers=(attending[-1],))
+        model = model if is_stored else replace(model, quantization=None)
         return cls(model, (target.num_layers,), target.vocab_size)
 
 

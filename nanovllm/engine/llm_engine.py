@@ -107,7 +107,7 @@ class LLMEngine(Engine):
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             num_drafts=runner.num_drafts,
-            max_draft_rows=runner.max_draft_rows,
+            draft_costs=runner.draft_costs,
         )
         self.limits = RequestLimits(
             vocab_size,

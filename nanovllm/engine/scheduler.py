@@ -26,7 +26,7 @@ import numpy as np
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.request import StreamedToken
 from nanovllm.engine.sequence import Sequence, SequenceStatus, SteadyRows, sort_key
-from nanovllm.runner.messages import Chunk, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import NO_DRAFTS, Chunk, DraftCosts, ScheduledBatch, StepOutput
 
 _MOST_PASSED_OVER = 64
 """Waiting sequences that a step passes over at most, since each is looked up in the prefix cache."""
@@ -84,7 +84,7 @@ class Scheduler:
         max_num_batched_tokens: most tokens of one step.
         max_model_len: most tokens of one sequence.
         eos_token_ids: tokens that end an output, unless its request ignores them.
-        num_drafts, max_draft_rows: see `Runner`.
+        num_drafts, draft_costs: see `Runner`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: frozenset[int] = frozenset(),
         num_drafts: int = 0,
-        max_draft_rows: int = 0,
+        draft_costs: DraftCosts = NO_DRAFTS,
     ) -> None:
         # Every running sequence must get its next token within the budget of one step.
         assert max_num_running <= max_num_batched_tokens
@@ -108,7 +108,7 @@ class Scheduler:
         # Sorted; at most one per slot.
         self.running: list[Sequence] = []
         # The running sequences that have caught up.
-        self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, max_draft_rows)
+        self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, draft_costs)
         self.stats = SchedulerStats(num_accepted_per_position=[0] * num_drafts)
         self._num_matched_tokens = 0
         self._free_slots = list(reversed(range(max_num_running)))
@@ -157,6 +157,7 @@ class Scheduler:
             self._end_by_count(seq)
         for seq in caught_up:
             self._begin_steady(seq, batch.number + 1)
+        batch.drafts = self.steady.should_draft(len(batch.rows))
         batch.transfers += self.block_manager.take_transfers(self.running, batch.num_chunk_tokens)
         return batch
 
@@ -397,12 +398,12 @@ class Scheduler:
     def _note_drafts(self, batch: ScheduledBatch, num_drafts: np.ndarray) -> None:
         """Take in the number of drafts that the device has for each row after a step."""
         num_rows = len(batch.rows)
-        self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch.number)
+        self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch)
         begun = zip(batch.sampled_seq_ids[num_rows:], num_drafts[num_rows:].tolist(), strict=True)
         found = [(seq.slot, n) for seq_id, n in begun if (seq := self._sequences.get(seq_id)) and seq.rows is not None]
         if found:
             slots, counts = np.array(found).T
-            self.steady.note_drafts(slots, counts, batch.number)
+            self.steady.note_drafts(slots, counts, batch)
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
         """Add the tokens of a row planned to compute `num_new` to its sequence; return how many of them count."""

@@ -21,19 +21,30 @@ import numpy as np
 from nanovllm.engine.prefix_cache import ROOT_IDENTITY, BlockKey, BlockTable
 from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
 from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput, record_bytes
-from nanovllm.runner.messages import NO_ROWS, NewRequest, PromptScores, Rows, TokenLogprobs
+from nanovllm.runner.messages import (
+    NO_DRAFTS,
+    NO_ROWS,
+    DraftCosts,
+    NewRequest,
+    PromptScores,
+    Rows,
+    ScheduledBatch,
+    TokenLogprobs,
+)
 from nanovllm.sampling_params import SamplingExtra
 
 _MAX_END_TOKENS = 4
 """End tokens per output that are compared in all rows at once; a request with more is watched."""
 _FEW_ROWS = 8
 """Up to this number, all rows get attention, which is faster: 8 rows take 20 us, and 40 us by indexing arrays."""
-_LEAST_GAIN = 0.25
-"""Tokens that drafts must have gained a step, on the average of the last eight, to be computed again."""
+_FIRST_GAIN = 1.0
+"""Tokens that drafts are taken to gain in a step before any is verified."""
+_FEW_GAINS, _MANY_GAINS = 8, 64
+"""Steps over which a row's gains are averaged, and all rows'."""
 _PATIENCE = 4
 """Steps for which a row without drafts is planned as if it had some: the plan is a step ahead of what is known."""
-_TRIAL_STEPS = 16
-"""A row whose drafts are not worth it tries again once in this number of steps."""
+_TRIAL_SHARE = 1 / 400
+"""Share of the time that may go into drafts that prove not to be worth it."""
 _NEVER = np.iinfo(np.int64).max
 sort_key = attrgetter("sort_key")
 
@@ -333,7 +344,7 @@ class SteadyRows:
     Args:
         num_slots: most sequences that run at once.
         block_size: tokens per block.
-        num_drafts, max_draft_rows: see `Runner`.
+        num_drafts, costs: see `Runner`.
 
     Attributes:
         seqs: the sequences, one per row.
@@ -341,8 +352,8 @@ class SteadyRows:
         num_unsure: [num_slots]; see `Sequence`; zero without drafts.
     """
 
-    def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0, max_draft_rows: int = 0) -> None:
-        self.block_size, self.num_drafts, self.max_draft_rows = block_size, num_drafts, max_draft_rows
+    def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0, costs: DraftCosts = NO_DRAFTS) -> None:
+        self.block_size, self.num_drafts, self.costs = block_size, num_drafts, costs
         self.num_tokens, self.num_unsure = np.zeros((2, num_slots), dtype=np.int64)
         self.seqs: list[Sequence] = []
         self._rows: Rows | None = NO_ROWS
@@ -355,10 +366,12 @@ class SteadyRows:
         self._capacity, self._num_shared = np.zeros((2, num_slots), dtype=np.int64)
         # Number of tokens at which it ends, and the most that one step computes.
         self._most_tokens, self._most_new = np.zeros((2, num_slots), dtype=np.int64)
-        # Drafts that the device had when last known, steps since it had any, and tokens that drafts gained a step.
-        self._num_noted, self._num_without = np.zeros((2, num_slots), dtype=np.int64)
-        self._gain = np.zeros(num_slots)
-        self._num_planned = 0
+        # Drafts that the device had when last known, steps since it had any, and tokens that drafts gained a step, on
+        # the average of the steps counted.
+        self._num_noted, self._num_without, self._num_gains = np.zeros((3, num_slots), dtype=np.int64)
+        self._gain, self._usual_gain = np.zeros(num_slots), _FIRST_GAIN
+        # Whether the last step ended with drafts; whether to verify them whatever they gain; steps since such a trial.
+        self._has_drafts, self._is_trial, self._num_idle = False, False, 0
         self._end_token_ids = np.full((num_slots, _MAX_END_TOKENS), -1, dtype=np.int64)
         self._is_watched = np.zeros(num_slots, dtype=bool)
         # The first step with this row; tokens of earlier ones belong to another sequence.
@@ -384,7 +397,8 @@ class SteadyRows:
         self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
         self._most_tokens[slot] = most_tokens
         self._most_new[slot] = 1 if seq.depends_on_tokens else 1 + self.num_drafts
-        self._num_noted[slot], self._num_without[slot], self._gain[slot] = self.num_drafts, 0, 1.0
+        self._num_noted[slot], self._num_without[slot] = self.num_drafts, 0
+        self._gain[slot], self._num_gains[slot] = self._usual_gain, 1
         self._is_watched[slot] = seq.is_watched or len(ends) > _MAX_END_TOKENS
         self._end_token_ids[slot] = (ends + [-1] * _MAX_END_TOKENS)[:_MAX_END_TOKENS]
         self._first_step[slot] = first_step
@@ -416,12 +430,13 @@ class SteadyRows:
             seq._token_ids.frombytes(self._recent[slot, :count].tobytes())
             self._num_recent[slot] = 0
 
-    def note_drafts(self, slots: np.ndarray, num_drafts: np.ndarray, step: int) -> None:
+    def note_drafts(self, slots: np.ndarray, num_drafts: np.ndarray, step: ScheduledBatch) -> None:
         """Take in the number of drafts that the device has for rows after a step, by their slots."""
-        is_current = self._first_step[slots] <= step + 1
+        is_current = self._first_step[slots] <= step.number + 1
         slots, num_drafts = slots[is_current], num_drafts[is_current]
         self._num_noted[slots] = num_drafts
-        self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
+        if step.drafts:
+            self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
 
     def without_room(self) -> list[Sequence]:
         """Return the sequences that may lack a block of their own for their next tokens."""
@@ -477,7 +492,7 @@ class SteadyRows:
         num_tokens = self.num_tokens[slots]
         num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
         num_drafts = np.maximum(np.minimum(num_new, self._capacity[slots] + 1 - num_tokens) - 1, 0)
-        num_drafts *= self._worth_drafting(slots)
+        num_drafts *= self._should_verify(slots)
         num_new = np.minimum(num_new, 1)
         # The first rows get the rest of the budget.
         left = budget - int(num_new.sum()) - (num_drafts.cumsum() - num_drafts)
@@ -487,15 +502,42 @@ class SteadyRows:
         num_new, num_computed = (num_new + num_drafts)[runs].astype(np.int32), (num_tokens[runs] - 1).astype(np.int32)
         return Rows(slots[runs], num_new, num_computed), [self._seq_ids[row] for row in runs]
 
-    def _worth_drafting(self, slots: np.ndarray) -> np.ndarray:
-        """Return for which rows the device has drafts that pay, by how far the last ones were right."""
+    def _should_verify(self, slots: np.ndarray) -> bool:
+        """Return whether the device has drafts that pay, by how far the last ones were right."""
         least = self.num_tokens[slots] - self.num_unsure[slots]
         # A row that is shorter than its drafts would begin before its first token.
-        if len(slots) > self.max_draft_rows or (least <= self.num_drafts).any():
-            return np.zeros(len(slots), dtype=bool)
-        self._num_planned += 1
-        is_trial = (self._num_planned + slots) % _TRIAL_STEPS == 0
-        return (self._num_without[slots] < _PATIENCE) & ((self._gain[slots] >= _LEAST_GAIN) | is_trial)
+        if not self._has_drafts or (least <= self.num_drafts).any():
+            return False
+        return self._is_trial or self._pays(slots)
+
+    def _may_have_drafts(self, slots: np.ndarray) -> np.ndarray:
+        depends_on_none: np.ndarray = self._most_new[slots] > 1
+        return depends_on_none & (self._num_without[slots] < _PATIENCE)
+
+    def _pays(self, slots: np.ndarray) -> bool:
+        """Return whether drafts for these rows are expected to gain more tokens than the time for them would."""
+        gain = float(self._gain[slots] @ self._may_have_drafts(slots))
+        return gain >= self.costs.least_gain(len(slots)) * len(slots)
+
+    def should_draft(self, num_rows: int) -> bool:
+        """Return whether a step of `num_rows` rows should end with drafts, for the rows that are here now.
+
+        If drafts do not pay, they are tried again after a time that is long compared with what they cost.
+        """
+        self._has_drafts = self._is_trial = False
+        num_next = len(self.seqs)
+        if not num_next or max(num_rows, num_next) > self.costs.most_rows:
+            return False
+        slots, least_gain = self._all_rows().slots, self.costs.least_gain(num_next)
+        self._has_drafts = self.costs.are_free
+        if self._pays(slots):
+            self._has_drafts, self._num_idle = True, 0
+        elif least_gain < self.num_drafts and self._may_have_drafts(slots).any():
+            self._num_idle += 1
+            if self._num_idle * _TRIAL_SHARE >= least_gain:
+                self._has_drafts, self._is_trial, self._num_idle = True, True, 0
+                self._num_gains[slots] = 1
+        return self._has_drafts
 
     def settle(self, seq: Sequence, num_new: int, num_returned: int) -> int:
         """Take back the tokens that a row was planned for and did not return; return the drafts that it had.
@@ -511,7 +553,10 @@ class SteadyRows:
         # What was noted after the step before.
         num_drafts = int(min(num_new - 1, self._num_noted[slot]))
         if num_drafts:
-            self._gain[slot] += (num_returned - 1 - self._gain[slot]) / 8
+            gain, self._num_gains[slot] = num_returned - 1, min(self._num_gains[slot] + 1, _FEW_GAINS)
+            self._gain[slot] += (gain - self._gain[slot]) / self._num_gains[slot]
+            if not self.costs.are_free:
+                self._usual_gain += (gain - self._usual_gain) / _MANY_GAINS
         return num_drafts
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:

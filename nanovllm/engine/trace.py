@@ -49,7 +49,7 @@ class TracedRunner:
         self.runner = runner
         self.pipeline_depth = runner.pipeline_depth
         self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.num_drafts, self.max_draft_rows = runner.num_drafts, runner.max_draft_rows
+        self.num_drafts, self.draft_costs = runner.num_drafts, runner.draft_costs
         self.cache_kinds = runner.cache_kinds
         self.host_memory = runner.host_memory
         self._scheduler = scheduler

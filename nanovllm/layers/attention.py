@@ -136,6 +136,12 @@ class Attention(CachedAttention):
         pages = self.layer.pages
         return ops.persistent_qkv_rope_store(x, weight.values, rope, positions, pages, slot_mapping, num_programs)
 
+    def store(self, x: torch.Tensor, weight: Weight, rope: NormRope, positions: torch.Tensor) -> None:
+        """Compute and store keys and values alone; x, weight, rope, positions: see `project`."""
+        kv = weight.multiply_last(x, 2 * self.num_kv_heads * self.head_dim)
+        heads = kv.view(len(positions), -1, self.head_dim)
+        ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
+
     @property
     def _slot_mapping(self) -> torch.Tensor:
         return get_step_metadata().slot_mappings[self.layer.group]

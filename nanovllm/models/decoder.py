@@ -120,6 +120,11 @@ class SelfAttention(nn.Module):
             residual = residual[rows]
         return self.o_proj(out, residual)
 
+    def store(self, x: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store the keys and values of x, which is normed, [num_tokens, in_features], and compute nothing else."""
+        assert self.normalize is None
+        self.attn.store(x, self.qkv_proj.weight, self.attn.rope(*self.head_norms), positions)
+
 
 class ParallelMixer(nn.Module):
     """Attention and a layer with a state, of the same input (Hymba, arXiv:2411.13676); their outputs are added up."""

@@ -64,13 +64,17 @@ class DraftHead(CausalLM):
         """Return what `advance` takes of the target model's hidden states, [num_tokens, states * hidden_size]."""
 
     @abstractmethod
+    def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store the layer's keys and values of each token, and compute nothing else; see `advance`."""
+
+    @abstractmethod
     def advance(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on each token's hidden state, and the embedding of the token after it.
 
-        embeds, hidden: [num_tokens, hidden_size]; positions, rows: see `CausalLM.forward`. Returns what `draft` takes,
-        and the hidden state for the next draft, [num_rows, hidden_size] each.
+        embeds, hidden: [num_tokens, hidden_size]; positions: see `CausalLM.forward`. Returns what `draft` takes, and
+        the hidden state for the next draft, [num_tokens, hidden_size] each.
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -140,13 +144,15 @@ class Eagle3Layer(nn.Module):
         )
         self.mlp = MLP(model, shard.intermediate, "midlayer.mlp")
 
-    def forward(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> Stream:
-        """Return x and residual, [num_rows, hidden_size], after the layer; see `DraftHead.advance`."""
+    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what attention takes, [num_tokens, 2 * hidden_size], and the norm of the hidden states."""
         normed, _ = self.hidden_norm(hidden)
-        both = torch.cat((self.input_layernorm(embeds)[0], normed), 1)
-        x, residual = self.self_attn(both, None, normed if self.norms_residual else hidden, positions, rows)
+        return torch.cat((self.input_layernorm(embeds)[0], normed), 1), normed
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> Stream:
+        """Return x and residual, [num_tokens, hidden_size], after the layer; see `DraftHead.advance`."""
+        both, normed = self.join(embeds, hidden)
+        x, residual = self.self_attn(both, None, normed if self.norms_residual else hidden, positions, None)
         return self.mlp(x, self.post_attention_layernorm, residual)
 
 
@@ -191,10 +197,15 @@ class Eagle3Head(DraftHead):
         return self.model.fc(hidden)[0]
 
     @override
+    def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        layer = self.model.midlayer
+        layer.self_attn.store(layer.join(embeds, hidden)[0], positions)
+
+    @override
     def advance(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.model.norm(*self.model.midlayer(embeds, hidden, positions, rows))
+        return self.model.norm(*self.model.midlayer(embeds, hidden, positions))
 
     @override
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -212,13 +223,18 @@ class MTPModel(nn.Module):
     def __init__(self, config: ModelConfig, head: DraftHead) -> None:
         super().__init__()
         size, eps, offset = config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset
-        self.fc = ReplicatedLinear(2 * size, size, None, "mtp.fc")
+        self.fc = ReplicatedLinear(2 * size, size, config.quantization, "mtp.fc")
         self.pre_fc_norm_embedding = AllReduceRMSNorm(size, eps, head.communicator, offset)
         self.pre_fc_norm_hidden = AllReduceRMSNorm(size, eps, head.communicator, offset)
         layer, shard = config.layers[0], head.shard
         rotaries = {layer.rope: RotaryEmbedding(config.head_dim, layer.rope)}
         self.layers = nn.ModuleList([make_layer(config, shard, head.communicator, layer, rotaries, "mtp.layers.0")])
         self.norm = AllReduceRMSNorm(size, eps, head.communicator, offset)
+
+    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the layer takes, [num_tokens, hidden_size]."""
+        both = torch.cat((self.pre_fc_norm_embedding(embeds)[0], self.pre_fc_norm_hidden(hidden)[0]), 1)
+        return self.fc(both)[0]
 
 
 class MTPHead(DraftHead):
@@ -241,12 +257,17 @@ class MTPHead(DraftHead):
         return hidden
 
     @override
+    def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
+        layer: Any = self.model.layers[0]
+        normed, _ = layer.input_layernorm(self.model.join(embeds, hidden))
+        layer.self_attn.store(normed, positions)
+
+    @override
     def advance(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model = self.model
-        both = torch.cat((model.pre_fc_norm_embedding(embeds)[0], model.pre_fc_norm_hidden(hidden)[0]), 1)
-        states, _ = model.norm(*model.layers[0](model.fc(both)[0], None, positions, rows)[0])
+        states, _ = model.norm(*model.layers[0](model.join(embeds, hidden), None, positions, None)[0])
         return states, states
 
 

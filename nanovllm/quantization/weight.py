@@ -86,6 +86,10 @@ class Weight(LoadableModule, ABC):
             gated: return SiLU of the first half of the outputs times the second, [num_rows, outputs / 2].
         """
 
+    def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        """Return the last outputs of `multiply` alone, [num_rows, num_outputs]; rows may have a stride."""
+        return self.multiply(x)[0][:, -num_outputs:]
+
     @abstractmethod
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
         """Return the x and the residual of the norm that follows: their sum is `multiply(x) + residual`.
@@ -149,6 +153,11 @@ class DenseWeight(Weight):
     ) -> Stream:
         assert isinstance(x, torch.Tensor)
         return ops.norm_linear(x, self.values, self.bias, norm, residual, gated, policy=self.policy)
+
+    @override
+    def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias[-num_outputs:]
+        return ops.norm_linear(x, self.values[-num_outputs:], bias, policy=self.policy)[0]
 
     @override
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:

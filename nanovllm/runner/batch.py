@@ -31,7 +31,7 @@ class StepShape:
     """Sizes of one step: decode rows, prompt tokens and prompt chunks; with padding in a `DeviceStep`.
 
     `variant` is the attention backend's, see `AttentionBackend.plan_host`. With `num_drafts` each decode row has that
-    many tokens more.
+    many tokens more. `drafts`: whether it ends with drafts for the next step.
     """
 
     num_decodes: int
@@ -39,6 +39,7 @@ class StepShape:
     num_chunks: int = 0
     variant: Hashable = None
     num_drafts: int = 0
+    drafts: bool = False
 
     @property
     def num_row_tokens(self) -> int:
@@ -61,6 +62,7 @@ class StepInputs:
         token_slots: [num_tokens] int32; the slot of each token, and of what is not new the padding slot. None in
             engines without drafts.
         successors: [num_chunks] int32; the token after each chunk, -1 if none is known. Empty without drafts or chunks.
+        drafts: see `StepShape`.
         hidden_states: [num_tokens, size]; the ones that the drafter reads, of all tokens. None if it reads none.
     """
 
@@ -74,6 +76,7 @@ class StepInputs:
     is_new: torch.Tensor | None = None
     token_slots: torch.Tensor | None = None
     successors: torch.Tensor | None = None
+    drafts: bool = False
     hidden_states: torch.Tensor | None = None
 
 
@@ -376,7 +379,7 @@ class BatchBuilder:
         num_drafts = self.num_drafts if self.num_drafts and (rows.num_new > 1).any() else 0
         decoding = NO_ROWS.slots if num_drafts else rows.slots
         variant, array = self._backend.plan_host(decoding, slots.num_computed, slots.block_tables[:, 0])
-        return StepShape(len(rows), batch.num_chunk_tokens, len(batch.chunks), variant, num_drafts), array
+        return StepShape(len(rows), batch.num_chunk_tokens, len(batch.chunks), variant, num_drafts, batch.drafts), array
 
     def send(
         self,
@@ -455,7 +458,7 @@ class BatchBuilder:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
             return StepInputs(
                 decodes.token_ids, decodes.positions, metadata, None, slots, sampling, num_row_tokens, is_new,
-                token_slots, prompts.successors,
+                token_slots, prompts.successors, shape.drafts,
             )  # fmt: skip
         positions = torch.cat((decodes.positions, prompts.positions))
         decode_indices = torch.arange(num_row_tokens, device=slots.device)
@@ -479,6 +482,7 @@ class BatchBuilder:
             is_new=is_new,
             token_slots=token_slots,
             successors=prompts.successors,
+            drafts=shape.drafts,
         )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any, TypeVar, cast
 
@@ -31,7 +32,7 @@ _COARSE_MIXED_DECODES = (64, 256)
 _COARSE_MIXED_TOKENS = (256, 2048)
 
 _MAX_DRAFTED_TOKENS = 256
-"""With more tokens in decode rows a step takes so much longer that drafts no longer pay."""
+"""Tokens in decode rows with drafts: with more, they do not pay on any device so far."""
 
 _idle_streams: dict[int, list[torch.cuda.Stream]] = {}
 """By device: capture streams of engines that have exited."""
@@ -64,8 +65,11 @@ def max_draft_rows(config: Config) -> int:
     return min(config.max_num_running, _MAX_DRAFTED_TOKENS // (1 + config.speculation.num_speculative_tokens))
 
 
-def drafted_sizes(config: Config, backend: AttentionBackend) -> list[StepShape]:
-    """Sizes of steps whose decode rows compute drafts; these attend in one way, whatever the variant."""
+def drafted_sizes(config: Config, backend: AttentionBackend, undrafted: list[StepShape]) -> list[StepShape]:
+    """Sizes of steps that make drafts, or whose decode rows compute some, which attend in one way in all variants.
+
+    undrafted: sizes of the steps that do neither.
+    """
     if config.speculation is None:
         return []
     most, num_drafts = max_draft_rows(config), config.speculation.num_speculative_tokens
@@ -75,7 +79,15 @@ def drafted_sizes(config: Config, backend: AttentionBackend) -> list[StepShape]:
     for rows, num_tokens in product(_up_to([8], most), _MIXED_TOKENS):
         if num_tokens < 2 * config.max_num_batched_tokens:
             found.append(StepShape(rows, num_tokens, chunks, variant, num_drafts))
-    return found
+    few = [
+        shape
+        for shape in undrafted
+        if not any(
+            most <= size.num_decodes < shape.num_decodes and replace(size, num_decodes=shape.num_decodes) == shape
+            for size in undrafted
+        )
+    ]
+    return found + [replace(shape, drafts=True) for shape in (*few, *found)]
 
 
 def _up_to(sizes: Iterable[int], most: int) -> list[int]:
@@ -124,7 +136,7 @@ class CaptureSizes:
                 and size.num_decodes >= shape.num_decodes
                 and size.num_prompt_tokens >= shape.num_prompt_tokens
                 and size.num_chunks >= shape.num_chunks
-                and size.num_drafts == shape.num_drafts
+                and (size.num_drafts, size.drafts) == (shape.num_drafts, shape.drafts)
             ):
                 return size
         return None
@@ -138,9 +150,10 @@ class CaptureSizes:
             rows = self._all_rows if item in usual else self._attention_rows
             for num_tokens, num_decodes in product(self._all_prompt_tokens, rows):
                 found.append(self.fit(StepShape(num_decodes, num_tokens, min(num_tokens, 1), item.variant)))
-        drafted = [shape for shape in self.shapes if shape.num_drafts]
+        drafted = [shape for shape in self.shapes if shape.num_drafts and shape.drafts]
         found += {(shape.num_decodes, bool(shape.num_chunks)): shape for shape in reversed(drafted)}.values()
-        largest = {(bool(shape.num_chunks), shape.variant): shape for shape in self.shapes if not shape.num_drafts}
+        plain = [shape for shape in self.shapes if not shape.num_drafts and not shape.drafts]
+        largest = {(bool(shape.num_chunks), shape.variant): shape for shape in plain}
         return list(dict.fromkeys(size for size in [*found, *largest.values()] if size is not None))
 
 
@@ -152,7 +165,7 @@ def make_capture_sizes(config: Config, backend: AttentionBackend, model: CausalL
         if backend.supports_mixed_graph:
             shapes += mixed_sizes(config.max_num_running, config.max_num_batched_tokens, variant)
     if shapes:
-        shapes += drafted_sizes(config, backend)
+        shapes += drafted_sizes(config, backend, shapes)
     return CaptureSizes(shapes, variants, backend.kernel_rows, model.kernel_rows, model.kernel_tokens)
 
 

@@ -37,6 +37,7 @@ class Drafter(ABC):
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
         """Draft for the step's `sample_slots`, after their new tokens were written into the slots.
 
+        Where `StepInputs.drafts` is false there are no drafts then, and only what later ones need is computed.
         sampled: [num_samples] int64; the token sampled after each of the step's sampled tokens. A CUDA graph may hold
         this.
         """
@@ -73,29 +74,31 @@ class NgramDrafter(Drafter):
             positions = positions[inputs.sample_indices]
         # Behind the accepted drafts these are wrong, and not read before they are written again.
         self.history[slots, positions + 1] = sampled.int()
-        ngram_drafts(state, self.history, inputs.sample_slots, self.lookup)
+        if inputs.drafts:
+            ngram_drafts(state, self.history, inputs.sample_slots, self.lookup)
+        else:
+            # A graph cannot hold an assignment of a number, which is copied to the device.
+            state.drafts.index_fill_(0, inputs.sample_slots.long(), -1)
 
 
 class HeadDrafter(Drafter):
     """Drafts with a head that reads the model's hidden states, and keeps its own keys in the same blocks.
 
-    In every step the head computes the step's tokens, each with the one after it, and drafts after the newest; then one
-    draft after another. Its keys are therefore shared, copied and evicted with the model's. A block's last keys are of
-    the text that it was first computed for: where texts part right after a block, they differ by one embedding.
+    In every step the head stores its keys of the step's tokens, each with the one after it. Its keys are therefore
+    shared, copied and evicted with the model's. A block's last keys are of the text that it was first computed for:
+    where texts part right after a block, they differ by one embedding. Its layer only runs in steps that draft: for the
+    newest token of each row, and then for one draft after another.
 
     Args:
         head: its attention layer is bound to a cache.
         backend: of the model's attention.
         block_size: tokens per block.
         num_drafts: drafts of a row.
-        max_rows: rows of a step that may compute drafts; with more, none are made.
     """
 
-    def __init__(
-        self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int, max_rows: int
-    ) -> None:
+    def __init__(self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int) -> None:
         self.head, self.layer_ids, self.backend = head, head.layer_ids, backend
-        self.block_size, self.num_drafts, self.max_rows = block_size, num_drafts, max_rows
+        self.block_size, self.num_drafts = block_size, num_drafts
         self._variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots.reshape(0, 0)).variant
 
     @override
@@ -107,31 +110,36 @@ class HeadDrafter(Drafter):
         head, slots = self.head, inputs.sample_slots.long()
         assert inputs.hidden_states is not None
         embeds = head.embed(_next_token_ids(inputs, sampled, len(state.last_token) - 1))
-        rows = _newest_rows(inputs, state.num_computed[slots])
+        hidden = head.begin(inputs.hidden_states)
         with set_step_metadata(inputs.metadata):
-            states, hidden = head.advance(embeds, head.begin(inputs.hidden_states), inputs.positions, rows)
+            head.store(embeds, hidden, inputs.positions)
         # A graph cannot hold an assignment of a number, which is copied to the device.
         state.drafts.index_fill_(0, slots, -1)
-        if len(slots) > self.max_rows:
+        if not inputs.drafts:
             return
-        has_room = torch.ones_like(slots, dtype=torch.bool)
+        rows, tokens = _newest_rows(inputs, state.num_computed[slots]), state.last_token[slots]
+        is_padding = slots == len(state.last_token) - 1
+        hidden = hidden[rows]
         for number in range(self.num_drafts):
-            drafts = head.draft(states)
-            state.drafts[slots, number] = torch.where(has_room, drafts, -1).int()
-            if number + 1 < self.num_drafts:
-                step, positions, has_room = self._step_of_drafts(state, inputs.sample_slots, number)
-                self.backend.plan(step)
-                with set_step_metadata(step):
-                    states, hidden = head.advance(head.embed(drafts), hidden, positions, None)
+            step, positions, has_room = self._step_of_drafts(state, inputs.sample_slots, number)
+            if not number:
+                # Keys in shared blocks stay as they are. Padding may stand for any token.
+                places = inputs.metadata.slot_mappings
+                step.slot_mappings = [mapping[rows].masked_fill(is_padding, -1) for mapping in places]
+            self.backend.plan(step)
+            with set_step_metadata(step):
+                states, hidden = head.advance(head.embed(tokens), hidden, positions)
+            tokens = head.draft(states)
+            state.drafts[slots, number] = torch.where(has_room, tokens, -1).int()
 
     def _step_of_drafts(
         self, state: SlotTensors, slots: torch.Tensor, number: int
     ) -> tuple[StepMetadata, torch.Tensor, torch.Tensor]:
         """Return what a row of one token for each slot reads, its position, and whether there is a block for it.
 
-        number: tokens that are not computed yet, and come before it.
+        number: drafts up to it; 0 is the newest token that is computed.
         """
-        ahead = replace(state, num_computed=state.num_computed + number)
+        ahead = replace(state, num_computed=(state.num_computed + (number - 1)).clamp(min=0))
         rows = gather_decode_rows(ahead, slots, self.block_size)
         group = self.head.attention_layers[0].layer.group
         # Blocks beyond are other sequences'.
@@ -160,13 +168,14 @@ def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int
     return following[:num_tokens]
 
 
-def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor | None:
-    """Return the tokens of a step whose successors are now the newest of their sequences; None for all.
+def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of a step whose successors are now the newest of their sequences, [num_samples] int64.
 
     num_computed: [num_samples] int32; of the slots that are sampled, after the step.
     """
     if inputs.is_new is None:
-        return inputs.sample_indices
+        every = torch.arange(len(num_computed), device=num_computed.device)
+        return every if inputs.sample_indices is None else inputs.sample_indices
     num_rows, per_row = inputs.is_new.shape
     last = inputs.positions[: inputs.num_row_tokens].view(num_rows, per_row)[:, -1]
     # What is new comes last in a row.

@@ -179,6 +179,8 @@ class ScheduledBatch:
     sampled_seq_ids: list[int] = field(default_factory=list)
     # Whether a row uses options beyond a temperature.
     has_extra: bool = False
+    # Whether the step ends with drafts, for its rows in the next one; only after such a step may rows have some.
+    drafts: bool = False
     # Indices into sampled_seq_ids of rows whose tokens the host masks once it knows the previous token.
     masked: list[int] = field(default_factory=list)
     # For each output of a chunk: its sequence, and that sequence's number of admissions. Results for an earlier
@@ -267,8 +269,7 @@ class Runner(Protocol):
     num_kvcache_blocks: int
     # Drafts of following tokens that the device has, at most, for every row beside its newest token.
     num_drafts: int
-    # Rows of a step that may compute drafts; of more none does.
-    max_draft_rows: int
+    draft_costs: DraftCosts
     # One for each group of the cache; states come last, after at least one group of another kind.
     cache_kinds: list[CacheKind]
     # None if blocks are not kept in host memory.
@@ -292,6 +293,33 @@ class Runner(Protocol):
 
     def exit(self) -> None:
         """Release the device."""
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """The time that steps take with drafts, by the number of their rows.
+
+    Attributes:
+        rows: numbers of rows, ascending. Steps of more rows have no drafts.
+        ratios: times of steps that verify drafts and make others, divided by times of steps without either.
+        are_free: whether making drafts takes next to no time; if it takes some, no step makes any in vain.
+    """
+
+    rows: tuple[int, ...] = ()
+    ratios: tuple[float, ...] = ()
+    are_free: bool = False
+
+    @property
+    def most_rows(self) -> int:
+        """The most rows of a step with drafts."""
+        return self.rows[-1] if self.rows else 0
+
+    def least_gain(self, num_rows: int) -> float:
+        """Return the drafts of each row, on average, that must be right in a step to be worth its time."""
+        return float(np.interp(num_rows, self.rows, self.ratios)) - 1
+
+
+NO_DRAFTS = DraftCosts()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ tokens, stores them in their slots for the next step, and starts copying them to
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -36,7 +37,7 @@ from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes, max_draft
 from nanovllm.runner.drafter import Drafter, HeadDrafter, NgramDrafter
 from nanovllm.runner.kv_cache import KVCache, block_bytes, state_kind, window_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import CacheKind, HostMemory, ScheduledBatch
+from nanovllm.runner.messages import NO_DRAFTS, CacheKind, DraftCosts, HostMemory, Rows, ScheduledBatch
 from nanovllm.runner.step_outputs import OutputBuffers, PendingStep, prompt_outputs
 from nanovllm.runner.swap_space import keep_blocks, make_swap_space
 from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sampler
@@ -45,6 +46,12 @@ from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.display import loading_bar
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
 from nanovllm.weights.report import MissingWeights
+
+_CPU_DRAFT_RATIO = 1.25
+"""`DraftCosts.ratios` of a CPU, which is not measured, so that answers take the same steps everywhere."""
+_MEASURED_ROWS = (1, 8, 32)
+_WARM_STEPS, _TIMED_STEPS = 2, 5
+"""Rows of the steps that are timed for `DraftCosts`, beside the most, and how often each runs."""
 
 
 class _Part(Enum):
@@ -117,6 +124,7 @@ class ModelRunner:
             self._num_clipped.zero_()
             self._allocate(self.num_kvcache_blocks)
             self._capture()
+            self.draft_costs = self._measure_drafts()
             if config.swap_space:
                 self.host_memory = make_swap_space(
                     config, self.communicator, lambda: self.kv_cache, self.cache_kinds, self._run
@@ -201,10 +209,7 @@ class ModelRunner:
             )
         if self.head is None:
             return NgramDrafter(speculation, config.max_num_running, self.max_model_len, self.device)
-        return HeadDrafter(
-            self.head, self.backend, block_size=config.kvcache_block_size, num_drafts=self.num_drafts,
-            max_rows=self.max_draft_rows,
-        )  # fmt: skip
+        return HeadDrafter(self.head, self.backend, block_size=config.kvcache_block_size, num_drafts=self.num_drafts)
 
     def _allocate(self, num_blocks: int) -> None:
         """Give every layer its pages of a cache; undone by `_free`."""
@@ -252,6 +257,42 @@ class ModelRunner:
                 self.communicator.prepare_step()
                 self._run_or_replay(step, _Part.SAMPLED)
                 bar.update()
+
+    def _measure_drafts(self) -> DraftCosts:
+        """Time steps with drafts and without; on the CPU nothing is timed."""
+        if not self.max_draft_rows:
+            return NO_DRAFTS
+        if not self.is_cuda:
+            return DraftCosts((self.max_draft_rows,), (_CPU_DRAFT_RATIO,), self.head is None)
+        rows = [*(number for number in _MEASURED_ROWS if number < self.max_draft_rows), self.max_draft_rows]
+        seconds = [(self._step_seconds(number, self.num_drafts), self._step_seconds(number, 0)) for number in rows]
+        self._num_clipped.zero_()
+        # A plan of attention serves steps with rows in the same slots; these end with the next.
+        self.batch_builder.plan(ScheduledBatch())
+        return DraftCosts(tuple(rows), tuple(drafted / plain for drafted, plain in seconds), self.head is None)
+
+    def _step_seconds(self, num_rows: int, num_drafts: int) -> float:
+        """Return the time of a step of rows in slots and a block that have not been given away yet."""
+        # With a full block they would share a prefix.
+        slots, length = np.arange(num_rows, dtype=np.int32), min(self.config.kvcache_block_size, self.max_model_len) - 1
+        rows = Rows(slots, np.full_like(slots, 1 + num_drafts), np.full_like(slots, length))
+        batch, state = ScheduledBatch(rows=rows, drafts=num_drafts > 0), self.batch_builder.slots.tensors
+        # Tokens that differ are sent to different experts.
+        tokens = torch.randint(self.model_config.vocab_size, (num_rows, 1 + self.num_drafts), dtype=torch.int32)
+        tokens, began = tokens.to(self.device), 0.0
+        fields = [getattr(state, name)[:num_rows] for name in ("last_token", "drafts", "num_computed", "num_blocks")]
+        for number in range(_WARM_STEPS + _TIMED_STEPS):
+            if number == _WARM_STEPS:
+                self.synchronize()
+                began = time.perf_counter()
+            for field, values in zip(fields, (tokens[:, 0], tokens[:, 1:], length, self.max_blocks), strict=True):
+                field[:] = values
+            self.sample(self.forward(batch))
+        self.synchronize()
+        seconds = (time.perf_counter() - began) / _TIMED_STEPS
+        for field in fields:
+            field.zero_()
+        return seconds
 
     def _drop_graphs(self) -> None:
         if self.graphs is not None:

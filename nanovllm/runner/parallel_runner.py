@@ -95,7 +95,7 @@ class ParallelRunner:
             )
             self._ranks.wait_for(READY)
         self.pipeline_depth = runner.pipeline_depth
-        self.num_drafts, self.max_draft_rows = runner.num_drafts, runner.max_draft_rows
+        self.num_drafts, self.draft_costs = runner.num_drafts, runner.draft_costs
         self.num_kvcache_blocks, self.cache_kinds = runner.num_kvcache_blocks, runner.cache_kinds
         self.host_memory = runner.host_memory
 

@@ -279,7 +279,7 @@ class KernelPolicy:
         return LinearKernel.FOUR_BIT_GEMM if is_own else LinearKernel.CUBLAS
 
     def uses_skinny_four_bits(self, dtype: torch.dtype, weight: FourBitMatrix) -> bool:
-        """Return whether `skinny_four_bit_gemm` supports rows of a dtype: whole runs of inputs, none with two scales."""
+        """Return whether `skinny_four_bit_gemm` supports rows of a dtype and the weight's inputs and groups."""
         # Triton's interpreter, without limits of a device, cannot run it.
         is_device = uses_triton(weight.values.device) and device_limits(weight.values.device)[0] > 0
         has_runs = weight.in_features % 32 == 0 and (weight.format != "int4" or weight.group >= 32)

@@ -1,4 +1,4 @@
-"""Linear layers of few rows with weights in four bits, which go from memory to registers, and there to the tensor cores.
+"""Linear layers of few rows with weights in four bits, which become operands of the tensor cores in registers.
 
 Reading the weights bounds them. A program requests the weights of several steps of each warp before `gdc_wait`; its
 warps have other inputs each. A thread loads 16 bytes, 32 inputs, of an output, and the same inputs of a row: the four
@@ -57,9 +57,15 @@ _E2M1_TO_F16 = gl.constexpr(_from_e2m1("f16x2", 9, "0x0e000e00"))
 
 
 @gluon.constexpr_function
-def _layout(warps, size):
+def layout_of(warps, size):
     """Return the layout of [warps, outputs or rows, runs, a run's elements], `size` of them in a thread."""
     return gl.BlockedLayout([1, 1, 1, size], [1, 8, 4, 1], [warps, 1, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def mma_layout(warps):
+    """Return the layout of sums, [warps, outputs, rows]."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
@@ -79,7 +85,7 @@ def _runs(WARPS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _second(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+def second_index(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the indices of outputs or rows, [1, NUMBER, 1], in a slice of the layout."""
     index = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     return gl.expand_dims(gl.expand_dims(index, 0), 2)
@@ -93,7 +99,7 @@ def _with_elements(offsets, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _outputs(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
+def outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
     """Return the outputs of a tile; if gated its second half are up's. What lies beyond the end is the last one."""
     HALF: gl.constexpr = OUTS // 2 if GATED else OUTS
     outs = gl.minimum(first_out + index % HALF, out_features - 1)
@@ -101,7 +107,7 @@ def _outputs(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.const
 
 
 @gluon.jit
-def _load_step(
+def load_step(
     sources, step, IN: gl.constexpr, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
     FORMAT: gl.constexpr,
 ):  # fmt: skip
@@ -134,7 +140,7 @@ def _load_step(
 
 @gluon.jit
 def _pairs_of_scales(scales, words, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """Return scales twice in a register beside bytes; those of e2m1 times what its exponents lack but `_unscale`."""
+    """Return scales twice in a register beside bytes; those of e2m1 times what its exponents lack but `sum_factor`."""
     if FORMAT != "int4":
         scales = widen_scales(scales, FORMAT) * (2.0**94 if dtype == gl.bfloat16 else 2.0**6)
     else:
@@ -144,7 +150,7 @@ def _pairs_of_scales(scales, words, dtype: gl.constexpr, FORMAT: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _unscale(dtype, number_format):
+def sum_factor(dtype, number_format):
     """Return what multiplies sums: scales of e2m1 were smaller, so as not to overflow."""
     if number_format == "int4":
         return 1.0
@@ -165,7 +171,10 @@ def _assemble(to_bf16: gl.constexpr, to_f16: gl.constexpr, words, first, second,
 
 @gluon.jit
 def _widen(loaded, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
-    """Return a step's values as `dtype`, [WARPS, OUTS, 4, 4, halves, pairs, 2]: integers minus zeros; scaled, if sums are not."""
+    """Return a step's values as `dtype`, [WARPS, OUTS, 4, 4, halves, pairs, 2]: integers minus zeros.
+
+    They are scaled if sums are not.
+    """
     words, scales, high_scales, zeros = loaded
     if FORMAT == "int4":
         # The number's sign and exponent, with the zero as its last bits, twice.
@@ -209,7 +218,7 @@ def _row_operand(x, MMA: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_step(
+def multiply_step(
     acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr
 ):  # fmt: skip
     MMA: gl.constexpr = acc.type.layout
@@ -225,10 +234,18 @@ def _multiply_step(
 
 
 @gluon.jit
-def _load_rows(x_ptrs, step, runs, IN: gl.constexpr, WARPS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply."""
-    own = gl.minimum(step * (WARPS * _STEP_RUNS) + runs, IN // _RUN - 1)
-    return gl.load(x_ptrs + _with_elements(own * _RUN, _RUN, LAYOUT))
+def load_rows(
+    x_ptrs, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply.
+
+    x_ptrs: of rows, [1, ROWS, 1, 1], or of one that stands for all.
+    """
+    LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
+    runs = gl.minimum(step * (WARPS * _STEP_RUNS) + _runs(WARPS, LAYOUT), IN // _RUN - 1)
+    x = gl.load(x_ptrs + _with_elements(runs * _RUN, _RUN, LAYOUT))
+    x, _ = gl.broadcast(x, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], x.dtype, LAYOUT))
+    return x
 
 
 @gluon.jit
@@ -259,11 +276,49 @@ def _share_row(
 
 
 @gluon.jit
-def _shared_rows(shared, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load the row's inputs of a step as those of all rows, [WARPS, ROWS, 4, 32]."""
+def _load_shared(shared, step, WARPS: gl.constexpr, ROWS: gl.constexpr):
+    """Load what `load_rows` does from shared memory."""
+    LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
     x = gl.expand_dims(shared.index(step).load(gl.SliceLayout(1, LAYOUT)), 1)
-    x, _ = gl.broadcast(x, gl.zeros([x.shape[0], ROWS, _STEP_RUNS, _RUN], x.dtype, LAYOUT))
+    x, _ = gl.broadcast(x, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], x.dtype, LAYOUT))
     return x
+
+
+@gluon.jit
+def weight_sources(
+    words_ptr, scale_ptr, zero_ptr, first_out, out_features,
+    IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return the sources of `load_step` for the outputs from `first_out` on."""
+    WORDS: gl.constexpr = layout_of(WARPS, _RUN_WORDS)
+    NUM_GROUPS: gl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS
+    outs = outputs_of(second_index(OUTS, WORDS), first_out, out_features, OUTS, GATED)
+    runs = _runs(WARPS, WORDS)
+    word_ptrs = words_ptr + _with_elements(outs * (IN // 8) + runs * _RUN_WORDS, _RUN_WORDS, WORDS)
+    scale_ptrs = scale_ptr + outs * NUM_GROUPS
+    zero_ptrs = scale_ptrs
+    groups = runs
+    if zero_ptr is not None:
+        zero_ptrs = zero_ptr + outs * NUM_GROUPS
+    if _is_summed(SCALE_INS, FORMAT):
+        SUMS: gl.constexpr = gl.SliceLayout(2, mma_layout(WARPS))
+        own = gl.expand_dims(gl.arange(0, OUTS, gl.SliceLayout(0, SUMS)), 0)
+        scale_ptrs = scale_ptr + outputs_of(own, first_out, out_features, OUTS, GATED) * NUM_GROUPS
+        groups = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, SUMS)), 1)
+    return word_ptrs, scale_ptrs, zero_ptrs, runs, groups
+
+
+@gluon.jit
+def load_steps(
+    sources, STEPS: gl.constexpr, IN: gl.constexpr, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Load the first steps, a tuple of what `load_step` returns."""
+    steps = ()
+    for step in gl.static_range(STEPS):
+        steps = steps + (load_step(sources, step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT),)  # noqa: RUF005
+    return steps
 
 
 @kernel(do_not_specialize=["num_rows"])
@@ -273,56 +328,38 @@ def _skinny_four_bit_kernel(
     IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
     SHARED_STEPS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = x_ptr.dtype.element_ty
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
-    WORDS: gl.constexpr = _layout(WARPS, _RUN_WORDS)
-    INPUTS: gl.constexpr = _layout(WARPS, 32)
     CHUNKS: gl.constexpr = (IN + WARPS * STEPS * 128 - 1) // (WARPS * STEPS * 128)
-    NUM_GROUPS: gl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     first_out = gl.program_id(0) * (OUTS // 2 if GATED else OUTS)
-    outs, runs = _outputs(_second(OUTS, WORDS), first_out, out_features, OUTS, GATED), _runs(WARPS, WORDS)
-    word_ptrs = words_ptr + _with_elements(outs * (IN // 8) + runs * _RUN_WORDS, _RUN_WORDS, WORDS)
-    scale_ptrs = scale_ptr + outs * NUM_GROUPS
-    zero_ptrs = scale_ptrs
-    groups = runs
-    if HAS_ZEROS:
-        zero_ptrs = zero_ptr + outs * NUM_GROUPS
-    if _is_summed(SCALE_INS, FORMAT):
-        sums = gl.arange(0, OUTS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-        sums = _outputs(gl.expand_dims(sums, 0), first_out, out_features, OUTS, GATED)
-        scale_ptrs = scale_ptr + sums * NUM_GROUPS
-        groups = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, MMA))), 1)
-    sources = (word_ptrs, scale_ptrs, zero_ptrs, runs, groups)
-    ring = ()
-    for step in gl.static_range(STEPS):
-        ring = ring + (_load_step(sources, step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT),)
-    row_runs = _runs(WARPS, INPUTS)
+    sources = weight_sources(
+        words_ptr, scale_ptr, zero_ptr, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+    )
+    loaded = load_steps(sources, STEPS, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
     if SHARED_STEPS:
         shared = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
     else:
         wait_for_previous(PDL)
-        rows = gl.minimum(_second(ROWS, INPUTS), num_rows - 1)
+        rows = gl.minimum(second_index(ROWS, layout_of(WARPS, _RUN)), num_rows - 1)
         x_ptrs = x_ptr + gl.expand_dims(rows * IN, 3)
-    acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, MMA)
+    acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, mma_layout(WARPS))
     for chunk in range(CHUNKS - 1):
-        next_ring = ()
+        next_loaded = ()
         for step in gl.static_range(STEPS):
             if SHARED_STEPS:
-                x = _shared_rows(shared, chunk * STEPS + step, ROWS, INPUTS)
+                x = _load_shared(shared, chunk * STEPS + step, WARPS, ROWS)
             else:
-                x = _load_rows(x_ptrs, chunk * STEPS + step, row_runs, IN, WARPS, INPUTS)
-            acc = _multiply_step(acc, ring[step], x, HAS_ZEROS, SCALE_INS, FORMAT)
-            loaded = _load_step(sources, (chunk + 1) * STEPS + step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-            next_ring = next_ring + (loaded,)
-        ring = next_ring
+                x = load_rows(x_ptrs, chunk * STEPS + step, IN, WARPS, ROWS)
+            acc = multiply_step(acc, loaded[step], x, HAS_ZEROS, SCALE_INS, FORMAT)
+            own = load_step(sources, (chunk + 1) * STEPS + step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+            next_loaded = next_loaded + (own,)  # noqa: RUF005
+        loaded = next_loaded
     for step in gl.static_range(STEPS):
         if SHARED_STEPS:
-            x = _shared_rows(shared, (CHUNKS - 1) * STEPS + step, ROWS, INPUTS)
+            x = _load_shared(shared, min((CHUNKS - 1) * STEPS + step, SHARED_STEPS - 1), WARPS, ROWS)
         else:
-            x = _load_rows(x_ptrs, (CHUNKS - 1) * STEPS + step, row_runs, IN, WARPS, INPUTS)
-        acc = _multiply_step(acc, ring[step], x, HAS_ZEROS, SCALE_INS, FORMAT)
-    out = gl.sum(acc, axis=0) * _unscale(dtype, FORMAT)
+            x = load_rows(x_ptrs, (CHUNKS - 1) * STEPS + step, IN, WARPS, ROWS)
+        acc = multiply_step(acc, loaded[step], x, HAS_ZEROS, SCALE_INS, FORMAT)
+    out = gl.sum(acc, axis=0) * sum_factor(x_ptr.dtype.element_ty, FORMAT)
     _store(out, out_ptr, bias_ptr, factor_ptr, first_out, num_rows, out_features, GATED)
 
 
@@ -333,7 +370,7 @@ def _store(out, out_ptr, bias_ptr, factor_ptr, first_out, num_rows, out_features
     OUTS: gl.constexpr = out.shape[0]
     ROWS: gl.constexpr = out.shape[1]
     if factor_ptr is not None:
-        own = _outputs(gl.arange(0, OUTS, gl.SliceLayout(1, out.type.layout)), first_out, out_features, OUTS, GATED)
+        own = outputs_of(gl.arange(0, OUTS, gl.SliceLayout(1, out.type.layout)), first_out, out_features, OUTS, GATED)
         out *= gl.load(factor_ptr + own)[:, None]
     if GATED:
         gate, up = gl.split(gl.permute(gl.reshape(out, [2, OUTS // 2, ROWS]), (1, 2, 0)))

@@ -40,8 +40,16 @@ def _from_e2m1(kind: str, shift: int, mask: str) -> str:
     """Return assembly for e2m1: exponent and mantissa where the other exponent ends; low halves times $5, high $6."""
     made = ""
     for i, (name, half) in enumerate((("a", 0), ("b", 0), ("a", 4), ("b", 4))):
-        made += f"shl.b32 c, {name}, {shift - half}; shl.b32 d, {name}, {12 - half}; and.b32 c, c, {mask}; "
-        made += f"lop3.b32 ${i}, d, zero, c, 0xea; fma.rn.{kind} ${i}, ${i}, ${6 if half else 5}, zero; "
+        sign, rest = 12 - half, shift - half
+        if kind == "bf16x2":
+            # One product puts the bits into both places.
+            places = (1 << sign) + (1 << rest)
+            made += f"and.b32 c, {name}, {0x000F000F << half:#x}; mul.lo.u32 c, c, {places}; and.b32 c, c, {mask}; "
+        else:
+            # There the places overlap.
+            made += f"shl.b32 c, {name}, {rest}; shl.b32 d, {name}, {sign}; and.b32 c, c, {mask}; "
+            made += "lop3.b32 c, d, zero, c, 0xea; "
+        made += f"fma.rn.{kind} ${i}, c, ${6 if half else 5}, zero; "
     return f"{{ .reg .b32 a, b, c, d, zero; mov.b32 zero, 0x80008000; {_SPREAD}{made}}}"
 
 
@@ -52,7 +60,7 @@ _INT4_TO_BF16 = gl.constexpr(_from_int4("bf16x2", "0x3f803f80", "0x43004300", Fa
 _INT4_TO_F16 = gl.constexpr(_from_int4("f16x2", "0x3c003c00", "0x64006400", False))
 _SCALED_INT4_TO_BF16 = gl.constexpr(_from_int4("bf16x2", "0x3f803f80", "0x43004300", True))
 _SCALED_INT4_TO_F16 = gl.constexpr(_from_int4("f16x2", "0x3c003c00", "0x64006400", True))
-_E2M1_TO_BF16 = gl.constexpr(_from_e2m1("bf16x2", 6, "0x01c001c0"))
+_E2M1_TO_BF16 = gl.constexpr(_from_e2m1("bf16x2", 6, "0x81c081c0"))
 _E2M1_TO_F16 = gl.constexpr(_from_e2m1("f16x2", 9, "0x0e000e00"))
 
 
@@ -66,6 +74,12 @@ def layout_of(warps, size):
 def mma_layout(warps):
     """Return the layout of sums, [warps, outputs, rows]."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def row_layout(warps):
+    """Return the layout of `row_ptrs`' rows."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout_of(warps, RUN))))
 
 
 @gluon.constexpr_function
@@ -218,9 +232,8 @@ def _row_operand(x, MMA: gl.constexpr):
 
 
 @gluon.jit
-def multiply_step(
-    acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr
-):  # fmt: skip
+def multiply_step(acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
+    """Return sums, [WARPS, OUTS, ROWS], plus the product of a step."""
     MMA: gl.constexpr = acc.type.layout
     values = _widen(loaded, x.dtype, HAS_ZEROS, SCALE_INS, FORMAT)
     weight, rows = _weight_operand(values, MMA), _row_operand(x, MMA)
@@ -234,12 +247,19 @@ def multiply_step(
 
 
 @gluon.jit
+def row_ptrs(x_ptr, rows, IN: gl.constexpr):
+    """Return pointers to rows, [1, ROWS, 1, 1]."""
+    offsets = gl.expand_dims(gl.expand_dims(rows.to(gl.int64) * IN, 0), 2)
+    return x_ptr + gl.expand_dims(offsets, 3)
+
+
+@gluon.jit
 def load_rows(
     x_ptrs, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
     """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply.
 
-    x_ptrs: of rows, [1, ROWS, 1, 1], or of one that stands for all.
+    x_ptrs: `row_ptrs`, or a pointer to one row that stands for all.
     """
     LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
     runs = gl.minimum(step * (WARPS * _STEP_RUNS) + _runs(WARPS, LAYOUT), IN // _RUN - 1)
@@ -276,12 +296,15 @@ def _share_row(
 
 
 @gluon.jit
-def _load_shared(shared, step, WARPS: gl.constexpr, ROWS: gl.constexpr):
-    """Load what `load_rows` does from shared memory."""
-    LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
-    x = gl.expand_dims(shared.index(step).load(gl.SliceLayout(1, LAYOUT)), 1)
-    x, _ = gl.broadcast(x, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], x.dtype, LAYOUT))
-    return x
+def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr):
+    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; of shared memory beyond the end the last step again."""
+    if SHARED_STEPS:
+        LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
+        one = gl.expand_dims(x.index(gl.minimum(step, SHARED_STEPS - 1)).load(gl.SliceLayout(1, LAYOUT)), 1)
+        rows, _ = gl.broadcast(one, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], one.dtype, LAYOUT))
+    else:
+        rows = load_rows(x, step, IN, WARPS, ROWS)
+    return rows
 
 
 @gluon.jit
@@ -321,6 +344,51 @@ def load_steps(
     return steps
 
 
+@gluon.jit
+def multiply_steps(
+    sources, loaded, x, IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
+    SHARED_STEPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return the product, [WARPS, OUTS, ROWS], of which `loaded` are the first steps.
+
+    x: pointers to rows of `load_rows`; with SHARED_STEPS what `_share_row` returns.
+    """
+    STEPS: gl.constexpr = len(loaded)
+    CHUNKS: gl.constexpr = (IN + WARPS * STEPS * 128 - 1) // (WARPS * STEPS * 128)
+    acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, mma_layout(WARPS))
+    for chunk in range(CHUNKS - 1):
+        next_loaded = ()
+        for step in gl.static_range(STEPS):
+            rows = _load_x(x, chunk * STEPS + step, IN, WARPS, ROWS, SHARED_STEPS)
+            acc = multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
+            following = load_step(sources, (chunk + 1) * STEPS + step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+            next_loaded = next_loaded + (following,)  # noqa: RUF005
+        loaded = next_loaded
+    for step in gl.static_range(STEPS):
+        rows = _load_x(x, (CHUNKS - 1) * STEPS + step, IN, WARPS, ROWS, SHARED_STEPS)
+        acc = multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
+    return acc
+
+
+@gluon.jit
+def outputs_and_ups(
+    acc, dtype: gl.constexpr, factor_ptr, bias_ptr, first_out, out_features, GATED: gl.constexpr, FORMAT: gl.constexpr
+):
+    """Return the sum over warps, [OUTS, ROWS], with factors and biases; if gated, the gate's half and up's."""
+    out = gl.sum(acc, axis=0) * sum_factor(dtype, FORMAT)
+    OUTS: gl.constexpr = out.shape[0]
+    ROWS: gl.constexpr = out.shape[1]
+    own = outputs_of(gl.arange(0, OUTS, gl.SliceLayout(1, out.type.layout)), first_out, out_features, OUTS, GATED)
+    if factor_ptr is not None:
+        out *= gl.load(factor_ptr + own)[:, None]
+    if bias_ptr is not None:
+        out += gl.load(bias_ptr + own).to(gl.float32)[:, None]
+    up = out
+    if GATED:
+        out, up = gl.split(gl.permute(gl.reshape(out, [2, OUTS // 2, ROWS]), (1, 2, 0)))
+    return out, up
+
+
 @kernel(do_not_specialize=["num_rows"])
 def _skinny_four_bit_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, words_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
@@ -328,7 +396,7 @@ def _skinny_four_bit_kernel(
     IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
     SHARED_STEPS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    CHUNKS: gl.constexpr = (IN + WARPS * STEPS * 128 - 1) // (WARPS * STEPS * 128)
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     first_out = gl.program_id(0) * (OUTS // 2 if GATED else OUTS)
     sources = weight_sources(
@@ -336,50 +404,17 @@ def _skinny_four_bit_kernel(
     )
     loaded = load_steps(sources, STEPS, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
     if SHARED_STEPS:
-        shared = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
+        x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
     else:
         wait_for_previous(PDL)
-        rows = gl.minimum(second_index(ROWS, layout_of(WARPS, _RUN)), num_rows - 1)
-        x_ptrs = x_ptr + gl.expand_dims(rows * IN, 3)
-    acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, mma_layout(WARPS))
-    for chunk in range(CHUNKS - 1):
-        next_loaded = ()
-        for step in gl.static_range(STEPS):
-            if SHARED_STEPS:
-                x = _load_shared(shared, chunk * STEPS + step, WARPS, ROWS)
-            else:
-                x = load_rows(x_ptrs, chunk * STEPS + step, IN, WARPS, ROWS)
-            acc = multiply_step(acc, loaded[step], x, HAS_ZEROS, SCALE_INS, FORMAT)
-            own = load_step(sources, (chunk + 1) * STEPS + step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-            next_loaded = next_loaded + (own,)  # noqa: RUF005
-        loaded = next_loaded
-    for step in gl.static_range(STEPS):
-        if SHARED_STEPS:
-            x = _load_shared(shared, min((CHUNKS - 1) * STEPS + step, SHARED_STEPS - 1), WARPS, ROWS)
-        else:
-            x = load_rows(x_ptrs, (CHUNKS - 1) * STEPS + step, IN, WARPS, ROWS)
-        acc = multiply_step(acc, loaded[step], x, HAS_ZEROS, SCALE_INS, FORMAT)
-    out = gl.sum(acc, axis=0) * sum_factor(x_ptr.dtype.element_ty, FORMAT)
-    _store(out, out_ptr, bias_ptr, factor_ptr, first_out, num_rows, out_features, GATED)
-
-
-@gluon.jit
-def _store(out, out_ptr, bias_ptr, factor_ptr, first_out, num_rows, out_features, GATED: gl.constexpr):
-    """Store sums, [OUTS, ROWS], times their factors, and with bias or gate."""
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    OUTS: gl.constexpr = out.shape[0]
-    ROWS: gl.constexpr = out.shape[1]
-    if factor_ptr is not None:
-        own = outputs_of(gl.arange(0, OUTS, gl.SliceLayout(1, out.type.layout)), first_out, out_features, OUTS, GATED)
-        out *= gl.load(factor_ptr + own)[:, None]
+        x = row_ptrs(x_ptr, gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1), IN)
+    acc = multiply_steps(sources, loaded, x, IN, WARPS, OUTS, ROWS, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT)
+    out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, first_out, out_features, GATED, FORMAT)
     if GATED:
-        gate, up = gl.split(gl.permute(gl.reshape(out, [2, OUTS // 2, ROWS]), (1, 2, 0)))
-        gate = round_to(gate, dtype)
+        gate = round_to(out, dtype)
         out = gate / (1 + gl.exp(-gate)) * round_to(up, dtype)
     outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
     rows = gl.arange(0, ROWS, gl.SliceLayout(0, out.type.layout))
-    if bias_ptr is not None:
-        out += gl.load(bias_ptr + outs, mask=outs < out_features, other=0.0).to(gl.float32)[:, None]
     mask = (outs < out_features)[:, None] & (rows < num_rows)[None, :]
     gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
 
@@ -412,12 +447,12 @@ def skinny_four_bit_gemm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `norm_linear` of up to MAX_SKINNY_ROWS rows of 16 bits; of more than one the norm is a kernel of its own.
 
-    The inputs must be a multiple of RUN; gated layers must not have a bias.
+    The inputs must be a multiple of RUN.
     """
     num_rows, in_features = x.shape
     values, scaling, total = weight.values, weight.scaling, x
     out_features = len(values) // 2 if gated else len(values)
-    assert num_rows <= MAX_SKINNY_ROWS and in_features % RUN == 0 and not (gated and bias is not None)
+    assert num_rows <= MAX_SKINNY_ROWS and in_features % RUN == 0
     assert x.is_contiguous() and values.is_contiguous() and weight.scales.is_contiguous()
     assert residual is None or (norm is not None and residual.is_contiguous())
     if norm is not None and num_rows > 1:

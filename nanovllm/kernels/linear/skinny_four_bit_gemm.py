@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels._gluon import gl, gluon, kernel, mma_v2, reinterpret
-from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
+from nanovllm.kernels._gluon import barrier, gl, gluon, kernel, mma_v2, reinterpret
+from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.fast_math import pack_pair, round_to, rsqrt
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix, widen_scales
 from nanovllm.kernels.policy import MAX_SKINNY_ROWS
@@ -122,17 +122,17 @@ def outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.con
 
 @gluon.jit
 def load_step(
-    sources, step, IN: gl.constexpr, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
+    sources, step, num_runs, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
     FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Load a step's words, [WARPS, OUTS, 4, 4], scales, those of bytes' high halves, and zeros.
 
     What is not needed is the words again. sources: pointers to the first word, scale and zero of outputs, and the
-    runs, and the groups, of the first step.
+    runs, and the groups, of the first step; num_runs: runs that are loaded, zeros are the others.
     """
     word_ptrs, scale_ptrs, zero_ptrs, runs, groups = sources
     run = step * (WARPS * _STEP_RUNS)
-    is_run = run + runs < IN // _RUN
+    is_run = run + runs < num_runs
     # Integers that are zero.
     nothing: gl.constexpr = -0x77777778 if FORMAT == "int4" else 0
     is_word = gl.expand_dims(is_run, 3)
@@ -141,7 +141,8 @@ def load_step(
     zeros = words
     if _is_summed(SCALE_INS, FORMAT):
         group = step * WARPS + groups
-        scales = gl.load(scale_ptrs + group * 128 // SCALE_INS, mask=group * 128 < IN, other=0)
+        is_group = group * _STEP_RUNS < num_runs
+        scales = gl.load(scale_ptrs + group * 128 // SCALE_INS, mask=is_group, other=0)
     elif SCALE_INS == 16:
         scales = gl.load(scale_ptrs + (run + runs) * 2, mask=is_run, other=0)
         high_scales = gl.load(scale_ptrs + (run + runs) * 2 + 1, mask=is_run, other=0)
@@ -232,7 +233,7 @@ def _row_operand(x, MMA: gl.constexpr):
 
 
 @gluon.jit
-def multiply_step(acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
+def _multiply_step(acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
     """Return sums, [WARPS, OUTS, ROWS], plus the product of a step."""
     MMA: gl.constexpr = acc.type.layout
     values = _widen(loaded, x.dtype, HAS_ZEROS, SCALE_INS, FORMAT)
@@ -334,40 +335,61 @@ def weight_sources(
 
 @gluon.jit
 def load_steps(
-    sources, STEPS: gl.constexpr, IN: gl.constexpr, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    sources, first, num_runs, STEPS: gl.constexpr, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Load the first steps, a tuple of what `load_step` returns."""
+    """Load the steps from `first` on, a tuple of what `load_step` returns."""
     steps = ()
     for step in gl.static_range(STEPS):
-        steps = steps + (load_step(sources, step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT),)  # noqa: RUF005
+        loaded = load_step(sources, first + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        steps = steps + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return steps
 
 
 @gluon.jit
-def multiply_steps(
-    sources, loaded, x, IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    SHARED_STEPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+def _multiply_loaded(
+    acc, loaded, x, first, IN: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Return the product, [WARPS, OUTS, ROWS], of which `loaded` are the first steps.
+    """Return sums, [WARPS, OUTS, ROWS], plus the product of loaded steps, from `first` on."""
+    WARPS: gl.constexpr = acc.shape[0]
+    ROWS: gl.constexpr = acc.shape[2]
+    rows = _load_x(x, first, IN, WARPS, ROWS, SHARED_STEPS)
+    for step in gl.static_range(len(loaded)):
+        # One step ahead.
+        next_rows = _load_x(x, first + step + 1, IN, WARPS, ROWS, SHARED_STEPS)
+        acc = _multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
+        rows = next_rows
+    return acc
 
-    x: pointers to rows of `load_rows`; with SHARED_STEPS what `_share_row` returns.
+
+@gluon.jit
+def multiply_tile(
+    sources, next_sources, next_runs, loaded, x, OUTS: gl.constexpr, ROWS: gl.constexpr, IN: gl.constexpr,
+    WARPS: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_NEXT: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return the product of a tile, [WARPS, OUTS, ROWS], and the first steps of the next one.
+
+    loaded: the tile's first steps; x: `row_ptrs`, or one row's pointer, or `_share_row`'s memory; next_runs: 0 if there
+    is no other tile. All loads of some steps come before the products of those before, so as to wait for those only;
+    the compiler would move them, but not beyond a barrier.
     """
     STEPS: gl.constexpr = len(loaded)
     CHUNKS: gl.constexpr = (IN + WARPS * STEPS * 128 - 1) // (WARPS * STEPS * 128)
     acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, mma_layout(WARPS))
     for chunk in range(CHUNKS - 1):
-        next_loaded = ()
-        for step in gl.static_range(STEPS):
-            rows = _load_x(x, chunk * STEPS + step, IN, WARPS, ROWS, SHARED_STEPS)
-            acc = multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
-            following = load_step(sources, (chunk + 1) * STEPS + step, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-            next_loaded = next_loaded + (following,)  # noqa: RUF005
-        loaded = next_loaded
-    for step in gl.static_range(STEPS):
-        rows = _load_x(x, (CHUNKS - 1) * STEPS + step, IN, WARPS, ROWS, SHARED_STEPS)
-        acc = multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
-    return acc
+        first = chunk * STEPS
+        following = load_steps(sources, first + STEPS, IN // _RUN, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        barrier()
+        acc = _multiply_loaded(acc, loaded, x, first, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        loaded = following
+    following = loaded
+    if HAS_NEXT:
+        following = load_steps(next_sources, 0, next_runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        barrier()
+    LAST: gl.constexpr = (CHUNKS - 1) * STEPS
+    return _multiply_loaded(acc, loaded, x, LAST, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT), following
 
 
 @gluon.jit
@@ -389,42 +411,78 @@ def outputs_and_ups(
     return out, up
 
 
-@kernel(do_not_specialize=["num_rows"])
+@gluon.jit
+def _store(out, up, out_ptr, first_out, num_rows, out_features, GATED: gl.constexpr):
+    """Store outputs, [outs, ROWS], of a tile, after the gate."""
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        gate = round_to(out, dtype)
+        out = gate / (1 + gl.exp(-gate)) * round_to(up, dtype)
+    outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+    rows = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    mask = (outs < out_features)[:, None] & (rows < num_rows)[None, :]
+    gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
+
+
+@kernel(do_not_specialize=["num_rows", "num_tiles"])
 def _skinny_four_bit_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, words_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
-    scale_ptr, zero_ptr, factor_ptr,
+    num_tiles, scale_ptr, zero_ptr, factor_ptr,
     IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    SHARED_STEPS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+    SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
-    first_out = gl.program_id(0) * (OUTS // 2 if GATED else OUTS)
+    TILE: gl.constexpr = OUTS // 2 if GATED else OUTS
+    RUNS: gl.constexpr = IN // _RUN
+    first_out = gl.program_id(0) * TILE
     sources = weight_sources(
         words_ptr, scale_ptr, zero_ptr, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
     )
-    loaded = load_steps(sources, STEPS, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+    loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
     if SHARED_STEPS:
         x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
     else:
         wait_for_previous(PDL)
         x = row_ptrs(x_ptr, gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1), IN)
-    acc = multiply_steps(sources, loaded, x, IN, WARPS, OUTS, ROWS, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT)
-    out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, first_out, out_features, GATED, FORMAT)
-    if GATED:
-        gate = round_to(out, dtype)
-        out = gate / (1 + gl.exp(-gate)) * round_to(up, dtype)
-    outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
-    rows = gl.arange(0, ROWS, gl.SliceLayout(0, out.type.layout))
-    mask = (outs < out_features)[:, None] & (rows < num_rows)[None, :]
-    gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
+    if LOOPS:
+        for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+            own_out = tile * TILE
+            next_tile = tile + gl.num_programs(0)
+            next_runs = gl.where(next_tile < num_tiles, RUNS, 0)
+            own = weight_sources(
+                words_ptr, scale_ptr, zero_ptr, own_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+            )
+            next_sources = weight_sources(
+                words_ptr, scale_ptr, zero_ptr, next_tile * TILE, out_features, IN, WARPS, OUTS, GATED, SCALE_INS,
+                FORMAT,
+            )  # fmt: skip
+            acc, loaded = multiply_tile(
+                own, next_sources, next_runs, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
+                SCALE_INS, FORMAT,
+            )  # fmt: skip
+            out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, own_out, out_features, GATED, FORMAT)
+            _store(out, up, out_ptr, own_out, num_rows, out_features, GATED)
+    else:
+        acc, _loaded = multiply_tile(
+            sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, False, HAS_ZEROS, SCALE_INS, FORMAT
+        )
+        out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, first_out, out_features, GATED, FORMAT)
+        _store(out, up, out_ptr, first_out, num_rows, out_features, GATED)
 
 
 class SkinnyTile(NamedTuple):
-    """Outputs of a program (if gated, half of them up's), its warps, and steps of a warp that are requested at once."""
+    """Outputs of a tile (if gated, half of them up's), warps, and steps of a warp that are requested at once.
+
+    programs: of a multiprocessor, which take several tiles each; 0 for one of each tile.
+    """
 
     outs: int
     num_warps: int
     steps: int
+    programs: int = 0
+    registers: int | None = None
 
 
 def _tile(num_rows: int, in_features: int) -> SkinnyTile:
@@ -462,11 +520,14 @@ def skinny_four_bit_gemm(
         total = torch.empty_like(x)
     norm_weight, eps = norm or (None, 0.0)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    outs, num_warps, steps = tile or _tile(num_rows, in_features)
-    shared_steps = triton.next_power_of_2(triton.cdiv(in_features, num_warps * _STEP_INS)) if num_rows == 1 else 0
-    _skinny_four_bit_kernel[(triton.cdiv(out_features, outs // 2 if gated else outs),)](
-        x, residual, norm_weight, values.view(torch.int32), bias, out, total, eps, num_rows, out_features,
-        IN=in_features, WARPS=num_warps, STEPS=steps, OUTS=outs, ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS,
-        SHARED_STEPS=shared_steps, GATED=gated, num_warps=num_warps, **pdl_options(x.device), **scaling,
+    tile = tile or _tile(num_rows, in_features)
+    num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
+    num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
+    shared_steps = triton.next_power_of_2(triton.cdiv(in_features, tile.num_warps * _STEP_INS)) if num_rows == 1 else 0
+    _skinny_four_bit_kernel[(min(num_programs, num_tiles),)](
+        x, residual, norm_weight, values.view(torch.int32), bias, out, total, eps, num_rows, out_features, num_tiles,
+        IN=in_features, WARPS=tile.num_warps, STEPS=tile.steps, OUTS=tile.outs,
+        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, SHARED_STEPS=shared_steps, LOOPS=num_programs < num_tiles,
+        GATED=gated, num_warps=tile.num_warps, maxnreg=tile.registers, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out, total

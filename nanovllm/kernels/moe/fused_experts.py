@@ -122,7 +122,7 @@ def fused_experts(
                 from nanovllm.kernels.moe import skinny_four_bit_experts as skinny  # noqa: PLC0415
 
                 skinny.skinny_four_bit_experts(x, routing, up, activated, first_expert, activation, up_bias)
-                if num_tokens == 1 and num_experts == routing.num_experts and skinny.supports_down_sum(down):
+                if num_tokens == 1 and num_experts == routing.num_experts:
                     return skinny.down_sum(activated, routing, down, down_bias)
                 skinny.skinny_four_bit_experts(activated, routing, down, parts, first_expert, None, down_bias)
                 return parts.transpose(0, 1)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._gluon import gl, gluon, kernel
+from nanovllm.kernels._gluon import barrier, gl, gluon, kernel
 from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix
 from nanovllm.kernels.linear.skinny_four_bit_gemm import (
     load_steps,
     mma_layout,
-    multiply_steps,
+    multiply_tile,
     outputs_and_ups,
     row_layout,
     row_ptrs,
@@ -73,6 +73,7 @@ def _skinny_experts_kernel(
 ):  # fmt: skip
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     IS_FIRST: gl.constexpr = ACTIVATION is not None
+    RUNS: gl.constexpr = IN // 32
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     first_out, slot = gl.program_id(0) * (OUTS // 2 if GATED else OUTS), gl.program_id(1)
     if IS_FIRST:
@@ -83,12 +84,16 @@ def _skinny_experts_kernel(
         sources = _expert_sources(
             words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
         )
-        loaded = load_steps(sources, STEPS, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
         if not IS_FIRST:
             wait_for_previous(PDL)
+        # The compiler must not move the loads to where they are needed.
+        barrier()
         places = gl.maximum(gl.convert_layout(slots, row_layout(WARPS)), 0)
         x = row_ptrs(x_ptr, places // TOP_K if IS_FIRST else places, IN)
-        acc = multiply_steps(sources, loaded, x, IN, WARPS, OUTS, ROWS, 0, HAS_ZEROS, SCALE_INS, FORMAT)
+        acc, _loaded = multiply_tile(
+            sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, 0, False, HAS_ZEROS, SCALE_INS, FORMAT
+        )
         first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
         factors = factor_ptr if factor_ptr is None else factor_ptr + first
         biases = bias_ptr if bias_ptr is None else bias_ptr + first
@@ -151,41 +156,38 @@ def _down_sum_kernel(
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     MMA: gl.constexpr = mma_layout(WARPS)
-    first_out, expert = gl.program_id(0) * OUTS, gl.load(experts_ptr)
+    RUNS: gl.constexpr = IN // 32
+    first_out = gl.program_id(0) * OUTS
     sources = _expert_sources(
-        words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, False, SCALE_INS, FORMAT
-    )
-    loaded = load_steps(sources, STEPS, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        words_ptr, scale_ptr, zero_ptr, gl.load(experts_ptr), first_out, out_features,
+        IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
+    )  # fmt: skip
+    loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
     wait_for_previous(PDL)
     outs = first_out + gl.arange(0, OUTS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
     own = gl.minimum(outs, out_features - 1)
     total = gl.zeros([WARPS, OUTS, 8], gl.float32, MMA)
-    for choice in range(TOP_K - 1):
-        following = gl.load(experts_ptr + choice + 1)
+    for choice in range(TOP_K):
+        expert = gl.load(experts_ptr + choice)
+        sources = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, False, SCALE_INS, FORMAT
+        )
+        next_expert = gl.load(experts_ptr + gl.minimum(choice + 1, TOP_K - 1))
         next_sources = _expert_sources(
-            words_ptr, scale_ptr, zero_ptr, following, first_out, out_features,
+            words_ptr, scale_ptr, zero_ptr, next_expert, first_out, out_features,
             IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
         )  # fmt: skip
-        next_loaded = load_steps(next_sources, STEPS, IN, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        acc = multiply_steps(
-            next_sources, loaded, x_ptr + choice * IN, IN, WARPS, OUTS, 8, 0, HAS_ZEROS, SCALE_INS, FORMAT
-        )
+        next_runs = gl.where(choice < TOP_K - 1, RUNS, 0)
+        acc, loaded = multiply_tile(
+            sources, next_sources, next_runs, loaded, x_ptr + choice * IN, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS,
+            SCALE_INS, FORMAT,
+        )  # fmt: skip
         weight = gl.load(weights_ptr + choice)
         total += _weighted(acc, expert, weight, factor_ptr, bias_ptr, own, out_features, dtype, FORMAT)
-        loaded = next_loaded
-        expert = following
-    acc = multiply_steps(sources, loaded, x_ptr + (TOP_K - 1) * IN, IN, WARPS, OUTS, 8, 0, HAS_ZEROS, SCALE_INS, FORMAT)
-    weight = gl.load(weights_ptr + TOP_K - 1)
-    total += _weighted(acc, expert, weight, factor_ptr, bias_ptr, own, out_features, dtype, FORMAT)
     # All columns are the same.
     out = gl.max(gl.sum(total, axis=0), axis=1)
     places = first_out + gl.arange(0, OUTS, out.type.layout)
     gl.store(out_ptr + places, out.to(dtype), mask=places < out_features)
-
-
-def supports_down_sum(weight: FourBitMatrix) -> bool:
-    """Return whether `down_sum` supports a weight: all inputs of an expert are requested at once."""
-    return weight.in_features <= _MOST_STEPS * _WARPS * 4 * RUN
 
 
 def down_sum(
@@ -201,7 +203,7 @@ def down_sum(
     out = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(triton.cdiv(out_features, _OUTS),)](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features, IN=size, WARPS=_WARPS,
-        STEPS=triton.cdiv(size, _WARPS * 4 * RUN), OUTS=_OUTS, TOP_K=top_k, num_warps=_WARPS,
+        STEPS=min(_MOST_STEPS, triton.cdiv(size, _WARPS * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k, num_warps=_WARPS,
         **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
     return out

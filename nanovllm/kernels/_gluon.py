@@ -42,6 +42,11 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 """(): barrier over all warps of the program."""
 
 
+_Shared = gl.shared_memory_descriptor
+reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
+"""(shared memory, dtype, shape, layout): the same memory as another array."""
+
+
 def kernel(*, do_not_specialize: Sequence[str], unaligned: Sequence[str] = ()) -> Any:
     """Return a decorator that makes a Gluon kernel that `compile_ahead` can compile; see `_triton.jit`."""
     return lambda function: _Kernel(
@@ -89,6 +94,6 @@ def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
 
 __all__ = [
     "async_copy", "async_load", "barrier", "descriptor", "fence_async_shared", "gdc_launch_dependents", "gdc_wait",
-    "gl", "gluon", "halve", "kernel", "make_barriers", "mbarrier", "mma_v2", "round_heads", "tma_load", "tma_store",
-    "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
+    "gl", "gluon", "halve", "kernel", "make_barriers", "mbarrier", "mma_v2", "reinterpret", "round_heads", "tma_load",
+    "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

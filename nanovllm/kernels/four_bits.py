@@ -247,9 +247,8 @@ def _widen(bits, IS_INTEGER: tl.constexpr):
 
 
 @jit
-def load_scales(scale_ptrs, mask, FORMAT: tl.constexpr):
+def widen_scales(scales, FORMAT: tl.constexpr):
     """Return scales in float32; 2^-127 is 0."""
-    scales = tl.load(scale_ptrs, mask=mask, other=0)
     if FORMAT == "mxfp4":
         wide = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     elif FORMAT == "nvfp4":
@@ -257,6 +256,12 @@ def load_scales(scale_ptrs, mask, FORMAT: tl.constexpr):
     else:
         wide = scales.to(tl.float32)
     return wide
+
+
+@jit
+def load_scales(scale_ptrs, mask, FORMAT: tl.constexpr):
+    """Return scales in float32; 0 where the mask is false."""
+    return widen_scales(tl.load(scale_ptrs, mask=mask, other=0), FORMAT)
 
 
 @jit

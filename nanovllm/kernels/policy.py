@@ -85,6 +85,7 @@ class LinearKernel(Enum):
     PERSISTENT_GEMM = auto()
     SCALED_GEMM = auto()
     SCALED_MM = auto()
+    SKINNY_FOUR_BIT_GEMM = auto()
     FOUR_BIT_GEMM = auto()
     CUBLAS = auto()
 
@@ -168,7 +169,7 @@ class KernelPolicy:
     )  # fmt: skip
     fp8_tokens: tuple[int, ...] = (MAX_OWN_FP8_ROWS + 1,)
     four_bit_rows: tuple[int, ...] = (
-        1, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1
+        1, 2, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1
     )  # fmt: skip
     # With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do.
     attention_rows: tuple[int, ...] = (1, 17, FEW_SEQS + 1)
@@ -271,9 +272,18 @@ class KernelPolicy:
 
     def four_bit_linear(self, num_rows: int, dtype: torch.dtype, weight: FourBitMatrix) -> LinearKernel:
         """Return the kernel for rows of a dtype and weights in four bits."""
+        if num_rows <= MAX_SKINNY_ROWS and self.uses_skinny_four_bits(dtype, weight):
+            return LinearKernel.SKINNY_FOUR_BIT_GEMM
         most = MAX_FOUR_BIT_ROWS * (2 if weight.values.shape[-2] > _MANY_FOUR_BIT_OUTS else 1)
         is_own = num_rows <= most and dtype.itemsize == 2 and uses_triton(weight.values.device)
         return LinearKernel.FOUR_BIT_GEMM if is_own else LinearKernel.CUBLAS
+
+    def uses_skinny_four_bits(self, dtype: torch.dtype, weight: FourBitMatrix) -> bool:
+        """Return whether `skinny_four_bit_gemm` supports rows of a dtype and the weight's inputs and groups."""
+        # Triton's interpreter, without limits of a device, cannot run it.
+        is_device = uses_triton(weight.values.device) and device_limits(weight.values.device)[0] > 0
+        has_runs = weight.in_features % 32 == 0 and (weight.format != "int4" or weight.group >= 32)
+        return is_device and dtype.itemsize == 2 and has_runs
 
     def rounds_rows(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether rows are rounded to e4m3 beside weights of e4m3, and multiplied in 8 bits."""

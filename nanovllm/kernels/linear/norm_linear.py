@@ -80,6 +80,10 @@ def norm_linear(
         kernel = policy.fp8_linear(num_rows, dtype, weight)
     elif isinstance(weight, FourBitMatrix):
         kernel = policy.four_bit_linear(num_rows, dtype, weight)
+        if kernel is LinearKernel.SKINNY_FOUR_BIT_GEMM:
+            from nanovllm.kernels.linear.skinny_four_bit_gemm import skinny_four_bit_gemm  # noqa: PLC0415
+
+            return skinny_four_bit_gemm(x, weight, bias, norm, residual, gated)
     else:
         kernel = policy.linear(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
         if kernel is LinearKernel.RESIDENT_GEMM:

@@ -117,6 +117,15 @@ def fused_experts(
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)
     if kernel is not ExpertsKernel.GROUPED_GEMM:
+        if isinstance(up, FourBitMatrix) and isinstance(down, FourBitMatrix):  # noqa: SIM102 - for the type checker
+            if policy.uses_skinny_four_bits(x.dtype, up) and policy.uses_skinny_four_bits(x.dtype, down):
+                from nanovllm.kernels.moe import skinny_four_bit_experts as skinny  # noqa: PLC0415
+
+                skinny.skinny_four_bit_experts(x, routing, up, activated, first_expert, activation, up_bias)
+                if num_tokens == 1 and num_experts == routing.num_experts:
+                    return skinny.down_sum(activated, routing, down, down_bias)
+                skinny.skinny_four_bit_experts(activated, routing, down, parts, first_expert, None, down_bias)
+                return parts.transpose(0, 1)
         from nanovllm.kernels.moe.expert_gemm import expert_gemm  # noqa: PLC0415
 
         expert_gemm(x, routing, up, activated, first_expert, activation, up_bias)

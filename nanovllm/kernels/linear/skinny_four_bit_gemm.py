@@ -1,0 +1,533 @@
+"""Linear layers of few rows with weights in four bits, which become operands of the tensor cores in registers.
+
+Reading the weights bounds them. A program requests the weights of several steps of each warp before `gdc_wait`; its
+warps have other inputs each. A thread loads 16 bytes, 32 inputs, of an output, and the same inputs of a row: the four
+threads of an output have other inputs than `mma_v2` says, but in weights and rows alike. Outputs are the rows of the
+instruction, 16, and rows its columns, 8. One scale for 128 inputs or more multiplies sums; others multiply values.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels._gluon import barrier, gl, gluon, kernel, mma_v2, reinterpret
+from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
+from nanovllm.kernels.fast_math import pack_pair, round_to, rsqrt
+from nanovllm.kernels.four_bits import RUN, FourBitMatrix, widen_scales
+from nanovllm.kernels.policy import MAX_SKINNY_ROWS
+from nanovllm.kernels.rms_norm import Norm, rms_norm
+
+_RUN = gl.constexpr(RUN)
+_RUN_WORDS = gl.constexpr(RUN // 8)
+_STEP_RUNS = gl.constexpr(4)
+"""Runs of inputs of a warp and step: one for each of the four threads of an output."""
+_STEP_INS = 4 * RUN
+
+
+def _from_int4(kind: str, one: str, base: str, is_scaled: bool) -> str:
+    """Return assembly for integers: a number whose last bit is worth 1 with the value's bits, plus $5, and times $6."""
+    made = "shr.u32 c, a, 4; shr.u32 d, b, 4; "
+    for i, name in enumerate("abcd"):
+        made += f"lop3.b32 ${i}, {name}, 0x000f000f, base, 0xea; fma.rn.{kind} ${i}, ${i}, one, $5; "
+        made += f"fma.rn.{kind} ${i}, ${i}, $6, zero; " if is_scaled else ""
+    consts = f"mov.b32 one, {one}; mov.b32 base, {base}; mov.b32 zero, 0x80008000; "
+    return f"{{ .reg .b32 a, b, c, d, one, base, zero; {consts}{_SPREAD}{made}}}"
+
+
+def _from_e2m1(kind: str, shift: int, mask: str) -> str:
+    """Return assembly for e2m1: exponent and mantissa where the other exponent ends; low halves times $5, high $6."""
+    made = ""
+    for i, (name, half) in enumerate((("a", 0), ("b", 0), ("a", 4), ("b", 4))):
+        sign, rest = 12 - half, shift - half
+        if kind == "bf16x2":
+            # One product puts the bits into both places.
+            places = (1 << sign) + (1 << rest)
+            made += f"and.b32 c, {name}, {0x000F000F << half:#x}; mul.lo.u32 c, c, {places}; and.b32 c, c, {mask}; "
+        else:
+            # There the places overlap.
+            made += f"shl.b32 c, {name}, {rest}; shl.b32 d, {name}, {sign}; and.b32 c, c, {mask}; "
+            made += "lop3.b32 c, d, zero, c, 0xea; "
+        made += f"fma.rn.{kind} ${i}, c, ${6 if half else 5}, zero; "
+    return f"{{ .reg .b32 a, b, c, d, zero; mov.b32 zero, 0x80008000; {_SPREAD}{made}}}"
+
+
+_SPREAD = "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
+"""Two bytes in the low bytes of two halves."""
+_REGISTERS = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
+_INT4_TO_BF16 = gl.constexpr(_from_int4("bf16x2", "0x3f803f80", "0x43004300", False))
+_INT4_TO_F16 = gl.constexpr(_from_int4("f16x2", "0x3c003c00", "0x64006400", False))
+_SCALED_INT4_TO_BF16 = gl.constexpr(_from_int4("bf16x2", "0x3f803f80", "0x43004300", True))
+_SCALED_INT4_TO_F16 = gl.constexpr(_from_int4("f16x2", "0x3c003c00", "0x64006400", True))
+_E2M1_TO_BF16 = gl.constexpr(_from_e2m1("bf16x2", 6, "0x81c081c0"))
+_E2M1_TO_F16 = gl.constexpr(_from_e2m1("f16x2", 9, "0x0e000e00"))
+
+
+@gluon.constexpr_function
+def layout_of(warps, size):
+    """Return the layout of [warps, outputs or rows, runs, a run's elements], `size` of them in a thread."""
+    return gl.BlockedLayout([1, 1, 1, size], [1, 8, 4, 1], [warps, 1, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.constexpr_function
+def mma_layout(warps):
+    """Return the layout of sums, [warps, outputs, rows]."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def row_layout(warps):
+    """Return the layout of `row_ptrs`' rows."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout_of(warps, RUN))))
+
+
+@gluon.constexpr_function
+def _is_summed(scale_ins, number_format):
+    """Return whether scales multiply sums."""
+    return number_format == "int4" and scale_ins >= 128
+
+
+@gluon.jit
+def _runs(WARPS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the runs of the first step, [WARPS, 1, 4], in a slice of the layout."""
+    RUNS: gl.constexpr = gl.SliceLayout(3, LAYOUT)
+    warps = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, RUNS)))
+    own = gl.arange(0, _STEP_RUNS, gl.SliceLayout(0, gl.SliceLayout(1, RUNS)))
+    warps = gl.expand_dims(gl.expand_dims(warps * _STEP_RUNS, 1), 2)
+    return warps + gl.expand_dims(gl.expand_dims(own, 0), 1)
+
+
+@gluon.jit
+def second_index(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return the indices of outputs or rows, [1, NUMBER, 1], in a slice of the layout."""
+    index = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    return gl.expand_dims(gl.expand_dims(index, 0), 2)
+
+
+@gluon.jit
+def _with_elements(offsets, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return offsets of runs plus those of their elements, [..., NUMBER]."""
+    index = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    return gl.expand_dims(offsets, 3) + gl.expand_dims(gl.expand_dims(gl.expand_dims(index, 0), 1), 2)
+
+
+@gluon.jit
+def outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
+    """Return the outputs of a tile; if gated its second half are up's. What lies beyond the end is the last one."""
+    HALF: gl.constexpr = OUTS // 2 if GATED else OUTS
+    outs = gl.minimum(first_out + index % HALF, out_features - 1)
+    return (outs + index // HALF * out_features).to(gl.int64)
+
+
+@gluon.jit
+def load_step(
+    sources, step, num_runs, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Load a step's words, [WARPS, OUTS, 4, 4], scales, those of bytes' high halves, and zeros.
+
+    What is not needed is the words again. sources: pointers to the first word, scale and zero of outputs, and the
+    runs, and the groups, of the first step; num_runs: runs that are loaded, zeros are the others.
+    """
+    word_ptrs, scale_ptrs, zero_ptrs, runs, groups = sources
+    run = step * (WARPS * _STEP_RUNS)
+    is_run = run + runs < num_runs
+    # Integers that are zero.
+    nothing: gl.constexpr = -0x77777778 if FORMAT == "int4" else 0
+    is_word = gl.expand_dims(is_run, 3)
+    words = gl.load(word_ptrs + run * _RUN_WORDS, mask=is_word, other=nothing, eviction_policy="evict_first")
+    high_scales = words
+    zeros = words
+    if _is_summed(SCALE_INS, FORMAT):
+        group = step * WARPS + groups
+        is_group = group * _STEP_RUNS < num_runs
+        scales = gl.load(scale_ptrs + group * 128 // SCALE_INS, mask=is_group, other=0)
+    elif SCALE_INS == 16:
+        scales = gl.load(scale_ptrs + (run + runs) * 2, mask=is_run, other=0)
+        high_scales = gl.load(scale_ptrs + (run + runs) * 2 + 1, mask=is_run, other=0)
+    else:
+        scales = gl.load(scale_ptrs + (run + runs) * _RUN // SCALE_INS, mask=is_run, other=0)
+    if HAS_ZEROS:
+        zeros = gl.load(zero_ptrs + (run + runs) * _RUN // SCALE_INS, mask=is_run, other=8)
+    return words, scales, high_scales, zeros
+
+
+@gluon.jit
+def _pairs_of_scales(scales, words, dtype: gl.constexpr, FORMAT: gl.constexpr):
+    """Return scales twice in a register beside bytes; those of e2m1 times what its exponents lack but `sum_factor`."""
+    if FORMAT != "int4":
+        scales = widen_scales(scales, FORMAT) * (2.0**94 if dtype == gl.bfloat16 else 2.0**6)
+    else:
+        scales = scales.to(gl.float32)
+    _, pairs = gl.broadcast(words, gl.expand_dims(pack_pair(scales, scales, dtype), 3))
+    return pairs
+
+
+@gluon.constexpr_function
+def sum_factor(dtype, number_format):
+    """Return what multiplies sums: scales of e2m1 were smaller, so as not to overflow."""
+    if number_format == "int4":
+        return 1.0
+    return 2.0**32 if dtype == gl.bfloat16 else 2.0**8
+
+
+@gluon.jit
+def _assemble(to_bf16: gl.constexpr, to_f16: gl.constexpr, words, first, second, dtype: gl.constexpr):
+    """Return values of words, [WARPS, OUTS, 4, 4], as `dtype`, [..., halves of bytes, pairs, 2], by assembly for it."""
+    asm: gl.constexpr = to_bf16 if dtype == gl.bfloat16 else to_f16
+    low, low_next, high, high_next = gl.inline_asm_elementwise(
+        asm, _REGISTERS, [words, first, second], (gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    pairs = gl.join(gl.join(low, high), gl.join(low_next, high_next))
+    first = pairs.to(gl.int16).to(dtype, bitcast=True)
+    return gl.join(first, (pairs >> 16).to(gl.int16).to(dtype, bitcast=True))
+
+
+@gluon.jit
+def _widen(loaded, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
+    """Return a step's values as `dtype`, [WARPS, OUTS, 4, 4, halves, pairs, 2]: integers minus zeros.
+
+    They are scaled if sums are not.
+    """
+    words, scales, high_scales, zeros = loaded
+    if FORMAT == "int4":
+        # The number's sign and exponent, with the zero as its last bits, twice.
+        BASE: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
+        if HAS_ZEROS:
+            _, minus = gl.broadcast(words, gl.expand_dims(zeros.to(gl.int32) * 0x10001 + BASE, 3))
+        else:
+            minus = gl.full(words.shape, 8 * 0x10001 + BASE, gl.int32, words.type.layout)
+        if _is_summed(SCALE_INS, FORMAT):
+            values = _assemble(_INT4_TO_BF16, _INT4_TO_F16, words, minus, minus, dtype)
+        else:
+            pairs = _pairs_of_scales(scales, words, dtype, FORMAT)
+            values = _assemble(_SCALED_INT4_TO_BF16, _SCALED_INT4_TO_F16, words, minus, pairs, dtype)
+    else:
+        pairs = _pairs_of_scales(scales, words, dtype, FORMAT)
+        high_pairs = pairs
+        if SCALE_INS == 16:
+            high_pairs = _pairs_of_scales(high_scales, words, dtype, FORMAT)
+        values = _assemble(_E2M1_TO_BF16, _E2M1_TO_F16, words, pairs, high_pairs, dtype)
+    return values
+
+
+@gluon.jit
+def _weight_operand(values, MMA: gl.constexpr):
+    """Return values of `_widen` as the first operand, [WARPS, OUTS, 128]; threads keep theirs.
+
+    A thread of `mma_v2` has elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of each 16: here four next ones of its run.
+    """
+    ordered = gl.reshape(gl.permute(values, (0, 1, 4, 3, 5, 2, 6)), [values.shape[0], values.shape[1], 128])
+    return gl.convert_layout(ordered, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _row_operand(x, MMA: gl.constexpr):
+    """Return inputs of rows, [WARPS, ROWS, 4, 32], as the second operand, [WARPS, 128, ROWS], in the same order."""
+    WARPS: gl.constexpr = x.shape[0]
+    ROWS: gl.constexpr = x.shape[1]
+    parts = gl.reshape(x, [WARPS, ROWS, 4, 2, 4, 2, 2])
+    ordered = gl.reshape(gl.permute(parts, (0, 3, 4, 5, 2, 6, 1)), [WARPS, 128, ROWS])
+    return gl.convert_layout(ordered, gl.DotOperandLayout(1, MMA, 2), assert_trivial=True)
+
+
+@gluon.jit
+def _multiply_step(acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
+    """Return sums, [WARPS, OUTS, ROWS], plus the product of a step."""
+    MMA: gl.constexpr = acc.type.layout
+    values = _widen(loaded, x.dtype, HAS_ZEROS, SCALE_INS, FORMAT)
+    weight, rows = _weight_operand(values, MMA), _row_operand(x, MMA)
+    if _is_summed(SCALE_INS, FORMAT):
+        _words, scales, _high_scales, _zeros = loaded
+        part = mma_v2(weight, rows, gl.zeros(acc.shape, gl.float32, MMA))
+        acc += part * gl.expand_dims(scales.to(gl.float32), 2)
+    else:
+        acc = mma_v2(weight, rows, acc)
+    return acc
+
+
+@gluon.jit
+def row_ptrs(x_ptr, rows, IN: gl.constexpr):
+    """Return pointers to rows, [1, ROWS, 1, 1]."""
+    offsets = gl.expand_dims(gl.expand_dims(rows.to(gl.int64) * IN, 0), 2)
+    return x_ptr + gl.expand_dims(offsets, 3)
+
+
+@gluon.jit
+def load_rows(
+    x_ptrs, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply.
+
+    x_ptrs: `row_ptrs`, or a pointer to one row that stands for all.
+    """
+    LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
+    runs = gl.minimum(step * (WARPS * _STEP_RUNS) + _runs(WARPS, LAYOUT), IN // _RUN - 1)
+    x = gl.load(x_ptrs + _with_elements(runs * _RUN, _RUN, LAYOUT))
+    x, _ = gl.broadcast(x, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], x.dtype, LAYOUT))
+    return x
+
+
+@gluon.jit
+def _share_row(
+    x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps,
+    IN: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Bring one row into shared memory, [STEPS, WARPS, 4, 32], after residual and norm, if there are."""
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    ins = gl.arange(0, STEPS * WARPS * _STEP_RUNS * _RUN, gl.BlockedLayout([8], [32], [WARPS], [0]))
+    is_in = ins < IN
+    if norm_weight_ptr is not None:
+        norm_weight = gl.load(norm_weight_ptr + ins, mask=is_in, other=0.0)
+    wait_for_previous(PDL)
+    x = gl.load(x_ptr + ins, mask=is_in, other=0.0)
+    if residual_ptr is not None:
+        # Every intermediate value is rounded as by separate ops.
+        residual = gl.load(residual_ptr + ins, mask=is_in, other=0.0)
+        x = (x.to(gl.float32) + residual.to(gl.float32)).to(dtype)
+        if gl.program_id(0) == 0:
+            gl.store(total_ptr + ins, x, mask=is_in)
+    if norm_weight_ptr is not None:
+        wide = x.to(gl.float32)
+        x = (wide * rsqrt(gl.sum(wide * wide, axis=0) / IN + eps) * norm_weight.to(gl.float32)).to(dtype)
+    shared = gl.allocate_shared_memory(dtype, x.shape, gl.SwizzledSharedLayout(1, 1, 1, [0]), x)
+    shape: gl.constexpr = [STEPS, WARPS, _STEP_RUNS, _RUN]
+    return reinterpret(shared, dtype, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+
+
+@gluon.jit
+def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr):
+    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; of shared memory beyond the end the last step again."""
+    if SHARED_STEPS:
+        LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
+        one = gl.expand_dims(x.index(gl.minimum(step, SHARED_STEPS - 1)).load(gl.SliceLayout(1, LAYOUT)), 1)
+        rows, _ = gl.broadcast(one, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], one.dtype, LAYOUT))
+    else:
+        rows = load_rows(x, step, IN, WARPS, ROWS)
+    return rows
+
+
+@gluon.jit
+def weight_sources(
+    words_ptr, scale_ptr, zero_ptr, first_out, out_features,
+    IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return the sources of `load_step` for the outputs from `first_out` on."""
+    WORDS: gl.constexpr = layout_of(WARPS, _RUN_WORDS)
+    NUM_GROUPS: gl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS
+    outs = outputs_of(second_index(OUTS, WORDS), first_out, out_features, OUTS, GATED)
+    runs = _runs(WARPS, WORDS)
+    word_ptrs = words_ptr + _with_elements(outs * (IN // 8) + runs * _RUN_WORDS, _RUN_WORDS, WORDS)
+    scale_ptrs = scale_ptr + outs * NUM_GROUPS
+    zero_ptrs = scale_ptrs
+    groups = runs
+    if zero_ptr is not None:
+        zero_ptrs = zero_ptr + outs * NUM_GROUPS
+    if _is_summed(SCALE_INS, FORMAT):
+        SUMS: gl.constexpr = gl.SliceLayout(2, mma_layout(WARPS))
+        own = gl.expand_dims(gl.arange(0, OUTS, gl.SliceLayout(0, SUMS)), 0)
+        scale_ptrs = scale_ptr + outputs_of(own, first_out, out_features, OUTS, GATED) * NUM_GROUPS
+        groups = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, SUMS)), 1)
+    return word_ptrs, scale_ptrs, zero_ptrs, runs, groups
+
+
+@gluon.jit
+def load_steps(
+    sources, first, num_runs, STEPS: gl.constexpr, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Load the steps from `first` on, a tuple of what `load_step` returns."""
+    steps = ()
+    for step in gl.static_range(STEPS):
+        loaded = load_step(sources, first + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        steps = steps + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
+    return steps
+
+
+@gluon.jit
+def _multiply_loaded(
+    acc, loaded, x, first, IN: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return sums, [WARPS, OUTS, ROWS], plus the product of loaded steps, from `first` on."""
+    WARPS: gl.constexpr = acc.shape[0]
+    ROWS: gl.constexpr = acc.shape[2]
+    rows = _load_x(x, first, IN, WARPS, ROWS, SHARED_STEPS)
+    for step in gl.static_range(len(loaded)):
+        # One step ahead.
+        next_rows = _load_x(x, first + step + 1, IN, WARPS, ROWS, SHARED_STEPS)
+        acc = _multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
+        rows = next_rows
+    return acc
+
+
+@gluon.jit
+def multiply_tile(
+    sources, next_sources, next_runs, loaded, x, OUTS: gl.constexpr, ROWS: gl.constexpr, IN: gl.constexpr,
+    WARPS: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_NEXT: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return the product of a tile, [WARPS, OUTS, ROWS], and the first steps of the next one.
+
+    loaded: the tile's first steps; x: `row_ptrs`, or one row's pointer, or `_share_row`'s memory; next_runs: 0 if there
+    is no other tile. All loads of some steps come before the products of those before, so as to wait for those only;
+    the compiler would move them, but not beyond a barrier.
+    """
+    STEPS: gl.constexpr = len(loaded)
+    CHUNKS: gl.constexpr = (IN + WARPS * STEPS * 128 - 1) // (WARPS * STEPS * 128)
+    acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, mma_layout(WARPS))
+    for chunk in range(CHUNKS - 1):
+        first = chunk * STEPS
+        following = load_steps(sources, first + STEPS, IN // _RUN, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        barrier()
+        acc = _multiply_loaded(acc, loaded, x, first, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        loaded = following
+    following = loaded
+    if HAS_NEXT:
+        following = load_steps(next_sources, 0, next_runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        barrier()
+    LAST: gl.constexpr = (CHUNKS - 1) * STEPS
+    return _multiply_loaded(acc, loaded, x, LAST, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT), following
+
+
+@gluon.jit
+def outputs_and_ups(
+    acc, dtype: gl.constexpr, factor_ptr, bias_ptr, first_out, out_features, GATED: gl.constexpr, FORMAT: gl.constexpr
+):
+    """Return the sum over warps, [OUTS, ROWS], with factors and biases; if gated, the gate's half and up's."""
+    out = gl.sum(acc, axis=0) * sum_factor(dtype, FORMAT)
+    OUTS: gl.constexpr = out.shape[0]
+    ROWS: gl.constexpr = out.shape[1]
+    own = outputs_of(gl.arange(0, OUTS, gl.SliceLayout(1, out.type.layout)), first_out, out_features, OUTS, GATED)
+    if factor_ptr is not None:
+        out *= gl.load(factor_ptr + own)[:, None]
+    if bias_ptr is not None:
+        out += gl.load(bias_ptr + own).to(gl.float32)[:, None]
+    up = out
+    if GATED:
+        out, up = gl.split(gl.permute(gl.reshape(out, [2, OUTS // 2, ROWS]), (1, 2, 0)))
+    return out, up
+
+
+@gluon.jit
+def _store(out, up, out_ptr, first_out, num_rows, out_features, GATED: gl.constexpr):
+    """Store outputs, [outs, ROWS], of a tile, after the gate."""
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    if GATED:
+        gate = round_to(out, dtype)
+        out = gate / (1 + gl.exp(-gate)) * round_to(up, dtype)
+    outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+    rows = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
+    mask = (outs < out_features)[:, None] & (rows < num_rows)[None, :]
+    gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
+
+
+@kernel(do_not_specialize=["num_rows", "num_tiles"])
+def _skinny_four_bit_kernel(
+    x_ptr, residual_ptr, norm_weight_ptr, words_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
+    num_tiles, scale_ptr, zero_ptr, factor_ptr,
+    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
+    SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = x_ptr.dtype.element_ty
+    HAS_ZEROS: gl.constexpr = zero_ptr is not None
+    TILE: gl.constexpr = OUTS // 2 if GATED else OUTS
+    RUNS: gl.constexpr = IN // _RUN
+    first_out = gl.program_id(0) * TILE
+    sources = weight_sources(
+        words_ptr, scale_ptr, zero_ptr, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+    )
+    loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+    if SHARED_STEPS:
+        x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
+    else:
+        wait_for_previous(PDL)
+        x = row_ptrs(x_ptr, gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1), IN)
+    if LOOPS:
+        for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
+            own_out = tile * TILE
+            next_tile = tile + gl.num_programs(0)
+            next_runs = gl.where(next_tile < num_tiles, RUNS, 0)
+            own = weight_sources(
+                words_ptr, scale_ptr, zero_ptr, own_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+            )
+            next_sources = weight_sources(
+                words_ptr, scale_ptr, zero_ptr, next_tile * TILE, out_features, IN, WARPS, OUTS, GATED, SCALE_INS,
+                FORMAT,
+            )  # fmt: skip
+            acc, loaded = multiply_tile(
+                own, next_sources, next_runs, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
+                SCALE_INS, FORMAT,
+            )  # fmt: skip
+            out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, own_out, out_features, GATED, FORMAT)
+            _store(out, up, out_ptr, own_out, num_rows, out_features, GATED)
+    else:
+        acc, _loaded = multiply_tile(
+            sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, False, HAS_ZEROS, SCALE_INS, FORMAT
+        )
+        out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, first_out, out_features, GATED, FORMAT)
+        _store(out, up, out_ptr, first_out, num_rows, out_features, GATED)
+
+
+class SkinnyTile(NamedTuple):
+    """Outputs of a tile (if gated, half of them up's), warps, and steps of a warp that are requested at once.
+
+    programs: of a multiprocessor, which take several tiles each; 0 for one of each tile.
+    """
+
+    outs: int
+    num_warps: int
+    steps: int
+    programs: int = 0
+    registers: int | None = None
+
+
+def _tile(num_rows: int, in_features: int) -> SkinnyTile:
+    if num_rows > 1:
+        return SkinnyTile(32, 4, min(4, triton.cdiv(in_features, 4 * _STEP_INS)))
+    # Where each program normalises the inputs, their values must fit into registers beside the weights.
+    num_warps = 4 if in_features <= 4096 else 8
+    return SkinnyTile(16, num_warps, min(32 // num_warps, triton.cdiv(in_features, num_warps * _STEP_INS)))
+
+
+def skinny_four_bit_gemm(
+    x: torch.Tensor,
+    weight: FourBitMatrix,
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    residual: torch.Tensor | None = None,
+    gated: bool = False,
+    *,
+    tile: SkinnyTile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute `norm_linear` of up to MAX_SKINNY_ROWS rows of 16 bits; of more than one the norm is a kernel of its own.
+
+    The inputs must be a multiple of RUN.
+    """
+    num_rows, in_features = x.shape
+    values, scaling, total = weight.values, weight.scaling, x
+    out_features = len(values) // 2 if gated else len(values)
+    assert num_rows <= MAX_SKINNY_ROWS and in_features % RUN == 0
+    assert x.is_contiguous() and values.is_contiguous() and weight.scales.is_contiguous()
+    assert residual is None or (norm is not None and residual.is_contiguous())
+    if norm is not None and num_rows > 1:
+        x, total = rms_norm(x, norm.weight, norm.eps, residual)
+        norm = residual = None
+    elif residual is not None:
+        total = torch.empty_like(x)
+    norm_weight, eps = norm or (None, 0.0)
+    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    tile = tile or _tile(num_rows, in_features)
+    num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
+    num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
+    shared_steps = triton.next_power_of_2(triton.cdiv(in_features, tile.num_warps * _STEP_INS)) if num_rows == 1 else 0
+    _skinny_four_bit_kernel[(min(num_programs, num_tiles),)](
+        x, residual, norm_weight, values.view(torch.int32), bias, out, total, eps, num_rows, out_features, num_tiles,
+        IN=in_features, WARPS=tile.num_warps, STEPS=tile.steps, OUTS=tile.outs,
+        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, SHARED_STEPS=shared_steps, LOOPS=num_programs < num_tiles,
+        GATED=gated, num_warps=tile.num_warps, maxnreg=tile.registers, **pdl_options(x.device), **scaling,
+    )  # fmt: skip
+    return out, total

@@ -1,0 +1,209 @@
+"""The experts of few rows with weights in four bits, by the products of `skinny_four_bit_gemm`.
+
+As in `expert_gemm` there is a program for each tile of outputs and each (row, choice); the first of an expert's
+computes all its rows, and the others end at once. Down of one row is one sum over its experts, whose weights are
+requested one expert ahead.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanovllm.kernels._gluon import barrier, gl, gluon, kernel
+from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
+from nanovllm.kernels.four_bits import RUN, FourBitMatrix
+from nanovllm.kernels.linear.skinny_four_bit_gemm import (
+    load_steps,
+    mma_layout,
+    multiply_tile,
+    outputs_and_ups,
+    row_layout,
+    row_ptrs,
+    sum_factor,
+    weight_sources,
+)
+from nanovllm.kernels.moe.activation import Activation, activate, is_gated
+from nanovllm.kernels.moe.route import Routing
+from nanovllm.kernels.policy import MAX_EXPERT_ROWS
+
+_WARPS, _OUTS = 4, 16
+_MOST_STEPS = 8
+"""Steps of a warp that are requested at once, at most."""
+
+
+@gluon.jit
+def _expert_sources(
+    words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features,
+    IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return `weight_sources` of one expert."""
+    first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
+    groups = first * ((IN + SCALE_INS - 1) // SCALE_INS)
+    if zero_ptr is not None:
+        zero_ptr += groups
+    return weight_sources(
+        words_ptr + first * (IN // 8), scale_ptr + groups, zero_ptr, first_out, out_features,
+        IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _rows_of_expert(
+    experts_ptr, slot, num_rows, ROWS: gl.constexpr, TOP_K: gl.constexpr, CHOICES: gl.constexpr, WARPS: gl.constexpr
+):
+    """Return the slots of rows that have the expert of a slot, [ROWS], -1 of others; and whether that is the first."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, CHOICES], [32, 1], [WARPS, 1], [1, 0])
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    choices = gl.arange(0, CHOICES, gl.SliceLayout(0, LAYOUT))[None, :]
+    slots = rows * TOP_K + choices
+    chosen = gl.load(experts_ptr + slots, mask=(rows < num_rows) & (choices < TOP_K), other=-1)
+    has_expert = chosen == gl.load(experts_ptr + slot)
+    num_earlier = gl.sum(gl.sum((has_expert & (slots < slot)).to(gl.int32), axis=1), axis=0)
+    return gl.max(gl.where(has_expert, slots, -1), axis=1), num_earlier == 0
+
+
+@kernel(do_not_specialize=["num_rows", "first_expert"])
+def _skinny_experts_kernel(
+    x_ptr, experts_ptr, weights_ptr, words_ptr, bias_ptr, out_ptr, num_rows, first_expert, num_experts, out_features,
+    scale_ptr, zero_ptr, factor_ptr,
+    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
+    TOP_K: gl.constexpr, CHOICES: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    IS_FIRST: gl.constexpr = ACTIVATION is not None
+    RUNS: gl.constexpr = IN // 32
+    HAS_ZEROS: gl.constexpr = zero_ptr is not None
+    first_out, slot = gl.program_id(0) * (OUTS // 2 if GATED else OUTS), gl.program_id(1)
+    if IS_FIRST:
+        wait_for_previous(PDL)
+    slots, is_first = _rows_of_expert(experts_ptr, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS)
+    expert = gl.load(experts_ptr + slot) - first_expert
+    if is_first & (expert >= 0) & (expert < num_experts):
+        sources = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+        )
+        loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        if not IS_FIRST:
+            wait_for_previous(PDL)
+        # The compiler must not move the loads to where they are needed.
+        barrier()
+        places = gl.maximum(gl.convert_layout(slots, row_layout(WARPS)), 0)
+        x = row_ptrs(x_ptr, places // TOP_K if IS_FIRST else places, IN)
+        acc, _loaded = multiply_tile(
+            sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, 0, False, HAS_ZEROS, SCALE_INS, FORMAT
+        )
+        first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
+        factors = factor_ptr if factor_ptr is None else factor_ptr + first
+        biases = bias_ptr if bias_ptr is None else bias_ptr + first
+        out, up = outputs_and_ups(acc, dtype, factors, biases, first_out, out_features, GATED, FORMAT)
+        out = activate(out, up, dtype, ACTIVATION)
+        stored = gl.convert_layout(slots, gl.SliceLayout(0, out.type.layout))
+        if not IS_FIRST:
+            out *= gl.load(weights_ptr + stored, mask=stored >= 0, other=0.0)[None, :]
+        outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+        mask = (outs < out_features)[:, None] & (stored >= 0)[None, :]
+        gl.store(out_ptr + stored.to(gl.int64)[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
+    elif not IS_FIRST:
+        wait_for_previous(PDL)
+
+
+def skinny_four_bit_experts(
+    x: torch.Tensor,
+    routing: Routing,
+    weight: FourBitMatrix,
+    out: torch.Tensor,
+    first_expert: int,
+    activation: Activation | None,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Compute `expert_gemm` of 16-bit rows and weights in four bits; their inputs must be a multiple of RUN."""
+    num_rows, top_k = routing.experts.shape
+    in_features, out_features, gated = x.shape[-1], out.shape[-1], is_gated(activation)
+    values = weight.values
+    assert num_rows <= MAX_EXPERT_ROWS and x.is_contiguous() and values.is_contiguous() and out.is_contiguous()
+    assert in_features % RUN == 0
+    steps = min(_MOST_STEPS, triton.cdiv(in_features, _WARPS * 4 * RUN))
+    _skinny_experts_kernel[(triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS), num_rows * top_k)](
+        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, num_rows, first_expert, len(values),
+        out_features, IN=in_features, WARPS=_WARPS, STEPS=steps, OUTS=_OUTS, ROWS=8 if num_rows <= 8 else 16,
+        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ACTIVATION=activation, GATED=gated, num_warps=_WARPS,
+        **pdl_options(x.device), **weight.scaling,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _weighted(acc, expert, weight, factor_ptr, bias_ptr, outs, out_features, dtype: gl.constexpr, FORMAT: gl.constexpr):
+    """Return sums of an expert, [WARPS, OUTS, 8], with its factors and biases, those once, times its weight."""
+    own = expert.to(gl.int64) * out_features + outs
+    if factor_ptr is not None:
+        acc *= gl.expand_dims(gl.expand_dims(gl.load(factor_ptr + own), 0), 2)
+    acc *= sum_factor(dtype, FORMAT) * weight
+    if bias_ptr is not None:
+        warps = gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, acc.type.layout)))
+        share = gl.expand_dims(gl.expand_dims(gl.where(warps == 0, weight, 0.0), 1), 2)
+        acc += share * gl.expand_dims(gl.expand_dims(gl.load(bias_ptr + own).to(gl.float32), 0), 2)
+    return acc
+
+
+@kernel(do_not_specialize=[])
+def _down_sum_kernel(
+    x_ptr, experts_ptr, weights_ptr, words_ptr, bias_ptr, out_ptr, out_features, scale_ptr, zero_ptr, factor_ptr,
+    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, TOP_K: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    HAS_ZEROS: gl.constexpr = zero_ptr is not None
+    MMA: gl.constexpr = mma_layout(WARPS)
+    RUNS: gl.constexpr = IN // 32
+    first_out = gl.program_id(0) * OUTS
+    sources = _expert_sources(
+        words_ptr, scale_ptr, zero_ptr, gl.load(experts_ptr), first_out, out_features,
+        IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
+    )  # fmt: skip
+    loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+    wait_for_previous(PDL)
+    outs = first_out + gl.arange(0, OUTS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
+    own = gl.minimum(outs, out_features - 1)
+    total = gl.zeros([WARPS, OUTS, 8], gl.float32, MMA)
+    for choice in range(TOP_K):
+        expert = gl.load(experts_ptr + choice)
+        sources = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, False, SCALE_INS, FORMAT
+        )
+        next_expert = gl.load(experts_ptr + gl.minimum(choice + 1, TOP_K - 1))
+        next_sources = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, next_expert, first_out, out_features,
+            IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
+        )  # fmt: skip
+        next_runs = gl.where(choice < TOP_K - 1, RUNS, 0)
+        acc, loaded = multiply_tile(
+            sources, next_sources, next_runs, loaded, x_ptr + choice * IN, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS,
+            SCALE_INS, FORMAT,
+        )  # fmt: skip
+        weight = gl.load(weights_ptr + choice)
+        total += _weighted(acc, expert, weight, factor_ptr, bias_ptr, own, out_features, dtype, FORMAT)
+    # All columns are the same.
+    out = gl.max(gl.sum(total, axis=0), axis=1)
+    places = first_out + gl.arange(0, OUTS, out.type.layout)
+    gl.store(out_ptr + places, out.to(dtype), mask=places < out_features)
+
+
+def down_sum(
+    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the sum, [1, out_features], over the experts of one row of `skinny_four_bit_experts` for down.
+
+    All experts must be here.
+    """
+    values, (rows, top_k, size) = weight.values, x.shape
+    assert rows == 1 and x.is_contiguous() and values.is_contiguous() and size % RUN == 0
+    out_features = values.shape[1]
+    out = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
+    _down_sum_kernel[(triton.cdiv(out_features, _OUTS),)](
+        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features, IN=size, WARPS=_WARPS,
+        STEPS=min(_MOST_STEPS, triton.cdiv(size, _WARPS * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k, num_warps=_WARPS,
+        **pdl_options(x.device), **weight.scaling,
+    )  # fmt: skip
+    return out

@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 # What some of the requests ask of sampling beyond a temperature.
 ASKED: list[dict[str, Any]] = [
     {}, {}, {}, {"top_k": 20, "top_p": 0.9}, {"min_p": 0.05, "logprobs": 3}, {"allowed_token_ids": [*range(9, 900, 7)]},
-    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 2.0, 999: 3.0}},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {5: 2.0, 999: 3.0}}, {"hidden_states": [0, 1]},
 ]  # fmt: skip
 needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 

@@ -135,11 +135,8 @@ class CausalLM(WeightedModel):
         # There are fewer layers while kernels are compiled.
         last = len(decoder.layers) - 1
         found: dict[int, Any] = {min(number, last): None for number in layer_ids}
-        has_last = rows is not None and last in found
-        x, residual = decoder(token_ids, positions, None if has_last else rows, found)
-        if has_last:
-            x, residual = x[..., rows, :], None if residual is None else residual[rows]
-        return (x, residual), {number: found[min(number, last)] for number in layer_ids}
+        states: Stream = decoder(token_ids, positions, rows, found)
+        return states, {number: found[min(number, last)] for number in layer_ids}
 
     def hidden_states(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return the states after the last norm, [num_rows, hidden_size]; x, residual: from `forward`."""

@@ -223,13 +223,10 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[Stream, torch.Tensor | None]:
-        """Return x and residual, [num_tokens, hidden_size], after the layer, and their sum before it.
-
-        All of them of `rows`, or of all tokens.
-        """
-        x, total = self.self_attn(x, self.input_layernorm, residual, positions, rows)
-        return self.mlp(x, self.post_attention_layernorm, total), total
+    ) -> Stream:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
+        x, residual = self.self_attn(x, self.input_layernorm, residual, positions, rows)
+        return self.mlp(x, self.post_attention_layernorm, residual)
 
 
 class PostNormDecoderLayer(nn.Module):
@@ -249,16 +246,15 @@ class PostNormDecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[Stream, torch.Tensor]:
-        """Return x and residual after the layer, and their sum before it; see `DecoderLayer.forward`."""
-        before = x if residual is None else residual + x
-        branch, _ = self.self_attn(before, None, None, positions, rows)
+    ) -> Stream:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
+        total = x if residual is None else residual + x
+        branch, _ = self.self_attn(total, None, None, positions, rows)
         branch, _ = self.post_attention_layernorm(branch)
-        before = before if rows is None else before[rows]
-        total = before + branch
+        total = (total if rows is None else total[rows]) + branch
         branch, _ = self.mlp(total)
         branch, _ = self.post_feedforward_layernorm(branch)
-        return (branch, total), before
+        return branch, total
 
 
 class SingleDecoderLayer(nn.Module):
@@ -273,15 +269,13 @@ class SingleDecoderLayer(nn.Module):
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, rows: torch.Tensor | None
-    ) -> tuple[Stream, torch.Tensor | None]:
-        """Return x and residual after the layer, and their sum before it; see `DecoderLayer.forward`."""
+    ) -> Stream:
+        """Return x and residual, [num_tokens, hidden_size], after the layer, of `rows` or of all tokens."""
         if self.mixes:
-            x, total = self.mixer(x, self.norm, residual, positions, rows)
-            return (x, total), total
+            return self.mixer(x, self.norm, residual, positions, rows)
         if rows is not None:
             x, residual = x[..., rows, :], None if residual is None else residual[rows]
-        x, total = self.mixer(x, self.norm, residual)
-        return (x, total), total
+        return self.mixer(x, self.norm, residual)
 
 
 class Decoder(nn.Module):
@@ -318,12 +312,18 @@ class Decoder(nn.Module):
         x, residual = self.embed_tokens(token_ids), None
         if self.multiplier != 1:
             x = x * self.multiplier
+        dtype = x.dtype
         for i, layer in enumerate(self.layers):
-            # After the last layer's attention only the rows to sample from are needed.
-            (x, residual), before = layer(x, residual, positions, rows if i + 1 == len(self.layers) else None)
             if hidden_states is not None and i in hidden_states:
-                hidden_states[i] = before
+                hidden_states[i] = self._total(x, residual).to(dtype)
+            # After the last layer's attention only the rows to sample from are needed.
+            x, residual = layer(x, residual, positions, rows if i + 1 == len(self.layers) else None)
         return x, residual
+
+    def _total(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return x + residual, which a norm computes as well, but which is then overwritten."""
+        total = self.norm.communicator.all_reduce(x.sum(0) if x.dim() == 3 else x.clone())
+        return total if residual is None else total + residual
 
 
 def make_layer(

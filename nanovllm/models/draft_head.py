@@ -267,7 +267,7 @@ class MTPHead(DraftHead):
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         model = self.model
-        states, _ = model.norm(*model.layers[0](model.join(embeds, hidden), None, positions, None)[0])
+        states, _ = model.norm(*model.layers[0](model.join(embeds, hidden), None, positions, None))
         return states, states
 
 

@@ -142,8 +142,9 @@ def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
     num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     max_drafts = max_draft_rows(config) * num_drafts
     max_samples += max_drafts
-    # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding.
-    per_layer = 3 if model_config.architecture.qk_norm == "projections" else 2
+    # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding. And two, of a half
+    # each, for hidden states that are asked for.
+    per_layer = (3 if model_config.architecture.qk_norm == "projections" else 2) + 2
     return StepLimits(
         num_reductions=per_layer * model_config.num_layers + 1,
         # A capture size has fewer than twice the prompt tokens of a step, plus its decode rows.

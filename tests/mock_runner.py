@@ -180,8 +180,6 @@ class MockRunner:
         self.num_drafts, self.draft_costs = num_drafts, NO_DRAFTS
         if num_drafts:
             self.draft_costs = DraftCosts((max(1, num_slots - 1),), (draft_ratio,))
-        # The slots that have drafts.
-        self.drafted: set[int] = set()
         # Decides which drafts are right, most of them.
         self.draft_rng, self.share_right = random.Random(copy_seed), 0.7
         # Slots in the host's memory that can be saved to, and how many there will be.
@@ -276,8 +274,6 @@ class MockRunner:
                 sampled.append([self._sample(chunk.slot)])
         assert len(sampled) == len(batch.sampled_seq_ids)
         assert len(batch.rows) <= self.draft_costs.most_rows or not batch.drafts
-        computed = {*batch.rows.slots.tolist(), *(chunk.slot for chunk in batch.chunks)}
-        self.drafted = self.drafted | computed if batch.drafts else self.drafted - computed
         if self.fail_result:
             self.fail_result = False
             # A step that failed may have left anything in the blocks that it was to write.
@@ -339,7 +335,7 @@ class MockRunner:
         while True:
             self.num_computed[slot] += 1
             tokens.append(self._sample(slot))
-            if len(tokens) == num_new or slot not in self.drafted:
+            if len(tokens) == num_new:
                 return tokens
             position, is_right = self.num_computed[slot], self.draft_rng.random() < self.share_right
             if not is_right:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import ClassVar
+from itertools import product
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.backend import CaptureVariant
+from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.attention.backend import CaptureVariant, HostPlan
 from nanovllm.attention.triton import DecodeVariant
+from nanovllm.config import Config
 from nanovllm.kernels.policy import FASTEST, FEW_SEQS, MAX_SKINNY_ROWS
 from nanovllm.runner import cuda_graph
 from nanovllm.runner.batch import StepShape
@@ -111,6 +116,31 @@ def test_samples_take_every_kind_of_kernel(uses_cascade: bool, single_split: boo
 
 def test_few_sizes_and_none_have_samples() -> None:
     assert make_capture_sizes(1, 64, False).representatives() and not CaptureSizes([]).representatives()
+
+
+def test_steps_with_drafts_have_sizes_of_their_own() -> None:
+    """Rows verify drafts, the step makes some, or both; the number of rows at most is not a size of others."""
+    variants = [CaptureVariant(DecodeVariant(way), is_coarse=way) for way in (False, True)]
+    backend: Any = SimpleNamespace(
+        variants=lambda: variants, supports_cuda_graph=True, supports_mixed_graph=True, kernel_rows=(),
+        plan_host=lambda *_: HostPlan(DecodeVariant(), np.empty(0, np.int32)),
+    )  # fmt: skip
+    model: Any = SimpleNamespace(kernel_rows=(), kernel_tokens=())
+    speculative_config = {"method": "ngram", "num_speculative_tokens": 4}
+    config = Config(BUNDLED_MODEL, max_num_seqs=256, speculative_config=speculative_config)
+    capture_sizes = cuda_graph.make_capture_sizes(config, backend, model, is_cuda=True)
+    most = cuda_graph.max_draft_rows(config)
+    assert most == 51
+    for rows, (num_tokens, num_chunks), drafts in product(range(1, most + 1), ((0, 0), (100, 3)), (False, True)):
+        for num_drafts, way in ((4, False), (0, False), (0, True)):
+            shape = StepShape(rows, num_tokens, num_chunks, DecodeVariant(way), num_drafts, drafts)
+            size = capture_sizes.fit(shape)
+            assert size is not None and (size.num_drafts, size.drafts) == (num_drafts, drafts), shape
+            plain = capture_sizes.fit(replace(shape, num_drafts=0, drafts=False))
+            assert plain is not None and (num_drafts or size == replace(plain, drafts=drafts))
+    assert capture_sizes.fit(StepShape(57, variant=DecodeVariant(), drafts=True)) is None
+    found = capture_sizes.representatives()
+    assert {(shape.num_drafts, shape.drafts) for shape in found} == {(0, False), (4, True)}
 
 
 class FakeGraph:

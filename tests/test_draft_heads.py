@@ -75,10 +75,7 @@ class ForcedDrafter(HeadDrafter):
         state.drafts.copy_(own)
         slots = inputs.sample_slots.tolist()
         for row, slot in enumerate(slots):
-            if slot == len(state.last_token) - 1:
-                continue
-            if not inputs.drafts:
-                assert (own[slot] == -1).all()
+            if slot == len(state.last_token) - 1 or not inputs.drafts:
                 continue
             end = int(state.num_computed[slot]) + 1
             begun = self.known.history[slot, :end].tolist()

@@ -398,12 +398,12 @@ class Scheduler:
     def _note_drafts(self, batch: ScheduledBatch, num_drafts: np.ndarray) -> None:
         """Take in the number of drafts that the device has for each row after a step."""
         num_rows = len(batch.rows)
-        self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch)
+        self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch.number)
         begun = zip(batch.sampled_seq_ids[num_rows:], num_drafts[num_rows:].tolist(), strict=True)
         found = [(seq.slot, n) for seq_id, n in begun if (seq := self._sequences.get(seq_id)) and seq.rows is not None]
         if found:
             slots, counts = np.array(found).T
-            self.steady.note_drafts(slots, counts, batch)
+            self.steady.note_drafts(slots, counts, batch.number)
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
         """Add the tokens of a row planned to compute `num_new` to its sequence; return how many of them count."""

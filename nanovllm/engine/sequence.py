@@ -28,7 +28,6 @@ from nanovllm.runner.messages import (
     NewRequest,
     PromptScores,
     Rows,
-    ScheduledBatch,
     TokenLogprobs,
 )
 from nanovllm.sampling_params import SamplingExtra
@@ -430,13 +429,12 @@ class SteadyRows:
             seq._token_ids.frombytes(self._recent[slot, :count].tobytes())
             self._num_recent[slot] = 0
 
-    def note_drafts(self, slots: np.ndarray, num_drafts: np.ndarray, step: ScheduledBatch) -> None:
+    def note_drafts(self, slots: np.ndarray, num_drafts: np.ndarray, step: int) -> None:
         """Take in the number of drafts that the device has for rows after a step, by their slots."""
-        is_current = self._first_step[slots] <= step.number + 1
+        is_current = self._first_step[slots] <= step + 1
         slots, num_drafts = slots[is_current], num_drafts[is_current]
         self._num_noted[slots] = num_drafts
-        if step.drafts:
-            self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
+        self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
 
     def without_room(self) -> list[Sequence]:
         """Return the sequences that may lack a block of their own for their next tokens."""

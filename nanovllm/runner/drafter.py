@@ -37,7 +37,7 @@ class Drafter(ABC):
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
         """Draft for the step's `sample_slots`, after their new tokens were written into the slots.
 
-        Where `StepInputs.drafts` is false there are no drafts then, and only what later ones need is computed.
+        Where `StepInputs.drafts` is false, drafts stay as they are, and only what later ones need is computed.
         sampled: [num_samples] int64; the token sampled after each of the step's sampled tokens. A CUDA graph may hold
         this.
         """
@@ -76,9 +76,6 @@ class NgramDrafter(Drafter):
         self.history[slots, positions + 1] = sampled.int()
         if inputs.drafts:
             ngram_drafts(state, self.history, inputs.sample_slots, self.lookup)
-        else:
-            # A graph cannot hold an assignment of a number, which is copied to the device.
-            state.drafts.index_fill_(0, inputs.sample_slots.long(), -1)
 
 
 class HeadDrafter(Drafter):
@@ -107,16 +104,15 @@ class HeadDrafter(Drafter):
 
     @override
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
-        head, slots = self.head, inputs.sample_slots.long()
+        head = self.head
         assert inputs.hidden_states is not None
         embeds = head.embed(_next_token_ids(inputs, sampled, len(state.last_token) - 1))
         hidden = head.begin(inputs.hidden_states)
         with set_step_metadata(inputs.metadata):
             head.store(embeds, hidden, inputs.positions)
-        # A graph cannot hold an assignment of a number, which is copied to the device.
-        state.drafts.index_fill_(0, slots, -1)
         if not inputs.drafts:
             return
+        slots = inputs.sample_slots.long()
         rows, tokens = _newest_rows(inputs, state.num_computed[slots]), state.last_token[slots]
         is_padding = slots == len(state.last_token) - 1
         hidden = hidden[rows]
@@ -155,10 +151,10 @@ class HeadDrafter(Drafter):
 
 
 def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int) -> torch.Tensor:
-    """Return the token after each of a step's tokens, [num_tokens] int32."""
+    """Return the token after each of a step's tokens, [num_tokens] int32 or int64."""
     first, num_tokens, successors = inputs.num_row_tokens, len(inputs.token_ids), inputs.successors
     if inputs.sample_indices is None or successors is None:
-        return sampled.int()
+        return sampled
     # The last entry takes what is for no token.
     following = torch.cat((sampled[:first].int(), inputs.token_ids[first + 1 :], successors.new_zeros(2)))
     ends = inputs.metadata.cu_seqlens_q[1:] - 1 + first

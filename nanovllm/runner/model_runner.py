@@ -194,7 +194,7 @@ class ModelRunner:
         num_rows = 2 * config.max_num_running
         num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts
         self._sampled = torch.zeros(num_rows + num_counts, dtype=torch.int64, device=self.device)
-        self._output_buffers = OutputBuffers(self._sampled, self.drafter is not None)
+        self._output_buffers = OutputBuffers(self._sampled)
         self._num_clipped = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.sampling = SamplingState(self.model_config.vocab_size, self.device, config.logprobs_mode)
 
@@ -460,6 +460,7 @@ class ModelRunner:
             self._sampled[len(token_ids) : end] = torch.cat((counts, inputs.is_new.sum(1)))
         if self.drafter is not None:
             self.drafter.propose(state, inputs, token_ids)
+        if inputs.drafts:
             self._sampled[end : end + len(slots)] = (state.drafts[slots] >= 0).sum(1)
 
     def check(self) -> None:

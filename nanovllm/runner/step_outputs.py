@@ -94,7 +94,7 @@ class PendingStep:
     Attributes:
         shape, num_rows, num_samples: of the step, its decode rows without padding, and the chunks that it samples.
         sampled: what `ModelRunner` stores of a step: a token for each row of logits; with drafts the tokens that each
-            decode row gained, and the ones that were new in it; in engines with drafts the drafts of each row now.
+            decode row gained, and the ones that were new in it; if it makes drafts, the drafts of each row now.
         logprob_rows: the rows of logits that `logprobs` describe.
         logprobs: None if there are no such rows.
         prompt_outputs: see `StepOutput`.
@@ -168,11 +168,10 @@ class OutputBuffers:
 
     Args:
         sampled: [n] int64, where every step stores its tokens.
-        has_drafts: whether the engine has a drafter; see `PendingStep`.
     """
 
-    def __init__(self, sampled: torch.Tensor, has_drafts: bool) -> None:
-        self._sampled, self._has_drafts = sampled, has_drafts
+    def __init__(self, sampled: torch.Tensor) -> None:
+        self._sampled = sampled
         self._buffers = [torch.empty_like(sampled, device="cpu", pin_memory=sampled.is_cuda) for _ in range(2)]
         self._turn = 0
 
@@ -186,10 +185,10 @@ class OutputBuffers:
         """Queue the copies of the results of the last queued step; see `PendingStep` for the arguments."""
         shape, num_samples = step.shape, sum(chunk.samples for chunk in step.batch.chunks)
         sampled = self._sampled[: shape.num_decodes + num_samples]
-        if self._has_drafts:
-            num_rows = shape.num_decodes + shape.num_chunks
+        if shape.num_drafts or shape.drafts:
             num_counts = 2 * shape.num_decodes if shape.num_drafts else 0
-            sampled = self._sampled[: shape.num_row_tokens + shape.num_chunks + num_counts + num_rows]
+            num_counts += shape.num_decodes + shape.num_chunks if shape.drafts else 0
+            sampled = self._sampled[: shape.num_row_tokens + shape.num_chunks + num_counts]
         if sampled.is_cuda:
             self._turn ^= 1
             buffer = self._buffers[self._turn][: len(sampled)]

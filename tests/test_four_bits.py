@@ -5,6 +5,7 @@ The checkpoints are written here, by packers of their own, beside one of what th
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -151,19 +152,24 @@ def compressed(form: str, inputs: object = None, **weights: Any) -> dict[str, An
 
 @dataclass(frozen=True)
 class Format:
-    """A format: its quantization_config, and what stores a matrix, and says what that means."""
+    """A format: its quantization_config, and what stores a matrix, and says what that means; ignored: in names."""
 
     config: dict[str, Any]
     store: Callable[[torch.Tensor], tuple[Tensors, torch.Tensor]]
+    ignored: str = "nothing"
 
 
 NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
 FORMATS = {
-    "gptq": Format(GPTQ, gptq),
+    "gptq": Format(GPTQ | {"method": "gptq", "format": "gptq", "pack_dtype": "int32"}, gptq),
     "gptq-symmetric": Format(GPTQ | {"sym": True, "desc_act": True}, lambda weight: gptq(weight, 1, False)),
-    "gptq-v2": Format(GPTQ | {"checkpoint_format": "gptq_v2"}, lambda weight: gptq(weight, 0)),
+    "gptq-v2": Format(GPTQ | {"format": "gptq_v2"}, lambda weight: gptq(weight, 0)),
+    "gptq-part": Format(
+        GPTQ | {"dynamic": {"lm_head": {}, "+:.*mlp.*": {"bits": 4}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}}},
+        gptq, "self_attn",
+    ),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
          "modules_to_not_convert": ["mlp.gate"]}, awq,
@@ -197,7 +203,7 @@ def write(folder: Path, kind: Format, to: Path) -> tuple[Path, Path]:
     tensors = load_file(folder / "model.safetensors")
     narrow, wide = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if re.search(r"_proj\.weight$", name):
+        if re.search(r"_proj\.weight$", name) and kind.ignored not in name:
             del narrow[name]
             made, wide[name] = kind.store(weight)
             narrow |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in made.items()}
@@ -265,7 +271,8 @@ def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], si
         for name, (region, index) in dequantised(model).items():
             assert torch.allclose(region, wide[name][index], rtol=1e-6, atol=0), name
             seen.add(name)
-    assert seen == {name for name in wide if name.endswith("_proj.weight")}
+    stored = load_file(written[0] / "model.safetensors")
+    assert seen == {name for name in wide if stored.get(name, torch.empty(0, dtype=torch.uint8)).dtype == torch.uint8}
 
 
 @pytest.mark.parametrize("name", ["gptq", "nvfp4"])
@@ -278,7 +285,24 @@ def test_ranks_and_updates(base: Path, tmp_path: Path, name: str) -> None:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
 
 
-@pytest.mark.parametrize("name", ["packed-group", "packed-zeros", "packed-channel", "nvfp4"])
+def test_modelopts_older_folders_have_a_file_of_their_own(base: Path, tmp_path: Path) -> None:
+    stored, meant = write(base, FORMATS["modelopt"], tmp_path)
+    kinds = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"}
+    change(stored, quantization_config=None)
+    (stored / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": kinds}))
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_proj.{name}_scale": torch.tensor(scale)
+        for layer in range(2) for name, scale in (("k", 0.5), ("v", 0.25))
+    }  # fmt: skip
+    save_file(load_file(stored / "model.safetensors") | scales, stored / "model.safetensors")
+    assert tokens_and_logits(stored)[0] == tokens_and_logits(meant)[0]
+    with LLM(stored, kv_cache_dtype="fp8", **SETTINGS) as llm:
+        runner: Any = llm.llm_engine._runner
+        scales = runner.model.model.layers[1].self_attn.attn.layer.pages.scales
+        assert set(scales.keys.tolist()) == {0.5} and set(scales.values.tolist()) == {0.25}
+
+
+@pytest.mark.parametrize("name", ["packed-group", "packed-zeros", "packed-channel", "packed-mxfp4", "nvfp4"])
 def test_compressed_tensors_reads_the_same(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
     pytest.importorskip("compressed_tensors")
     base = make_checkpoint("qwen2", hidden_size=128, intermediate_size=128, num_hidden_layers=1)
@@ -294,12 +318,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quant_method 'bitsandbytes'"),
     "exl2": ({"quant_method": "exl2"}, "quant_method 'exl2'"),
     "three bits": (GPTQ | {"bits": 3}, "bits=3"),
-    "mixed bits": (GPTQ | {"dynamic": {"lm_head": {"bits": 8}}}, "dynamic="),
+    "mixed bits": (GPTQ | {"dynamic": {"-:.*attn.*": {}, "lm_head": {"bits": 8}}}, "dynamic={'lm_head': {'bits': 8}}"),
     "groups of 48": (GPTQ | {"group_size": 48}, "group_size=48"),
     "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
     "order": (compressed("pack-quantized", strategy="group", group_size=128, actorder="group"), "actorder='group'"),
     "W4A8": (compressed("pack-quantized", {"num_bits": 8}, strategy="channel"), "input_activations="),
-    "FP8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quant_algo='FP8'"),
+    "W4A8_AWQ": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),
+    "words of 64 bits": (GPTQ | {"pack_dtype": "int64"}, "pack_dtype='int64'"),
 }  # fmt: skip
 
 

@@ -136,6 +136,10 @@ FORMATS = {
         compressed(STATIC, strategy="tensor"), (None, None), shape=lambda scales: scales.view(1),
         input_scale="input_scale",
     ),
+    "modelopt": Format(
+        {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, (None, None),
+        shape=lambda scales: scales.view(()), input_scale="input_scale", ignored="nothing",
+    ),
     "compressed-block": Format(compressed(None, strategy="block", block_structure=[128, 128]), (128, 128)),
 }  # fmt: skip
 

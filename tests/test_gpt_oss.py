@@ -12,12 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
+from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref, quantize_four_bits
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.route import route_ref
+from nanovllm.models import count_parameters
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
 from tests.test_four_bits import TABLE, Tensors, e2m1, pairs
@@ -155,3 +157,12 @@ def test_routing_with_biases(rows: int) -> None:
     routing = by_triton(route_op.route)(x, weight, 4, True, bias=bias)[0]
     want = route_ref(x, weight, 4, True, bias=bias)[0]
     assert torch.equal(routing.experts, want.experts) and torch.allclose(routing.weights, want.weights, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "billions", "gigabytes"), [("20b", 20.9, 12.6), ("120b", 116.8, 64.1)])
+def test_shapes_of_the_benchmark(shape: str, billions: float, gigabytes: float) -> None:
+    config = ModelConfig.from_folder(shape_folder(f"gpt-oss-{shape}"))
+    weights = WeightCounts.of(config)
+    assert round(count_parameters(config) / 1e9, 1) == billions
+    # All experts are read by very many rows; the embedding is not.
+    assert round(weights.bytes_read_by(10**6) / 1e9, 1) == gigabytes

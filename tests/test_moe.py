@@ -277,9 +277,9 @@ def test_the_published_shape() -> None:
     assert all(layer.has_experts for layer in config.layers) and count_parameters(config) == 30_532_122_624
     weights = WeightCounts.of(config)
     # The embedding alone of its 3.3 billion active ones is looked up.
-    assert weights.of_row + weights.head == weights.read_by(1) == 3_041_867_776
-    assert weights.read_by(2) == pytest.approx(weights.read_by(1) + 7.5 * weights.expert)
-    assert weights.read_by(10**4) == pytest.approx(weights.dense + weights.head + 128 * weights.expert)
+    assert 2 * (weights.of_row + weights.head) == weights.bytes_read_by(1) == 2 * 3_041_867_776
+    assert weights.bytes_read_by(2) == pytest.approx(weights.bytes_read_by(1) + 15 * weights.expert)
+    assert weights.bytes_read_by(10**4) == pytest.approx(2 * (weights.dense + weights.head + 128 * weights.expert))
 
 
 def test_a_model_without_experts_has_none_to_divide(checkpoint: Path) -> None:

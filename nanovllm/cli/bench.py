@@ -1,9 +1,9 @@
 """Compares throughput with the machine's physical limit: `nanovllm bench [--workload all] [--shape 8B]`.
 
-On a GPU it uses random weights of a published shape of Qwen3 or Qwen3.5; without one, the bundled checkpoint and less
-work. Each workload runs a warm-up round and two rounds with new prompts, and the better one counts; `square`, which
-takes minutes and is not part of `all`, runs once. The floor is the minimum time at the read bandwidth and matmul rate
-measured in the same run: for each decode step the longer of reading the weights and computing the products, plus
+On a GPU it uses random weights of a published shape of Qwen3, Qwen3.5 or gpt-oss; without one, the bundled checkpoint
+and less work. Each workload runs a warm-up round and two rounds with new prompts, and the better one counts; `square`,
+which takes minutes and is not part of `all`, runs once. The floor is the minimum time at the read bandwidth and matmul
+rate measured in the same run: for each decode step the longer of reading the weights and computing the products, plus
 reading the live keys and values, and reading and writing the states; then the arithmetic of the prefill. The last line
 is JSON.
 """
@@ -32,7 +32,7 @@ from nanovllm.cli import IMPORT_STARTED
 from nanovllm.config import Config, KVCacheDtype, Quantization
 from nanovllm.configs.model import ModelConfig
 from nanovllm.llm import LLM
-from nanovllm.models import count_parameters, make_model
+from nanovllm.models import make_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.flags import CommandParser, json_reader, user_errors
@@ -59,6 +59,8 @@ HYBRIDS = {
     "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
     "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
 }
+# of gpt-oss, whose experts are in MXFP4: layers, experts
+GPT_OSS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
 _ENGINE_FLAGS = (
     "enforce_eager", "attention_backend", "quantization", "kv_cache_dtype", "gpu_memory_utilization",
@@ -117,8 +119,26 @@ def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
 def shape_folder(shape: str) -> str:
     """Write the config.json of a published shape to a temporary folder, which is not removed."""
     folder = Path(tempfile.mkdtemp(prefix=f"qwen3-{shape}-"))
-    (folder / "config.json").write_text(json.dumps(hybrid_config(shape) if shape in HYBRIDS else shape_config(shape)))
+    make = hybrid_config if shape in HYBRIDS else gpt_oss_config if shape in GPT_OSS else shape_config
+    (folder / "config.json").write_text(json.dumps(make(shape)))
     return str(folder)
+
+
+def gpt_oss_config(shape: str) -> dict[str, object]:
+    """Return the config.json of a shape of gpt-oss."""
+    layers, num_experts = GPT_OSS[shape]
+    return {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64,
+        "intermediate_size": 2880, "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "num_local_experts": num_experts, "num_experts_per_tok": 4, "tie_word_embeddings": False, "vocab_size": 201088,
+        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000.0, "attention_bias": True,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "swiglu_limit": 7.0, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
 
 
 def hybrid_config(shape: str) -> dict[str, object]:
@@ -172,7 +192,7 @@ class Ceilings:
 
 @dataclass
 class WeightCounts:
-    """Weight counts of a model."""
+    """Weight counts of a model, and their bytes as stored on a GPU, scales included."""
 
     dense: int
     """Weights of all layers, without experts."""
@@ -181,48 +201,61 @@ class WeightCounts:
     """Weights of one expert per layer, summed over layers with experts."""
     num_experts: int
     top_k: int
+    dense_bytes: float
+    expert_bytes: float
 
     @classmethod
-    def of(cls, model: ModelConfig) -> WeightCounts:
+    def of(cls, config: ModelConfig) -> WeightCounts:
         """Count the weights of a model."""
-        head, experts = model.vocab_size * model.hidden_size, model.experts
-        dense = count_parameters(model) - head * (1 if model.tie_word_embeddings else 2)
-        if experts is None:
-            return cls(dense, head, 0, 1, 1)
-        matrices = 2 if experts.activation == "relu2" else 3
-        each = matrices * (experts.latent_size or model.hidden_size) * experts.intermediate_size
-        expert = each * sum(layer.has_experts for layer in model.layers)
-        return cls(dense - experts.num_experts * expert, head, expert, experts.num_experts, experts.top_k)
+        experts, head = config.experts, config.vocab_size * config.hidden_size
+        with torch.device("meta"):
+            model = make_model(config, Communicator())
+        counts, sizes = {True: 0, False: 0}, {True: 0, False: 0}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not name.startswith(("model.embed_tokens", "lm_head")):
+                is_expert, is_byte = ".experts." in name, tensor.itemsize == 1
+                sizes[is_expert] += tensor.numel() * (1 if is_byte else 2)
+                if isinstance(tensor, torch.nn.Parameter):
+                    # A byte has two weights in four bits.
+                    counts[is_expert] += tensor.numel() * (2 if tensor.dtype == torch.uint8 else 1)
+        num_experts, top_k = (1, 1) if experts is None else (experts.num_experts, experts.top_k)
+        each = counts[True] // num_experts, sizes[True] / num_experts
+        return cls(counts[False], head, each[0], num_experts, top_k, sizes[False], each[1])
 
     @property
     def of_row(self) -> int:
         """Return the layer weights that one row is multiplied by."""
         return self.dense + self.top_k * self.expert
 
-    def read_by(self, num_rows: int) -> float:
-        """Return the expected number of weights read for `num_rows`, with random experts."""
+    def bytes_read_by(self, num_rows: int) -> float:
+        """Return the expected bytes of layers and a 16-bit head read for `num_rows`, with random experts."""
         num_chosen = self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_rows)
-        return self.dense + self.head + num_chosen * self.expert
+        return self.dense_bytes + 2 * self.head + num_chosen * self.expert_bytes
 
 
 def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     """Return the minimum time of the work at the ceilings; see the module."""
-    model, itemsize = llm.model_config, 2 if ON_GPU else 4
+    # Weights in float32 take twice the bytes.
+    model, itemsize, widening = llm.model_config, 2 if ON_GPU else 4, 1 if ON_GPU else 2
     weights = WeightCounts.of(model)
     with torch.device("meta"):
         specs = [layer.state_spec(torch.bfloat16) for layer in make_model(model, Communicator()).state_layers]
-    state_bytes, num_attending = StateLayout.of(specs).num_bytes, model.num_layers - len(specs)
-    layer_itemsize = itemsize if model.quantization is None else model.quantization.weight_bytes
+    state_bytes = StateLayout.of(specs).num_bytes
+    windows = [layer.window for layer in model.layers if layer.attends]
     heads_size = model.num_heads * model.head_dim
     kv_itemsize = 1 if llm.config.kv_cache_dtype == "fp8" else itemsize
-    kv_bytes = 2 * num_attending * model.num_kv_heads * model.head_dim * kv_itemsize
+    kv_bytes = 2 * model.num_kv_heads * model.head_dim * kv_itemsize
+
+    def seen(context: int) -> int:
+        """Return the tokens that the layers see, added up."""
+        return sum(context if window is None else min(context, window) for window in windows)
 
     lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
     computed = sum(end - start for end, start in lens)
     # Attention: scores and weighted values of each token over all tokens up to itself.
-    attended = sum(end * (end + 1) - start * (start + 1) for end, start in lens) / 2
+    attended = sum(seen(end) * (end + 1) - seen(start) * (start + 1) for end, start in lens) / 2
     products = 2 * weights.of_row * computed + 2 * weights.head * len(lens)
-    seconds = (products + 4 * num_attending * heads_size * attended) / ceilings.matmul_rate
+    seconds = (products + 4 * heads_size * attended) / ceilings.matmul_rate
 
     # The prefill computes a request's first token; each decode step adds one to all live requests.
     waiting = [(len(p), n - 1) for p, n in zip(work.prompts, work.output_lens, strict=True) if n > 1][::-1]
@@ -230,9 +263,8 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
     while waiting or live:
         while waiting and len(live) < llm.config.max_num_running:
             live.append(waiting.pop())
-        kv_tokens = sum(context - work.shared_prefix for context, _ in live) + work.shared_prefix
-        layer_bytes = (weights.read_by(len(live)) - weights.head) * layer_itemsize
-        weight_seconds = (layer_bytes + weights.head * itemsize) / ceilings.read_bandwidth
+        kv_tokens = sum(seen(context) - seen(work.shared_prefix) for context, _ in live) + seen(work.shared_prefix)
+        weight_seconds = widening * weights.bytes_read_by(len(live)) / ceilings.read_bandwidth
         seconds += max(weight_seconds, 2 * (weights.of_row + weights.head) * len(live) / ceilings.matmul_rate)
         seconds += (kv_tokens * kv_bytes + 2 * len(live) * state_bytes) / ceilings.read_bandwidth
         live = [(context + 1, left - 1) for context, left in live if left > 1]
@@ -358,7 +390,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, LONG_WORKLOAD, "all"])
     parser.add_argument(
-        "--shape", default="0.6B", choices=[*SHAPES, *HYBRIDS], help="a published shape, random weights"
+        "--shape", default="0.6B", choices=[*SHAPES, *HYBRIDS, *GPT_OSS], help="a published shape, random weights"
     )
     parser.add_argument("--model", help="folder or Hub id instead of a shape")
     parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
@@ -405,7 +437,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     names = WORKLOADS if options.workload == "all" else (options.workload,)
     first, *others = options.tensor_parallel_size
-    model_name = options.model or f"Qwen3-{options.shape} (random weights)"
+    shape = options.shape if options.shape in GPT_OSS else f"Qwen3-{options.shape}"
+    model_name = options.model or f"{shape} (random weights)"
     # Before CUDA is initialised, since an engine's start depends on that.
     with make_llm(options, first) as llm:
         ceilings = measure_ceilings()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from nanovllm.config import ModelImpl, Pooling, Quantization
-from nanovllm.configs.quantization import FourBits, QuantizationConfig
+from nanovllm.configs.quantization import FourBits, QuantizationConfig, modelopt_config
 from nanovllm.configs.rope import RopeConfig, read_rope, yarn_length
 from nanovllm.utils.checks import UnsupportedError, check_int, read_json, read_json_list, refuse_remote_code
 from nanovllm.utils.folder_faults import no_model
@@ -227,6 +227,9 @@ class ModelConfig:
             if not trust_remote_code:
                 refuse_remote_code(path, "config.json", "AutoConfig")
             raise ValueError(f"config.json in {path!r} is not supported: {error}") from error
+        older = os.path.join(path, "hf_quant_config.json")
+        if stored is None and os.path.isfile(older):
+            hf.quantization_config = modelopt_config(read_json(older))
         # Chat models have more EOS ids in this file than the tokenizer's one.
         generation = os.path.join(path, "generation_config.json")
         eos_token_ids = _as_ids(read_json(generation).get("eos_token_id")) if os.path.isfile(generation) else []

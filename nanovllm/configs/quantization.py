@@ -31,6 +31,7 @@ _GPTQ_KEYS = {
     "batch_size", "pad_token_id", "dataset", "tokenizer", "use_cuda_fp16", "max_input_length", "exllama_config",
     "use_exllama", "disable_exllama", "model_name_or_path", "model_file_base_name", "quant_type", "is_marlin_format",
     "meta", "cache_block_outputs", "modules_in_block_to_quantize", "pack_dtype", "dynamic", "backend", "version",
+    "method", "format",
 }  # fmt: skip
 _AWQ_KEYS = {
     "quant_method", "bits", "group_size", "zero_point", "version", "modules_to_not_convert", "backend", "do_fuse",
@@ -212,7 +213,8 @@ def _read_kv_cache_scheme(scheme: Any) -> KVGranularity | None:
     # Written by AutoFP8.
     if scheme == "static":
         return "tensor"
-    strategy = scheme.get("strategy") if isinstance(scheme, Mapping) else None
+    # modelopt's has no strategy.
+    strategy = scheme.get("strategy", "tensor") if isinstance(scheme, Mapping) else None
     if strategy not in ("tensor", "attn_head") or scheme.get("dynamic"):
         raise ValueError(
             f"quantization_config: kv_cache_scheme={scheme!r:.400} is not supported: only static scales of "
@@ -309,12 +311,26 @@ def _check_bits(values: Mapping[str, Any]) -> None:
 def _read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
     # `desc_act` alone says little: an index of groups that is not sorted is refused where it is read.
     _refuse(_others(values, _GPTQ_KEYS), "")
-    _refuse({name: values.get(name) for name in ("dynamic", "is_marlin_format")}, "")
+    _refuse({"is_marlin_format": values.get("is_marlin_format")}, "")
     _check_bits(values)
-    if (stored := values.get("checkpoint_format") or "gptq") not in ("gptq", "gptq_v2"):
+    # gptqmodel has both names, and packs words of other sizes if asked to.
+    if (method := values.get("method", "gptq")) != "gptq" or values.get("pack_dtype", "int32") != "int32":
+        found = f"method={method!r}, pack_dtype={values.get('pack_dtype')!r}"
+        raise ValueError(f"quantization_config: {found} is not supported: only 'gptq' in 'int32'")
+    if (stored := values.get("checkpoint_format") or values.get("format") or "gptq") not in ("gptq", "gptq_v2"):
         raise ValueError(f"quantization_config: checkpoint_format={stored!r} is not supported: only 'gptq', 'gptq_v2'")
     four_bits = FourBits("int4", _group_size(values.get("group_size")), not values.get("sym", True), stored)
-    return QuantizationConfig("channel", True, four_bits=four_bits)
+    return QuantizationConfig("channel", True, ignored=_read_dynamic(values), four_bits=four_bits)
+
+
+def _read_dynamic(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the layers that gptqmodel's `dynamic` excludes; settings of a layer's own are refused."""
+    dynamic = dict(values.get("dynamic") or {})
+    excluded = [pattern for pattern in dynamic if pattern.startswith("-:")]
+    for pattern in dynamic.keys() - excluded:
+        if any(values.get(name) != value for name, value in (dynamic[pattern] or {}).items()):
+            raise ValueError(f"quantization_config: dynamic={{{pattern!r}: {dynamic[pattern]!r}}} is not supported")
+    return tuple(f"re:{pattern[2:]}" for pattern in excluded)
 
 
 def _read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
@@ -335,17 +351,27 @@ def _read_mxfp4(values: Mapping[str, Any]) -> QuantizationConfig:
     return QuantizationConfig("channel", True, ignored=(r"re:(?!.*\.experts\.)",), four_bits=four_bits)
 
 
+def modelopt_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `quantization_config` that `hf_quant_config.json` stands for, the older form of modelopt's."""
+    own = dict(values.get("quantization") or {})
+    cache, ignored = own.pop("kv_cache_quant_algo", None), own.pop("exclude_modules", None)
+    scheme = {"type": "float", "num_bits": 8} if cache == "FP8" else cache
+    return {"quant_method": "modelopt", "ignore": ignored, "kv_cache_scheme": scheme} | own
+
+
 def _read_modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
     _refuse(_others(values, _MODELOPT_KEYS), "")
-    if (algorithm := values.get("quant_algo")) != "NVFP4":
-        raise ValueError(f"quantization_config: quant_algo={algorithm!r} is not supported: only 'NVFP4'")
-    if (group := values.get("group_size", _NVFP4_GROUP)) != _NVFP4_GROUP:
+    if (algorithm := values.get("quant_algo")) not in ("NVFP4", "FP8"):
+        raise ValueError(f"quantization_config: quant_algo={algorithm!r} is not supported: only 'NVFP4' and 'FP8'")
+    if algorithm == "NVFP4" and (group := values.get("group_size", _NVFP4_GROUP)) != _NVFP4_GROUP:
         raise ValueError(f"quantization_config: group_size={group!r} is not supported: only {_NVFP4_GROUP}")
     # Names may have wildcards.
     ignored = tuple(
         f"re:{fnmatch.translate(name)}" if "*" in name else name for name in _module_names(values, "ignore")
     )
     kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
+    if algorithm == "FP8":
+        return QuantizationConfig("tensor", True, True, ignored, kv_scales)
     four_bits = FourBits("nvfp4", _NVFP4_GROUP, stored="modelopt")
     return QuantizationConfig("channel", True, True, ignored, kv_scales, four_bits=four_bits)
 

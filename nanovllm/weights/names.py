@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
 """Other names of scales; all are multiplied."""
 _KV_SCALES = {
-    ("self_attn", "k_scale"): "k_scale", ("k_proj", "output_scale"): "k_scale",
-    ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale",
+    ("self_attn", "k_scale"): "k_scale", ("k_proj", "output_scale"): "k_scale", ("k_proj", "k_scale"): "k_scale",
+    ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale", ("v_proj", "v_scale"): "v_scale",
 }  # fmt: skip
 """Scales of a cache in e4m3: module and name there -> name here."""
 

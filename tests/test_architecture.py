@@ -186,7 +186,7 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 44_460,
+    "lines": 44_770,
     "files": 212,
     "loaded by `import nanovllm.llm`": 10_850,
     "the core with all that it imports": 8_920,
@@ -194,7 +194,8 @@ LIMITS = {
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
 Models with states took 3,000 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
-and states in blocks of the cache. Drafting heads took 850 and 2 files, weights in four bits with gpt-oss 1,350 and 3.
+and states in blocks of the cache. Drafting heads took 850 and 2 files, weights in four bits with gpt-oss 1,350 and 3;
+kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms, and attention's.
 """
 
 

@@ -186,8 +186,8 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 44_700,
-    "files": 213,
+    "lines": 46_000,
+    "files": 214,
     "loaded by `import nanovllm.llm`": 10_950,
     "the core with all that it imports": 9_010,
 }
@@ -195,6 +195,7 @@ LIMITS = {
 
 Models with states took 3,000 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
 and states in blocks of the cache. Drafting heads took 850 and 2 files, and 180 more to draft only where that pays;
+kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms, and attention's;
 weights in four bits with gpt-oss 1,350 and 3.
 """
 

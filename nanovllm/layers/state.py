@@ -86,9 +86,9 @@ class StateLayer(nn.Module, ABC):
         inputs: [num_tokens, size] each. The functions take the inputs of some tokens, and the rows or the tiles of
         `StateMetadata`.
         """
-        states, outs = get_step_metadata().states, list[torch.Tensor]()
+        metadata, outs = get_step_metadata(), list[torch.Tensor]()
+        states, num_row_tokens = metadata.states, metadata.num_row_tokens
         assert states is not None
-        num_row_tokens = states.rows.num_tokens
         if num_row_tokens:
             outs.append(step(*(x[:num_row_tokens] for x in inputs), states.rows))
         if num_row_tokens < len(inputs[0]):

@@ -57,7 +57,6 @@ class StepInputs:
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_rows] int32; the slots of decode rows, and of chunks that end a prompt.
         sampling: the sampling parameters of each sample.
-        num_row_tokens: tokens of the decode rows.
         is_new: [num_decodes, 1 + num_drafts] bool; see `DraftedRows`. None in steps without drafts.
         token_slots: [num_tokens] int32; the slot of each token, and of what is not new the padding slot. None in
             engines without drafts.
@@ -72,7 +71,6 @@ class StepInputs:
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
-    num_row_tokens: int
     is_new: torch.Tensor | None = None
     token_slots: torch.Tensor | None = None
     successors: torch.Tensor | None = None
@@ -457,7 +455,7 @@ class BatchBuilder:
         if not shape.num_chunks:
             sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
             return StepInputs(
-                decodes.token_ids, decodes.positions, metadata, None, slots, sampling, num_row_tokens, is_new,
+                decodes.token_ids, decodes.positions, metadata, None, slots, sampling, is_new,
                 token_slots, prompts.successors, shape.drafts,
             )  # fmt: skip
         positions = torch.cat((decodes.positions, prompts.positions))
@@ -478,7 +476,6 @@ class BatchBuilder:
             sampling=SamplingInputs(
                 state.temperature[index], state.seed[index], positions[sample_indices] + 1 - state.num_prompt[index]
             ),
-            num_row_tokens=num_row_tokens,
             is_new=is_new,
             token_slots=token_slots,
             successors=prompts.successors,

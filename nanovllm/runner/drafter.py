@@ -69,8 +69,8 @@ class NgramDrafter(Drafter):
         slots, positions = inputs.token_slots.long(), inputs.positions.long()
         self.history[slots, positions] = inputs.token_ids
         if inputs.sample_indices is not None:
-            num_chunks = len(sampled) - inputs.num_row_tokens
-            slots = torch.cat((slots[: inputs.num_row_tokens], inputs.sample_slots[-num_chunks:].long()))
+            num_chunks = len(sampled) - inputs.metadata.num_row_tokens
+            slots = torch.cat((slots[: inputs.metadata.num_row_tokens], inputs.sample_slots[-num_chunks:].long()))
             positions = positions[inputs.sample_indices]
         # Behind the accepted drafts these are wrong, and not read before they are written again.
         self.history[slots, positions + 1] = sampled.int()
@@ -152,7 +152,7 @@ class HeadDrafter(Drafter):
 
 def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int) -> torch.Tensor:
     """Return the token after each of a step's tokens, [num_tokens] int32 or int64."""
-    first, num_tokens, successors = inputs.num_row_tokens, len(inputs.token_ids), inputs.successors
+    first, num_tokens, successors = inputs.metadata.num_row_tokens, len(inputs.token_ids), inputs.successors
     if inputs.sample_indices is None or successors is None:
         return sampled
     # The last entry takes what is for no token.
@@ -173,8 +173,12 @@ def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor
         every = torch.arange(len(num_computed), device=num_computed.device)
         return every if inputs.sample_indices is None else inputs.sample_indices
     num_rows, per_row = inputs.is_new.shape
-    last = inputs.positions[: inputs.num_row_tokens].view(num_rows, per_row)[:, -1]
+    last = inputs.positions[: inputs.metadata.num_row_tokens].view(num_rows, per_row)[:, -1]
     # What is new comes last in a row.
     columns = (per_row - last + num_computed[:num_rows] - 2).clamp(min=0)
     rows = torch.arange(num_rows, device=columns.device) * per_row + columns
-    return rows if inputs.sample_indices is None else torch.cat((rows, inputs.sample_indices[inputs.num_row_tokens :]))
+    return (
+        rows
+        if inputs.sample_indices is None
+        else torch.cat((rows, inputs.sample_indices[inputs.metadata.num_row_tokens :]))
+    )

@@ -449,7 +449,7 @@ class ModelRunner:
             if num_pending is not None:
                 num_pending.index_fill_(0, slots[:num_decodes].long(), 1)
         else:
-            rows, first = inputs.is_new.shape[0], inputs.num_row_tokens
+            rows, first = inputs.is_new.shape[0], inputs.metadata.num_row_tokens
             counts, tokens = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))
             if num_pending is not None:
                 num_pending[slots[:rows]] = counts.int()

@@ -207,21 +207,6 @@ def _softplus(x):
     return tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
 
 
-@jit
-def _load_token(
-    conv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, head, keys,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr,
-):  # fmt: skip
-    """Return a head's query and key, normalised and scaled, its decay, and its step size; a_ptr, b_ptr: of the head."""
-    q = tl.load(conv_ptr + head // GROUP * KEY + keys).to(tl.float32)
-    k = tl.load(conv_ptr + (KEY_HEADS + head // GROUP) * KEY + keys).to(tl.float32)
-    q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
-    k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
-    a = tl.load(a_ptr).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
-    decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a))
-    return q, k, decay, tl.sigmoid(tl.load(b_ptr).to(tl.float32))
-
-
 @jit(unaligned=["a_ptr", "b_ptr", "reads_ptr", "writes_ptr"])
 def _delta_rule_step_kernel(
     conv_ptr, a_ptr, b_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, reads_ptr, writes_ptr, first,
@@ -230,6 +215,7 @@ def _delta_rule_step_kernel(
     SLICES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    key_head = head // GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
     keys, values = tl.arange(0, KEY), part * (SLICES * COLUMNS) + tl.arange(0, COLUMNS)
     read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
@@ -251,10 +237,13 @@ def _delta_rule_step_kernel(
         wait_for_previous(PDL)
         conv_ptr += row * CHANNELS
         value_ptrs = conv_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values
-        a_ptr, b_ptr = a_ptr + row * a_stride + head, b_ptr + row * b_stride + head
-        q, k, decay, beta = _load_token(
-            conv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, head, keys, KEY_HEADS, GROUP, KEY
-        )
+        q = tl.load(conv_ptr + key_head * KEY + keys).to(tl.float32)
+        k = tl.load(conv_ptr + (KEY_HEADS + key_head) * KEY + keys).to(tl.float32)
+        q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
+        k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+        a = tl.load(a_ptr + row * a_stride + head).to(tl.float32) + tl.load(dt_bias_ptr + head).to(tl.float32)
+        decay = tl.exp(-tl.exp(tl.load(a_log_ptr + head).to(tl.float32)) * _softplus(a))
+        beta = tl.sigmoid(tl.load(b_ptr + row * b_stride + head).to(tl.float32))
         for index in tl.static_range(SLICES):
             state = following * decay
             if index + 1 < SLICES:
@@ -290,14 +279,18 @@ def _delta_rule_drafts_kernel(
         places = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
         state_ptrs = pool_ptr + places[:, None] + values[None, :]
         state = tl.load(state_ptrs)
+        rate, bias = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32)), tl.load(dt_bias_ptr + head).to(tl.float32)
         wait_for_previous(PDL)
         for index in range(num_pending + num_new):
             entry = slot * ENTRIES + (position - num_pending + index) % ENTRIES
             token_ptr = kept_ptr + entry * (CHANNELS + 2 * HEADS)
-            b_ptr = token_ptr + CHANNELS + head
-            q, k, decay, beta = _load_token(
-                token_ptr, b_ptr + HEADS, b_ptr, a_log_ptr, dt_bias_ptr, head, keys, KEY_HEADS, GROUP, KEY
-            )
+            q = tl.load(token_ptr + head // GROUP * KEY + keys).to(tl.float32)
+            k = tl.load(token_ptr + (KEY_HEADS + head // GROUP) * KEY + keys).to(tl.float32)
+            q = q * (tl.rsqrt(tl.sum(q * q) + 1e-6) * (KEY**-0.5))
+            k = k * tl.rsqrt(tl.sum(k * k) + 1e-6)
+            a = tl.load(token_ptr + CHANNELS + HEADS + head).to(tl.float32) + bias
+            decay = tl.exp(rate * _softplus(a))
+            beta = tl.sigmoid(tl.load(token_ptr + CHANNELS + head).to(tl.float32))
             v = tl.load(token_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values).to(tl.float32)
             state *= decay
             update = beta * (v - tl.sum(state * k[:, None], axis=0))

@@ -24,11 +24,6 @@ class StateRows:
     reads: torch.Tensor
     writes: torch.Tensor
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows."""
-        return len(self.positions)
-
 
 @dataclass
 class StateTiles:
@@ -67,11 +62,6 @@ class DraftedStateRows:
     rows: torch.Tensor
     tables: torch.Tensor
     per_row: int
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows, new or not."""
-        return len(self.rows) * self.per_row
 
     def new_tokens(self, row: int) -> slice:
         """Return the new tokens of a row among the step's."""

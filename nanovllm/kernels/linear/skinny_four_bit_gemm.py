@@ -412,31 +412,35 @@ def outputs_and_ups(
 
 
 @gluon.jit
-def _store(out, up, out_ptr, first_out, num_rows, out_features, GATED: gl.constexpr):
+def _store(out, up, out_ptr, first_out, num_rows, out_features, dtype: gl.constexpr, GATED: gl.constexpr):
     """Store outputs, [outs, ROWS], of a tile, after the gate."""
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate = round_to(out, dtype)
         out = gate / (1 + gl.exp(-gate)) * round_to(up, dtype)
     outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
     rows = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
     mask = (outs < out_features)[:, None] & (rows < num_rows)[None, :]
-    gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
+    gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel(do_not_specialize=["num_rows", "num_tiles"])
 def _skinny_four_bit_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, words_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
     num_tiles, scale_ptr, zero_ptr, factor_ptr,
-    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
-    FORMAT: gl.constexpr, PDL: gl.constexpr,
+    IN: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr,
+    ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     TILE: gl.constexpr = OUTS // 2 if GATED else OUTS
-    RUNS: gl.constexpr = IN // _RUN
-    first_out = gl.program_id(0) * TILE
+    OWN_IN: gl.constexpr = IN // PARTS
+    RUNS: gl.constexpr = OWN_IN // _RUN
+    first_out, part = gl.program_id(0) * TILE, gl.program_id(1)
+    words_ptr += part * (OWN_IN // 8)
+    scale_ptr += part * (OWN_IN // SCALE_INS)
+    if HAS_ZEROS:
+        zero_ptr += part * (OWN_IN // SCALE_INS)
     sources = weight_sources(
         words_ptr, scale_ptr, zero_ptr, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
     )
@@ -445,7 +449,9 @@ def _skinny_four_bit_kernel(
         x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
     else:
         wait_for_previous(PDL)
-        x = row_ptrs(x_ptr, gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1), IN)
+        rows = gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1)
+        x = row_ptrs(x_ptr + part * OWN_IN, rows, IN)
+    out_ptr += part.to(gl.int64) * num_rows * out_features
     if LOOPS:
         for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             own_out = tile * TILE
@@ -459,17 +465,17 @@ def _skinny_four_bit_kernel(
                 FORMAT,
             )  # fmt: skip
             acc, loaded = multiply_tile(
-                own, next_sources, next_runs, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
+                own, next_sources, next_runs, loaded, x, OUTS, ROWS, OWN_IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
                 SCALE_INS, FORMAT,
             )  # fmt: skip
             out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, own_out, out_features, GATED, FORMAT)
-            _store(out, up, out_ptr, own_out, num_rows, out_features, GATED)
+            _store(out, up, out_ptr, own_out, num_rows, out_features, dtype, GATED)
     else:
         acc, _loaded = multiply_tile(
-            sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, False, HAS_ZEROS, SCALE_INS, FORMAT
+            sources, sources, 0, loaded, x, OUTS, ROWS, OWN_IN, WARPS, SHARED_STEPS, False, HAS_ZEROS, SCALE_INS, FORMAT
         )
         out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, first_out, out_features, GATED, FORMAT)
-        _store(out, up, out_ptr, first_out, num_rows, out_features, GATED)
+        _store(out, up, out_ptr, first_out, num_rows, out_features, dtype, GATED)
 
 
 class SkinnyTile(NamedTuple):
@@ -501,11 +507,13 @@ def skinny_four_bit_gemm(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     *,
+    parts: int = 1,
     tile: SkinnyTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `norm_linear` of up to MAX_SKINNY_ROWS rows of 16 bits; of more than one the norm is a kernel of its own.
 
-    The inputs must be a multiple of RUN.
+    The inputs must be a multiple of RUN. With parts, which have whole steps and groups of inputs, outputs are the parts
+    of a sum, [parts, num_rows, out_features] float32, without bias, gate or norm.
     """
     num_rows, in_features = x.shape
     values, scaling, total = weight.values, weight.scaling, x
@@ -520,14 +528,18 @@ def skinny_four_bit_gemm(
         total = torch.empty_like(x)
     norm_weight, eps = norm or (None, 0.0)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    tile = tile or _tile(num_rows, in_features)
+    if parts > 1:
+        assert norm is None and bias is None and not gated and in_features % (parts * max(weight.group, _STEP_INS)) == 0
+        out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
+    tile = tile or _tile(num_rows, in_features // parts)
     num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
     num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
-    shared_steps = triton.next_power_of_2(triton.cdiv(in_features, tile.num_warps * _STEP_INS)) if num_rows == 1 else 0
-    _skinny_four_bit_kernel[(min(num_programs, num_tiles),)](
+    total_steps = triton.next_power_of_2(triton.cdiv(in_features, tile.num_warps * _STEP_INS))
+    _skinny_four_bit_kernel[(min(num_programs, num_tiles), parts)](
         x, residual, norm_weight, values.view(torch.int32), bias, out, total, eps, num_rows, out_features, num_tiles,
-        IN=in_features, WARPS=tile.num_warps, STEPS=tile.steps, OUTS=tile.outs,
-        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, SHARED_STEPS=shared_steps, LOOPS=num_programs < num_tiles,
+        IN=in_features, PARTS=parts, WARPS=tile.num_warps, STEPS=tile.steps, OUTS=tile.outs,
+        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, SHARED_STEPS=total_steps if num_rows == 1 else 0,
+        LOOPS=num_programs < num_tiles,
         GATED=gated, num_warps=tile.num_warps, maxnreg=tile.registers, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out, total

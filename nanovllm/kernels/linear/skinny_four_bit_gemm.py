@@ -393,21 +393,26 @@ def multiply_tile(
 
 
 @gluon.jit
-def outputs_and_ups(
-    acc, dtype: gl.constexpr, factor_ptr, bias_ptr, first_out, out_features, GATED: gl.constexpr, FORMAT: gl.constexpr
+def load_of_outputs(
+    ptr, other: gl.constexpr, first_out, out_features, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr
 ):
+    """Load numbers of a tile's outputs, [OUTS] float32; early, since sums wait for them. `other` if there are none."""
+    OUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, mma_layout(WARPS)))
+    if ptr is None:
+        values = gl.full([OUTS], other, gl.float32, OUT)
+    else:
+        own = outputs_of(gl.arange(0, OUTS, OUT), first_out, out_features, OUTS, GATED)
+        values = gl.load(ptr + own).to(gl.float32)
+    return values
+
+
+@gluon.jit
+def outputs_and_ups(acc, factors, biases, dtype: gl.constexpr, GATED: gl.constexpr, FORMAT: gl.constexpr):
     """Return the sum over warps, [OUTS, ROWS], with factors and biases; if gated, the gate's half and up's."""
-    out = gl.sum(acc, axis=0) * sum_factor(dtype, FORMAT)
-    OUTS: gl.constexpr = out.shape[0]
-    ROWS: gl.constexpr = out.shape[1]
-    own = outputs_of(gl.arange(0, OUTS, gl.SliceLayout(1, out.type.layout)), first_out, out_features, OUTS, GATED)
-    if factor_ptr is not None:
-        out *= gl.load(factor_ptr + own)[:, None]
-    if bias_ptr is not None:
-        out += gl.load(bias_ptr + own).to(gl.float32)[:, None]
+    out = gl.sum(acc, axis=0) * (factors * sum_factor(dtype, FORMAT))[:, None] + biases[:, None]
     up = out
     if GATED:
-        out, up = gl.split(gl.permute(gl.reshape(out, [2, OUTS // 2, ROWS]), (1, 2, 0)))
+        out, up = gl.split(gl.permute(gl.reshape(out, [2, out.shape[0] // 2, out.shape[1]]), (1, 2, 0)))
     return out, up
 
 
@@ -445,6 +450,8 @@ def _skinny_four_bit_kernel(
         words_ptr, scale_ptr, zero_ptr, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
     )
     loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+    factors = load_of_outputs(factor_ptr, 1.0, first_out, out_features, WARPS, OUTS, GATED)
+    biases = load_of_outputs(bias_ptr, 0.0, first_out, out_features, WARPS, OUTS, GATED)
     if SHARED_STEPS:
         x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
     else:
@@ -464,17 +471,19 @@ def _skinny_four_bit_kernel(
                 words_ptr, scale_ptr, zero_ptr, next_tile * TILE, out_features, IN, WARPS, OUTS, GATED, SCALE_INS,
                 FORMAT,
             )  # fmt: skip
+            factors = load_of_outputs(factor_ptr, 1.0, own_out, out_features, WARPS, OUTS, GATED)
+            biases = load_of_outputs(bias_ptr, 0.0, own_out, out_features, WARPS, OUTS, GATED)
             acc, loaded = multiply_tile(
                 own, next_sources, next_runs, loaded, x, OUTS, ROWS, OWN_IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
                 SCALE_INS, FORMAT,
             )  # fmt: skip
-            out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, own_out, out_features, GATED, FORMAT)
+            out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
             _store(out, up, out_ptr, own_out, num_rows, out_features, dtype, GATED)
     else:
         acc, _loaded = multiply_tile(
             sources, sources, 0, loaded, x, OUTS, ROWS, OWN_IN, WARPS, SHARED_STEPS, False, HAS_ZEROS, SCALE_INS, FORMAT
         )
-        out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, first_out, out_features, GATED, FORMAT)
+        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
         _store(out, up, out_ptr, first_out, num_rows, out_features, dtype, GATED)
 
 

@@ -13,6 +13,7 @@ from nanovllm.kernels._gluon import barrier, gl, gluon, kernel
 from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix
 from nanovllm.kernels.linear.skinny_four_bit_gemm import (
+    load_of_outputs,
     load_steps,
     mma_layout,
     multiply_tile,
@@ -68,7 +69,7 @@ def _skinny_experts_kernel(
     x_ptr, experts_ptr, weights_ptr, words_ptr, bias_ptr, out_ptr, num_rows, first_expert, num_experts, out_features,
     scale_ptr, zero_ptr, factor_ptr,
     IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    TOP_K: gl.constexpr, CHOICES: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+    TOP_K: gl.constexpr, CHOICES: gl.constexpr, ONE: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -78,13 +79,24 @@ def _skinny_experts_kernel(
     first_out, slot = gl.program_id(0) * (OUTS // 2 if GATED else OUTS), gl.program_id(1)
     if IS_FIRST:
         wait_for_previous(PDL)
-    slots, is_first = _rows_of_expert(experts_ptr, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS)
+    if ONE:
+        slots = gl.where(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [WARPS], [0])) == 0, slot, -1)
+        is_first = slot >= 0
+    else:
+        slots, is_first = _rows_of_expert(experts_ptr, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS)
     expert = gl.load(experts_ptr + slot) - first_expert
     if is_first & (expert >= 0) & (expert < num_experts):
         sources = _expert_sources(
             words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
         )
         loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
+        factors = load_of_outputs(
+            factor_ptr if factor_ptr is None else factor_ptr + first, 1.0, first_out, out_features, WARPS, OUTS, GATED
+        )
+        biases = load_of_outputs(
+            bias_ptr if bias_ptr is None else bias_ptr + first, 0.0, first_out, out_features, WARPS, OUTS, GATED
+        )
         if not IS_FIRST:
             wait_for_previous(PDL)
         # The compiler must not move the loads to where they are needed.
@@ -94,10 +106,7 @@ def _skinny_experts_kernel(
         acc, _loaded = multiply_tile(
             sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, 0, False, HAS_ZEROS, SCALE_INS, FORMAT
         )
-        first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
-        factors = factor_ptr if factor_ptr is None else factor_ptr + first
-        biases = bias_ptr if bias_ptr is None else bias_ptr + first
-        out, up = outputs_and_ups(acc, dtype, factors, biases, first_out, out_features, GATED, FORMAT)
+        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
         out = activate(out, up, dtype, ACTIVATION)
         stored = gl.convert_layout(slots, gl.SliceLayout(0, out.type.layout))
         if not IS_FIRST:
@@ -128,23 +137,10 @@ def skinny_four_bit_experts(
     _skinny_experts_kernel[(triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS), num_rows * top_k)](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, num_rows, first_expert, len(values),
         out_features, IN=in_features, WARPS=_WARPS, STEPS=steps, OUTS=_OUTS, ROWS=8 if num_rows <= 8 else 16,
-        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ACTIVATION=activation, GATED=gated, num_warps=_WARPS,
+        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ONE=num_rows == 1, ACTIVATION=activation,
+        GATED=gated, num_warps=_WARPS,
         **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
-
-
-@gluon.jit
-def _weighted(acc, expert, weight, factor_ptr, bias_ptr, outs, out_features, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """Return sums of an expert, [WARPS, OUTS, 8], with its factors and biases, those once, times its weight."""
-    own = expert.to(gl.int64) * out_features + outs
-    if factor_ptr is not None:
-        acc *= gl.expand_dims(gl.expand_dims(gl.load(factor_ptr + own), 0), 2)
-    acc *= sum_factor(dtype, FORMAT) * weight
-    if bias_ptr is not None:
-        warps = gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, acc.type.layout)))
-        share = gl.expand_dims(gl.expand_dims(gl.where(warps == 0, weight, 0.0), 1), 2)
-        acc += share * gl.expand_dims(gl.expand_dims(gl.load(bias_ptr + own).to(gl.float32), 0), 2)
-    return acc
 
 
 @kernel(do_not_specialize=[])
@@ -164,9 +160,8 @@ def _down_sum_kernel(
     )  # fmt: skip
     loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
     wait_for_previous(PDL)
-    outs = first_out + gl.arange(0, OUTS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-    own = gl.minimum(outs, out_features - 1)
     total = gl.zeros([WARPS, OUTS, 8], gl.float32, MMA)
+    bias_total = load_of_outputs(None, 0.0, first_out, out_features, WARPS, OUTS, False)
     for choice in range(TOP_K):
         expert = gl.load(experts_ptr + choice)
         sources = _expert_sources(
@@ -178,14 +173,22 @@ def _down_sum_kernel(
             IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
         )  # fmt: skip
         next_runs = gl.where(choice < TOP_K - 1, RUNS, 0)
+        weight, first = gl.load(weights_ptr + choice), expert.to(gl.int64) * out_features
+        factors = load_of_outputs(
+            factor_ptr if factor_ptr is None else factor_ptr + first, 1.0, first_out, out_features, WARPS, OUTS, False
+        )
+        biases = load_of_outputs(
+            bias_ptr if bias_ptr is None else bias_ptr + first, 0.0, first_out, out_features, WARPS, OUTS, False
+        )
         acc, loaded = multiply_tile(
             sources, next_sources, next_runs, loaded, x_ptr + choice * IN, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS,
             SCALE_INS, FORMAT,
         )  # fmt: skip
-        weight = gl.load(weights_ptr + choice)
-        total += _weighted(acc, expert, weight, factor_ptr, bias_ptr, own, out_features, dtype, FORMAT)
+        factors = gl.convert_layout(factors * weight, gl.SliceLayout(0, gl.SliceLayout(2, MMA)), assert_trivial=True)
+        total += acc * gl.expand_dims(gl.expand_dims(factors, 0), 2)
+        bias_total += biases * weight
     # All columns are the same.
-    out = gl.max(gl.sum(total, axis=0), axis=1)
+    out = gl.max(gl.sum(total, axis=0) * sum_factor(dtype, FORMAT) + bias_total[:, None], axis=1)
     places = first_out + gl.arange(0, OUTS, out.type.layout)
     gl.store(out_ptr + places, out.to(dtype), mask=places < out_features)
 

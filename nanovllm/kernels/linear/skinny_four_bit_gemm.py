@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels._gluon import barrier, gl, gluon, kernel, mma_v2, reinterpret
+from nanovllm.kernels._gluon import async_copy, async_load, barrier, gl, gluon, kernel, mma_v2, reinterpret
 from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.fast_math import pack_pair, round_to, rsqrt
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix, widen_scales
@@ -296,15 +296,48 @@ def _share_row(
     return reinterpret(shared, dtype, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
+@gluon.constexpr_function
+def _shared_rows_layout(warps, rows):
+    """Return the layout of a step's inputs in shared memory, [warps * rows * 2, 64], as threads of `load_rows` do."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]] + ([[16, 0]] if rows == 16 else [])
+    lanes = [[0, 32], [1, 0], [2, 0], [4, 0], [8, 0]]
+    others = [[rows * 2 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, others, [], [warps * rows * 2, 64])
+
+
+@gluon.jit
+def _share_rows(
+    x_ptr, num_rows, stride, IN: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Bring rows into shared memory, [STEPS, WARPS * ROWS * 2, 64], without bank conflicts where they are read."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    halves = gl.arange(0, WARPS * ROWS * 2, gl.SliceLayout(1, LAYOUT))
+    rows = gl.minimum(halves // 2 % ROWS, num_rows - 1)
+    first = (halves // (2 * ROWS) * 2 + halves % 2) * 64
+    ins = first[:, None] + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+    ptrs = x_ptr + (rows * stride)[:, None] + ins
+    shape: gl.constexpr = [STEPS, WARPS * ROWS * 2, 64]
+    shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, shape, gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    for step in gl.static_range(STEPS):
+        start = step * (WARPS * _STEP_RUNS * _RUN)
+        async_load(shared.index(step), ptrs + start, mask=start + ins < IN)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    return shared
+
+
 @gluon.jit
 def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr):
     """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; of shared memory beyond the end the last step again."""
-    if SHARED_STEPS:
+    if not SHARED_STEPS:
+        rows = load_rows(x, step, IN, WARPS, ROWS)
+    elif len(x.shape) == 3:
+        shared = x.index(gl.minimum(step, SHARED_STEPS - 1)).load(_shared_rows_layout(WARPS, ROWS))
+        rows = gl.reshape(shared, [WARPS, ROWS, _STEP_RUNS, _RUN])
+    else:
         LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
         one = gl.expand_dims(x.index(gl.minimum(step, SHARED_STEPS - 1)).load(gl.SliceLayout(1, LAYOUT)), 1)
         rows, _ = gl.broadcast(one, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], one.dtype, LAYOUT))
-    else:
-        rows = load_rows(x, step, IN, WARPS, ROWS)
     return rows
 
 
@@ -433,7 +466,7 @@ def _skinny_four_bit_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, words_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
     num_tiles, scale_ptr, zero_ptr, factor_ptr,
     IN: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr,
-    ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr,
+    ROWS: gl.constexpr, ONE: gl.constexpr, SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
@@ -452,8 +485,11 @@ def _skinny_four_bit_kernel(
     loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
     factors = load_of_outputs(factor_ptr, 1.0, first_out, out_features, WARPS, OUTS, GATED)
     biases = load_of_outputs(bias_ptr, 0.0, first_out, out_features, WARPS, OUTS, GATED)
-    if SHARED_STEPS:
+    if ONE:
         x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
+    elif SHARED_STEPS:
+        wait_for_previous(PDL)
+        x = _share_rows(x_ptr + part * OWN_IN, num_rows, IN, OWN_IN, SHARED_STEPS, WARPS, ROWS)
     else:
         wait_for_previous(PDL)
         rows = gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1)
@@ -498,6 +534,7 @@ class SkinnyTile(NamedTuple):
     steps: int
     programs: int = 0
     registers: int | None = None
+    shares: bool = False
 
 
 def _tile(num_rows: int, in_features: int) -> SkinnyTile:
@@ -543,11 +580,12 @@ def skinny_four_bit_gemm(
     tile = tile or _tile(num_rows, in_features // parts)
     num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
     num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
-    total_steps = triton.next_power_of_2(triton.cdiv(in_features, tile.num_warps * _STEP_INS))
+    total_steps = triton.cdiv(in_features // parts, tile.num_warps * _STEP_INS)
+    shared_steps = triton.next_power_of_2(total_steps) if num_rows == 1 else total_steps if tile.shares else 0
     _skinny_four_bit_kernel[(min(num_programs, num_tiles), parts)](
         x, residual, norm_weight, values.view(torch.int32), bias, out, total, eps, num_rows, out_features, num_tiles,
         IN=in_features, PARTS=parts, WARPS=tile.num_warps, STEPS=tile.steps, OUTS=tile.outs,
-        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, SHARED_STEPS=total_steps if num_rows == 1 else 0,
+        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, ONE=num_rows == 1, SHARED_STEPS=shared_steps,
         LOOPS=num_programs < num_tiles,
         GATED=gated, num_warps=tile.num_warps, maxnreg=tile.registers, **pdl_options(x.device), **scaling,
     )  # fmt: skip

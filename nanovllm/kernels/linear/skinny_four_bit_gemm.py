@@ -381,48 +381,58 @@ def load_steps(
 
 @gluon.jit
 def _multiply_loaded(
-    acc, loaded, x, first, IN: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+    acc, loaded, x, first, sources, next_step, num_runs, IN: gl.constexpr, SHARED_STEPS: gl.constexpr,
+    HAS_NEXT: gl.constexpr, EARLY: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Return sums, [WARPS, OUTS, ROWS], plus the product of loaded steps, from `first` on."""
+    """Return sums, [WARPS, OUTS, ROWS], plus the product of loaded steps, from `first` on, and the steps after them.
+
+    These, from `next_step` on of `sources`, are requested where registers of the former become free, or EARLY: before
+    all products, beyond which the compiler would move them but for a barrier.
+    """
+    STEPS: gl.constexpr = len(loaded)
     WARPS: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[2]
+    following = ()
+    if HAS_NEXT and EARLY:
+        following = load_steps(sources, next_step, num_runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        barrier()
     rows = _load_x(x, first, IN, WARPS, ROWS, SHARED_STEPS)
-    for step in gl.static_range(len(loaded)):
+    for step in gl.static_range(STEPS):
         # One step ahead.
         next_rows = _load_x(x, first + step + 1, IN, WARPS, ROWS, SHARED_STEPS)
         acc = _multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
         rows = next_rows
-    return acc
+        if HAS_NEXT and not EARLY:
+            one = load_step(sources, next_step + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+            following = following + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    return acc, following if HAS_NEXT else loaded
 
 
 @gluon.jit
 def multiply_tile(
     sources, next_sources, next_runs, loaded, x, OUTS: gl.constexpr, ROWS: gl.constexpr, IN: gl.constexpr,
-    WARPS: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_NEXT: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    WARPS: gl.constexpr, SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Return the product of a tile, [WARPS, OUTS, ROWS], and the first steps of the next one.
 
-    loaded: the tile's first steps; x: `row_ptrs`, or one row's pointer, or `_share_row`'s memory; next_runs: 0 if there
-    is no other tile. All loads of some steps come before the products of those before, so as to wait for those only;
-    the compiler would move them, but not beyond a barrier.
+    loaded: the tile's first steps; x: `row_ptrs`, or one row's pointer, or shared memory; next_runs: 0 if there is no
+    other tile; LOOPS: whether there may be one.
     """
     STEPS: gl.constexpr = len(loaded)
     CHUNKS: gl.constexpr = (IN + WARPS * STEPS * 128 - 1) // (WARPS * STEPS * 128)
     acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, mma_layout(WARPS))
     for chunk in range(CHUNKS - 1):
         first = chunk * STEPS
-        following = load_steps(sources, first + STEPS, IN // _RUN, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        barrier()
-        acc = _multiply_loaded(acc, loaded, x, first, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        loaded = following
-    following = loaded
-    if HAS_NEXT:
-        following = load_steps(next_sources, 0, next_runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        barrier()
+        acc, loaded = _multiply_loaded(
+            acc, loaded, x, first, sources, first + STEPS, IN // _RUN, IN, SHARED_STEPS, True, LOOPS, HAS_ZEROS,
+            SCALE_INS, FORMAT,
+        )  # fmt: skip
     LAST: gl.constexpr = (CHUNKS - 1) * STEPS
-    return _multiply_loaded(acc, loaded, x, LAST, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT), following
+    return _multiply_loaded(
+        acc, loaded, x, LAST, next_sources, 0, next_runs, IN, SHARED_STEPS, LOOPS, LOOPS, HAS_ZEROS, SCALE_INS, FORMAT
+    )
 
 
 @gluon.jit
@@ -537,12 +547,21 @@ class SkinnyTile(NamedTuple):
     shares: bool = False
 
 
-def _tile(num_rows: int, in_features: int) -> SkinnyTile:
+def _tile(num_rows: int, in_features: int, out_features: int, parts: int, device: torch.device) -> SkinnyTile:
+    """Return the tile; chosen on an H200 with the shapes of Qwen3-8B and gpt-oss-20b."""
+    all_steps = triton.cdiv(in_features, parts * _STEP_INS)
     if num_rows > 1:
-        return SkinnyTile(32, 4, min(4, triton.cdiv(in_features, 4 * _STEP_INS)))
+        if parts > 1:
+            return (
+                SkinnyTile(32, 4, triton.cdiv(all_steps, 4)) if all_steps <= 8 else SkinnyTile(32, 8, 3, registers=128)
+            )
+        return SkinnyTile(32, 4, min(4, triton.cdiv(all_steps, 4)))
+    # Many tiles: a program normalises the row once.
+    if out_features > 96 * device_limits(device)[0] and in_features <= 4096:
+        return SkinnyTile(32, 4, 2, programs=3, registers=168)
     # Where each program normalises the inputs, their values must fit into registers beside the weights.
     num_warps = 4 if in_features <= 4096 else 8
-    return SkinnyTile(16, num_warps, min(32 // num_warps, triton.cdiv(in_features, num_warps * _STEP_INS)))
+    return SkinnyTile(16, num_warps, min(32 // num_warps, triton.cdiv(all_steps, num_warps)))
 
 
 def skinny_four_bit_gemm(
@@ -577,7 +596,7 @@ def skinny_four_bit_gemm(
     if parts > 1:
         assert norm is None and bias is None and not gated and in_features % (parts * max(weight.group, _STEP_INS)) == 0
         out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
-    tile = tile or _tile(num_rows, in_features // parts)
+    tile = tile or _tile(num_rows, in_features, len(values), parts, x.device)
     num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
     num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
     total_steps = triton.cdiv(in_features // parts, tile.num_warps * _STEP_INS)

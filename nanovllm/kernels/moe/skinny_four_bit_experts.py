@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._gluon import barrier, gl, gluon, kernel
-from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
+from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix
 from nanovllm.kernels.linear.skinny_four_bit_gemm import (
     load_of_outputs,
@@ -50,6 +50,18 @@ def _expert_sources(
 
 
 @gluon.jit
+def _of_expert(
+    ptr, other: gl.constexpr, expert, first_out, out_features,
+    WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Return `load_of_outputs` of one expert."""
+    own = ptr
+    if ptr is not None:
+        own = ptr + expert.to(gl.int64) * out_features * (2 if GATED else 1)
+    return load_of_outputs(own, other, first_out, out_features, WARPS, OUTS, GATED)
+
+
+@gluon.jit
 def _rows_of_expert(
     experts_ptr, slot, num_rows, ROWS: gl.constexpr, TOP_K: gl.constexpr, CHOICES: gl.constexpr, WARPS: gl.constexpr
 ):
@@ -69,7 +81,7 @@ def _skinny_experts_kernel(
     x_ptr, experts_ptr, weights_ptr, words_ptr, bias_ptr, out_ptr, num_rows, first_expert, num_experts, out_features,
     scale_ptr, zero_ptr, factor_ptr,
     IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    TOP_K: gl.constexpr, CHOICES: gl.constexpr, ONE: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
+    TOP_K: gl.constexpr, CHOICES: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = out_ptr.dtype.element_ty
@@ -79,24 +91,15 @@ def _skinny_experts_kernel(
     first_out, slot = gl.program_id(0) * (OUTS // 2 if GATED else OUTS), gl.program_id(1)
     if IS_FIRST:
         wait_for_previous(PDL)
-    if ONE:
-        slots = gl.where(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [WARPS], [0])) == 0, slot, -1)
-        is_first = slot >= 0
-    else:
-        slots, is_first = _rows_of_expert(experts_ptr, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS)
+    slots, is_first = _rows_of_expert(experts_ptr, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS)
     expert = gl.load(experts_ptr + slot) - first_expert
     if is_first & (expert >= 0) & (expert < num_experts):
         sources = _expert_sources(
             words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
         )
         loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
-        factors = load_of_outputs(
-            factor_ptr if factor_ptr is None else factor_ptr + first, 1.0, first_out, out_features, WARPS, OUTS, GATED
-        )
-        biases = load_of_outputs(
-            bias_ptr if bias_ptr is None else bias_ptr + first, 0.0, first_out, out_features, WARPS, OUTS, GATED
-        )
+        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
         if not IS_FIRST:
             wait_for_previous(PDL)
         # The compiler must not move the loads to where they are needed.
@@ -137,8 +140,89 @@ def skinny_four_bit_experts(
     _skinny_experts_kernel[(triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS), num_rows * top_k)](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, num_rows, first_expert, len(values),
         out_features, IN=in_features, WARPS=_WARPS, STEPS=steps, OUTS=_OUTS, ROWS=8 if num_rows <= 8 else 16,
-        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ONE=num_rows == 1, ACTIVATION=activation,
+        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ACTIVATION=activation,
         GATED=gated, num_warps=_WARPS,
+        **pdl_options(x.device), **weight.scaling,
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["first_expert", "num_tiles"])
+def _up_of_one_row_kernel(
+    x_ptr, experts_ptr, words_ptr, bias_ptr, out_ptr, first_expert, num_experts, out_features, num_tiles,
+    scale_ptr, zero_ptr, factor_ptr,
+    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, TOP_K: gl.constexpr,
+    ACTIVATION: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    HAS_ZEROS: gl.constexpr = zero_ptr is not None
+    RUNS: gl.constexpr = IN // 32
+    TILE: gl.constexpr = OUTS // 2 if GATED else OUTS
+    wait_for_previous(PDL)
+    place = gl.program_id(0)
+    expert, runs = _expert_of(experts_ptr, place // num_tiles, first_expert, num_experts, RUNS)
+    sources = _expert_sources(
+        words_ptr, scale_ptr, zero_ptr, expert, place % num_tiles * TILE, out_features,
+        IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
+    )  # fmt: skip
+    loaded = load_steps(sources, 0, runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+    for number in range(place, TOP_K * num_tiles, gl.num_programs(0)):
+        slot, first_out = number // num_tiles, number % num_tiles * TILE
+        expert, runs = _expert_of(experts_ptr, slot, first_expert, num_experts, RUNS)
+        own = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+        )
+        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+        following = gl.minimum(number + gl.num_programs(0), TOP_K * num_tiles - 1)
+        next_expert, next_runs = _expert_of(experts_ptr, following // num_tiles, first_expert, num_experts, RUNS)
+        next_runs = gl.where(number + gl.num_programs(0) < TOP_K * num_tiles, next_runs, 0)
+        next_sources = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, next_expert, following % num_tiles * TILE, out_features,
+            IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
+        )  # fmt: skip
+        acc, loaded = multiply_tile(
+            own, next_sources, next_runs, loaded, x_ptr, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS, SCALE_INS, FORMAT
+        )
+        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
+        out = activate(out, up, dtype, ACTIVATION)
+        outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+        columns = gl.arange(0, 8, gl.SliceLayout(0, out.type.layout))
+        mask = ((outs < out_features) & (runs > 0))[:, None] & (columns == 0)[None, :]
+        gl.store(out_ptr + slot * out_features + outs[:, None] + columns[None, :], out.to(dtype), mask=mask)
+
+
+@gluon.jit
+def _expert_of(experts_ptr, slot, first_expert, num_experts, RUNS: gl.constexpr):
+    """Return the expert of a slot, and the runs of inputs to be read: none if it is not here."""
+    expert = gl.load(experts_ptr + slot) - first_expert
+    is_here = (expert >= 0) & (expert < num_experts)
+    return gl.where(is_here, expert, 0), gl.where(is_here, RUNS, 0)
+
+
+def up_of_one_row(
+    x: torch.Tensor,
+    routing: Routing,
+    weight: FourBitMatrix,
+    out: torch.Tensor,
+    first_expert: int,
+    activation: Activation,
+    bias: torch.Tensor | None = None,
+    *,
+    steps: int = 3,
+    programs: int = 4,
+    registers: int | None = 128,
+) -> None:
+    """Compute the first `skinny_four_bit_experts` of one row; programs take several tiles."""
+    (rows, in_features), top_k, out_features = x.shape, routing.experts.shape[1], out.shape[-1]
+    values, gated = weight.values, is_gated(activation)
+    assert rows == 1 and x.is_contiguous() and values.is_contiguous() and out.is_contiguous()
+    assert in_features % RUN == 0
+    num_tiles = triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS)
+    num_programs = programs * device_limits(x.device)[0]
+    _up_of_one_row_kernel[(min(top_k * num_tiles, num_programs),)](
+        x, routing.experts, values.view(torch.int32), bias, out, first_expert, len(values), out_features, num_tiles,
+        IN=in_features, WARPS=_WARPS, STEPS=min(steps, triton.cdiv(in_features, _WARPS * 4 * RUN)), OUTS=_OUTS,
+        TOP_K=top_k, ACTIVATION=activation, GATED=gated, num_warps=_WARPS, maxnreg=registers,
         **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
 
@@ -173,13 +257,9 @@ def _down_sum_kernel(
             IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
         )  # fmt: skip
         next_runs = gl.where(choice < TOP_K - 1, RUNS, 0)
-        weight, first = gl.load(weights_ptr + choice), expert.to(gl.int64) * out_features
-        factors = load_of_outputs(
-            factor_ptr if factor_ptr is None else factor_ptr + first, 1.0, first_out, out_features, WARPS, OUTS, False
-        )
-        biases = load_of_outputs(
-            bias_ptr if bias_ptr is None else bias_ptr + first, 0.0, first_out, out_features, WARPS, OUTS, False
-        )
+        weight = gl.load(weights_ptr + choice)
+        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, False)
+        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, False)
         acc, loaded = multiply_tile(
             sources, next_sources, next_runs, loaded, x_ptr + choice * IN, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS,
             SCALE_INS, FORMAT,
@@ -194,7 +274,7 @@ def _down_sum_kernel(
 
 
 def down_sum(
-    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, bias: torch.Tensor | None = None
+    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, bias: torch.Tensor | None = None, *, num_warps: int = 8
 ) -> torch.Tensor:
     """Return the sum, [1, out_features], over the experts of one row of `skinny_four_bit_experts` for down.
 
@@ -205,8 +285,9 @@ def down_sum(
     out_features = values.shape[1]
     out = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(triton.cdiv(out_features, _OUTS),)](
-        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features, IN=size, WARPS=_WARPS,
-        STEPS=min(_MOST_STEPS, triton.cdiv(size, _WARPS * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k, num_warps=_WARPS,
+        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features, IN=size, WARPS=num_warps,
+        STEPS=min(_MOST_STEPS // 2, triton.cdiv(size, num_warps * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k,
+        num_warps=num_warps, maxnreg=128 if num_warps == 8 else None,
         **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
     return out

@@ -1,10 +1,10 @@
 """Compiles what an engine's start would, for a GPU that is not there: `python -m tests.fake_device 80 0.6B bfloat16`.
 
 Tensors are fake, so that the runner, the model and the dispatchers go their own way, and so is the driver that tells
-Triton what to compile for. A size that ends in "-fp8" has weights and KV cache in e4m3, and one that ends
-in "-fp8-block" has weights with scales by blocks. A fourth argument is the number
-of ranks that share the model, and compiles for the first; further ones are the names of the kernels to compile, if not
-all.
+Triton what to compile for. A size that ends in "-fp8" has weights and KV cache in e4m3, one that ends
+in "-fp8-block" has weights with scales by blocks, and one that ends in "-int4" weights in four bits. A fourth argument
+is the number of ranks that share the model, and compiles for the first; further ones are the names of the kernels to
+compile, if not all.
 
 Prints as JSON Triton's version and a list of kernels: their names, how many bytes of shared memory they take, how many
 bytes they spill (by ptxas), whether they loop, whether products and sums are fused,
@@ -178,7 +178,8 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
     ]
     has_blocks = size.endswith("-fp8-block")
     is_fp8 = has_blocks or size.endswith("-fp8")
-    size = size.removesuffix("-block").removesuffix("-fp8")
+    is_int4 = size.endswith("-int4")
+    size = size.removesuffix("-block").removesuffix("-fp8").removesuffix("-int4")
     config_class = CONFIGS.get(size, Qwen3Config)
     usual = {"num_hidden_layers": 2, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
     shape = config_class(**usual | SIZES[size])
@@ -198,8 +199,8 @@ def start(capability: str, size: str, dtype: Dtype, num_ranks: int, names: list[
         model, communicator = ModelConfig.from_hf(shape), Communicator()
         if has_blocks:
             model = replace(model, quantization=QuantizationConfig("block", is_stored=True))
-        elif is_fp8:
-            model = model.with_quantization("fp8")
+        elif is_fp8 or is_int4:
+            model = model.with_quantization("int4" if is_int4 else "fp8")
         if num_ranks > 1:
             limits = step_limits(config, model)
             assert limits is not None

@@ -32,6 +32,8 @@ from nanovllm.kernels.four_bits import (
     quantize_four_bits,
 )
 from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm, four_bit_gemm_ref
+from nanovllm.kernels.linear.norm_linear import norm_linear_ref
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.models.base import CausalLM
 from nanovllm.quantization.experts import FourBitExpertsWeight
 from nanovllm.quantization.four_bits import FourBitWeight
@@ -373,6 +375,30 @@ def test_products(case: tuple[str, int], rows: int, dtype: torch.dtype) -> None:
         check_error(by_triton(four_bit_gemm)(x, matrix, bias), four_bit_gemm_ref(x, matrix, bias), exact)
         # An eighth of float16's least number may be lost.
         assert torch.equal(by_triton(dequantize_four_bits)(matrix, torch.float32), wide)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES[:3], ("int4", 256), ("int4", 1312), *CASES[4:]])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("tile", [None, (16, 4, 3), (32, 4, 2, 1)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
+def test_products_of_few_rows(rows: int, tile: Any, dtype: torch.dtype, case: tuple[str, int]) -> None:
+    """Steps end within the inputs, and outputs within tiles, of which a program may have several."""
+    from nanovllm.kernels.linear.skinny_four_bit_gemm import SkinnyTile, skinny_four_bit_gemm  # noqa: PLC0415
+
+    outs, ins = (70 if tile is None else 4802), 1312
+    for has_zeros, gated in ((False, True), (case[0] == "int4", False)):
+        matrix, bias = make_matrix(outs, ins, *case, dtype, has_zeros), randn(outs, dtype=dtype)
+        x, residual = randn(rows, ins, dtype=dtype), randn(rows, ins, dtype=dtype) if gated else None
+        norm = Norm(randn(ins, dtype=dtype), 0.1) if gated else None
+        given = x, matrix, bias, norm, residual, gated
+        out, total = skinny_four_bit_gemm(*given, tile=None if tile is None else SkinnyTile(*tile))
+        same, same_total = norm_linear_ref(*given)
+        assert torch.equal(total, same_total)
+        wide = dequantize_four_bits_ref(matrix, torch.float32)
+        wide_norm = None if norm is None else Norm(norm.weight.float(), norm.eps)
+        exact, _ = norm_linear_ref(same_total.float(), wide, bias.float(), wide_norm, None, gated)
+        check_error(out, same, exact)
 
 
 def test_rounding_has_the_least_error_among_clips(monkeypatch: pytest.MonkeyPatch) -> None:

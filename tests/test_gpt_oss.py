@@ -25,7 +25,7 @@ from tests.reference import reference_logits
 from tests.test_four_bits import TABLE, Tensors, e2m1, pairs
 from tests.test_fp8 import GREEDY, NUM_TOKENS, SETTINGS, change, tokens_and_logits
 from tests.test_fp8_experts import make_routing
-from tests.test_kernels import DEVICE, DTYPES, by_triton, check_error, randn
+from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, randn
 
 # A rank has two groups of inputs of `down`; windows are shorter than prompts, and gates are beyond the limit.
 SHAPE: dict[str, Any] = {
@@ -118,12 +118,15 @@ def test_scales_that_are_no_numbers_and_dummy_weights(wide: Path, tmp_path: Path
             llm.load_weights({name: bad.fill_(127)})
 
 
-@pytest.mark.parametrize("rows", [1, 2, 17])
+@pytest.mark.parametrize("rows", [1, 2, 9, 17] if GPU else [1, 2, 17])
+@pytest.mark.parametrize("ins", [80, 352] if GPU else [80])
 @pytest.mark.parametrize("kind", [None, "mxfp4", "nvfp4", "int4"])
-def test_experts(rows: int, kind: Any) -> None:
+def test_experts(rows: int, ins: int, kind: Any) -> None:
     """Experts of one rank, with biases and clamped activations; of weights in four bits, and of others."""
-    dtype, ins, size = DTYPES[-1], 80, 96
-    x, routing = randn(rows, ins, dtype=dtype), make_routing(rows, 5, 3)
+    dtype, size = DTYPES[-1], 96
+    # All experts are of this rank, or some.
+    first, total = (0, 3) if ins % 32 == 0 else (1, 5)
+    x, routing = randn(rows, ins, dtype=dtype), make_routing(rows, total, 3)
     biases = randn(3, 2 * size, dtype=dtype), randn(3, ins, dtype=dtype)
 
     def stack(outs: int, ins: int) -> Any:
@@ -142,11 +145,11 @@ def test_experts(rows: int, kind: Any) -> None:
         return torch.stack([dequantize_four_bits_ref(weight.expert(i), torch.float32) for i in range(3)])
 
     up, down = stack(2 * size, ins), stack(ins, size)
-    out = by_triton(experts_op.fused_experts)(x, routing, up, down, 1, activation="clamped", biases=biases)
-    same = fused_experts_ref(x, routing, up, down, 1, activation="clamped", biases=biases)
+    out = by_triton(experts_op.fused_experts)(x, routing, up, down, first, activation="clamped", biases=biases)
+    same = fused_experts_ref(x, routing, up, down, first, activation="clamped", biases=biases)
     wide_biases = biases[0].float(), biases[1].float()
     exact = fused_experts_ref(
-        x.float(), routing, exactly(up), exactly(down), 1, activation="clamped", biases=wide_biases
+        x.float(), routing, exactly(up), exactly(down), first, activation="clamped", biases=wide_biases
     )
     check_error(out.float().sum(0) if out.dim() == 3 else out, same, exact)
 

@@ -102,6 +102,19 @@ def test_experts_in_e4m3_fit_the_device_beside_rows_of_32_bits(
     check_fit(kernels, "86")
 
 
+@pytest.mark.compat
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [("8B-int4", {"_skinny_four_bit_kernel"}), ("30B-A3B-int4", {"_skinny_experts_kernel", "_down_sum_kernel"})],
+)
+def test_few_rows_beside_weights_in_four_bits_fit_the_device(size: str, names: set[str], tmp_path: Path) -> None:
+    """They also compile only if operands of the matrix instruction are where the loads put them."""
+    for capability in ("80", "90"):
+        _, kernels = read(start(tmp_path / capability, capability, size, "bfloat16", "1", *names))
+        assert {kernel["name"] for kernel in kernels} == names
+        check_fit(kernels, capability)
+
+
 def test_a_layout_with_bank_conflicts_is_found() -> None:
     """One-shot linears as Triton 3.6 and 3.7.1 compiled `tl.dot`: with 8 rows 0.6B became slower by a third."""
     code = """#shared = #ttg.swizzled_shared<{vec = 8, perPhase = 1, maxPhase = 8, order = [%s]}>

@@ -285,6 +285,17 @@ class KernelPolicy:
         has_runs = weight.in_features % 32 == 0 and (weight.format != "int4" or weight.group >= 32)
         return is_device and dtype.itemsize == 2 and has_runs
 
+    def four_bit_parts(self, num_rows: int, dtype: torch.dtype, weight: FourBitMatrix) -> int:
+        """Return the parts in which `skinny_four_bit_gemm` leaves the sums of a layer to the next norm; 1 for sums.
+
+        One row's norm is a part of the next product, which adds up no parts.
+        """
+        is_skinny = self.four_bit_linear(num_rows, dtype, weight) is LinearKernel.SKINNY_FOUR_BIT_GEMM
+        # Parts have whole steps and groups.
+        is_even = weight.in_features % (SPLITK_PARTS * max(weight.group, FP8_INS)) == 0
+        few_outs = weight.values.shape[-2] <= _MANY_FOUR_BIT_OUTS
+        return SPLITK_PARTS if num_rows > 1 and is_skinny and is_even and few_outs else 1
+
     def rounds_rows(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether rows are rounded to e4m3 beside weights of e4m3, and multiplied in 8 bits."""
         return num_rows > MAX_SKINNY_ROWS and dtype.itemsize == 2 and uses_triton(device) and converts_e4m3(device)

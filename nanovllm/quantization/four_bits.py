@@ -134,7 +134,9 @@ class FourBitWeight(FourBitValues, Weight):
 
     @override
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
-        return self.multiply(x)[0], residual
+        if self.bias is not None:
+            return self.multiply(x)[0], residual
+        return ops.linear_into(x, self.matrix, residual, self.policy)
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def _multiply(
     return silu_and_mul(out) if gated else out
 
 
-def linear_into(
+def linear_into(  # noqa: PLR0911 - one for each kind of weight and kernel
     x: torch.Tensor | Fp8Rows, weight: WeightMatrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
@@ -162,7 +162,14 @@ def linear_into(
 
         return scaled_gemm(x.part(slice(x.num_rows)), weight, x.dtype, parts=parts), residual
     assert isinstance(x, torch.Tensor)
-    if isinstance(weight, FourBitMatrix) or (kernel := policy.branch_end(len(x), weight)) is None:
+    if isinstance(weight, FourBitMatrix):
+        parts = policy.four_bit_parts(len(x), x.dtype, weight)
+        if parts == 1:
+            return norm_linear(x, weight, policy=policy)[0], residual
+        from nanovllm.kernels.linear.skinny_four_bit_gemm import skinny_four_bit_gemm  # noqa: PLC0415
+
+        return skinny_four_bit_gemm(x, weight, parts=parts)[0], residual
+    if (kernel := policy.branch_end(len(x), weight)) is None:
         return norm_linear(x, weight, policy=policy)[0], residual
     if kernel is LinearKernel.SPLITK_GEMM:
         from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415

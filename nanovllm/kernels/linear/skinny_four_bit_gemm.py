@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels._gluon import barrier, gl, gluon, kernel, mma_v2, reinterpret
+from nanovllm.kernels._gluon import async_copy, async_load, barrier, gl, gluon, kernel, mma_v2, reinterpret
 from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.fast_math import pack_pair, round_to, rsqrt
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix, widen_scales
@@ -296,15 +296,48 @@ def _share_row(
     return reinterpret(shared, dtype, shape, gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
+@gluon.constexpr_function
+def _shared_rows_layout(warps, rows):
+    """Return the layout of a step's inputs in shared memory, [warps * rows * 2, 64], as threads of `load_rows` do."""
+    registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]] + ([[16, 0]] if rows == 16 else [])
+    lanes = [[0, 32], [1, 0], [2, 0], [4, 0], [8, 0]]
+    others = [[rows * 2 << bit, 0] for bit in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, others, [], [warps * rows * 2, 64])
+
+
+@gluon.jit
+def _share_rows(
+    x_ptr, num_rows, stride, IN: gl.constexpr, STEPS: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
+):  # fmt: skip
+    """Bring rows into shared memory, [STEPS, WARPS * ROWS * 2, 64], without bank conflicts where they are read."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    halves = gl.arange(0, WARPS * ROWS * 2, gl.SliceLayout(1, LAYOUT))
+    rows = gl.minimum(halves // 2 % ROWS, num_rows - 1)
+    first = (halves // (2 * ROWS) * 2 + halves % 2) * 64
+    ins = first[:, None] + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+    ptrs = x_ptr + (rows * stride)[:, None] + ins
+    shape: gl.constexpr = [STEPS, WARPS * ROWS * 2, 64]
+    shared = gl.allocate_shared_memory(x_ptr.dtype.element_ty, shape, gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    for step in gl.static_range(STEPS):
+        start = step * (WARPS * _STEP_RUNS * _RUN)
+        async_load(shared.index(step), ptrs + start, mask=start + ins < IN)
+    async_copy.commit_group()
+    async_copy.wait_group(0)
+    return shared
+
+
 @gluon.jit
 def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr):
     """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; of shared memory beyond the end the last step again."""
-    if SHARED_STEPS:
+    if not SHARED_STEPS:
+        rows = load_rows(x, step, IN, WARPS, ROWS)
+    elif len(x.shape) == 3:
+        shared = x.index(gl.minimum(step, SHARED_STEPS - 1)).load(_shared_rows_layout(WARPS, ROWS))
+        rows = gl.reshape(shared, [WARPS, ROWS, _STEP_RUNS, _RUN])
+    else:
         LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
         one = gl.expand_dims(x.index(gl.minimum(step, SHARED_STEPS - 1)).load(gl.SliceLayout(1, LAYOUT)), 1)
         rows, _ = gl.broadcast(one, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], one.dtype, LAYOUT))
-    else:
-        rows = load_rows(x, step, IN, WARPS, ROWS)
     return rows
 
 
@@ -348,104 +381,130 @@ def load_steps(
 
 @gluon.jit
 def _multiply_loaded(
-    acc, loaded, x, first, IN: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
-    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
+    acc, loaded, x, first, sources, next_step, num_runs, IN: gl.constexpr, SHARED_STEPS: gl.constexpr,
+    HAS_NEXT: gl.constexpr, EARLY: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Return sums, [WARPS, OUTS, ROWS], plus the product of loaded steps, from `first` on."""
+    """Return sums, [WARPS, OUTS, ROWS], plus the product of loaded steps, from `first` on, and the steps after them.
+
+    These, from `next_step` on of `sources`, are requested where registers of the former become free, or EARLY: before
+    all products, beyond which the compiler would move them but for a barrier.
+    """
+    STEPS: gl.constexpr = len(loaded)
     WARPS: gl.constexpr = acc.shape[0]
     ROWS: gl.constexpr = acc.shape[2]
+    following = ()
+    if HAS_NEXT and EARLY:
+        following = load_steps(sources, next_step, num_runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        barrier()
     rows = _load_x(x, first, IN, WARPS, ROWS, SHARED_STEPS)
-    for step in gl.static_range(len(loaded)):
+    for step in gl.static_range(STEPS):
         # One step ahead.
         next_rows = _load_x(x, first + step + 1, IN, WARPS, ROWS, SHARED_STEPS)
         acc = _multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
         rows = next_rows
-    return acc
+        if HAS_NEXT and not EARLY:
+            one = load_step(sources, next_step + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+            following = following + (one,)  # type: ignore[assignment]  # noqa: RUF005
+    return acc, following if HAS_NEXT else loaded
 
 
 @gluon.jit
 def multiply_tile(
     sources, next_sources, next_runs, loaded, x, OUTS: gl.constexpr, ROWS: gl.constexpr, IN: gl.constexpr,
-    WARPS: gl.constexpr, SHARED_STEPS: gl.constexpr, HAS_NEXT: gl.constexpr, HAS_ZEROS: gl.constexpr,
+    WARPS: gl.constexpr, SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Return the product of a tile, [WARPS, OUTS, ROWS], and the first steps of the next one.
 
-    loaded: the tile's first steps; x: `row_ptrs`, or one row's pointer, or `_share_row`'s memory; next_runs: 0 if there
-    is no other tile. All loads of some steps come before the products of those before, so as to wait for those only;
-    the compiler would move them, but not beyond a barrier.
+    loaded: the tile's first steps; x: `row_ptrs`, or one row's pointer, or shared memory; next_runs: 0 if there is no
+    other tile; LOOPS: whether there may be one.
     """
     STEPS: gl.constexpr = len(loaded)
     CHUNKS: gl.constexpr = (IN + WARPS * STEPS * 128 - 1) // (WARPS * STEPS * 128)
     acc = gl.zeros([WARPS, OUTS, ROWS], gl.float32, mma_layout(WARPS))
     for chunk in range(CHUNKS - 1):
         first = chunk * STEPS
-        following = load_steps(sources, first + STEPS, IN // _RUN, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        barrier()
-        acc = _multiply_loaded(acc, loaded, x, first, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        loaded = following
-    following = loaded
-    if HAS_NEXT:
-        following = load_steps(next_sources, 0, next_runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        barrier()
+        acc, loaded = _multiply_loaded(
+            acc, loaded, x, first, sources, first + STEPS, IN // _RUN, IN, SHARED_STEPS, True, LOOPS, HAS_ZEROS,
+            SCALE_INS, FORMAT,
+        )  # fmt: skip
     LAST: gl.constexpr = (CHUNKS - 1) * STEPS
-    return _multiply_loaded(acc, loaded, x, LAST, IN, SHARED_STEPS, HAS_ZEROS, SCALE_INS, FORMAT), following
+    return _multiply_loaded(
+        acc, loaded, x, LAST, next_sources, 0, next_runs, IN, SHARED_STEPS, LOOPS, LOOPS, HAS_ZEROS, SCALE_INS, FORMAT
+    )
 
 
 @gluon.jit
-def outputs_and_ups(
-    acc, dtype: gl.constexpr, factor_ptr, bias_ptr, first_out, out_features, GATED: gl.constexpr, FORMAT: gl.constexpr
+def load_of_outputs(
+    ptr, other: gl.constexpr, first_out, out_features, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr
 ):
+    """Load numbers of a tile's outputs, [OUTS] float32; early, since sums wait for them. `other` if there are none."""
+    OUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, mma_layout(WARPS)))
+    if ptr is None:
+        values = gl.full([OUTS], other, gl.float32, OUT)
+    else:
+        own = outputs_of(gl.arange(0, OUTS, OUT), first_out, out_features, OUTS, GATED)
+        values = gl.load(ptr + own).to(gl.float32)
+    return values
+
+
+@gluon.jit
+def outputs_and_ups(acc, factors, biases, dtype: gl.constexpr, GATED: gl.constexpr, FORMAT: gl.constexpr):
     """Return the sum over warps, [OUTS, ROWS], with factors and biases; if gated, the gate's half and up's."""
-    out = gl.sum(acc, axis=0) * sum_factor(dtype, FORMAT)
-    OUTS: gl.constexpr = out.shape[0]
-    ROWS: gl.constexpr = out.shape[1]
-    own = outputs_of(gl.arange(0, OUTS, gl.SliceLayout(1, out.type.layout)), first_out, out_features, OUTS, GATED)
-    if factor_ptr is not None:
-        out *= gl.load(factor_ptr + own)[:, None]
-    if bias_ptr is not None:
-        out += gl.load(bias_ptr + own).to(gl.float32)[:, None]
+    out = gl.sum(acc, axis=0) * (factors * sum_factor(dtype, FORMAT))[:, None] + biases[:, None]
     up = out
     if GATED:
-        out, up = gl.split(gl.permute(gl.reshape(out, [2, OUTS // 2, ROWS]), (1, 2, 0)))
+        out, up = gl.split(gl.permute(gl.reshape(out, [2, out.shape[0] // 2, out.shape[1]]), (1, 2, 0)))
     return out, up
 
 
 @gluon.jit
-def _store(out, up, out_ptr, first_out, num_rows, out_features, GATED: gl.constexpr):
+def _store(out, up, out_ptr, first_out, num_rows, out_features, dtype: gl.constexpr, GATED: gl.constexpr):
     """Store outputs, [outs, ROWS], of a tile, after the gate."""
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
     if GATED:
         gate = round_to(out, dtype)
         out = gate / (1 + gl.exp(-gate)) * round_to(up, dtype)
     outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
     rows = gl.arange(0, out.shape[1], gl.SliceLayout(0, out.type.layout))
     mask = (outs < out_features)[:, None] & (rows < num_rows)[None, :]
-    gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
+    gl.store(out_ptr + rows[None, :] * out_features + outs[:, None], out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel(do_not_specialize=["num_rows", "num_tiles"])
 def _skinny_four_bit_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, words_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
     num_tiles, scale_ptr, zero_ptr, factor_ptr,
-    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
-    FORMAT: gl.constexpr, PDL: gl.constexpr,
+    IN: gl.constexpr, PARTS: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr,
+    ROWS: gl.constexpr, ONE: gl.constexpr, SHARED_STEPS: gl.constexpr, LOOPS: gl.constexpr, GATED: gl.constexpr,
+    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     TILE: gl.constexpr = OUTS // 2 if GATED else OUTS
-    RUNS: gl.constexpr = IN // _RUN
-    first_out = gl.program_id(0) * TILE
+    OWN_IN: gl.constexpr = IN // PARTS
+    RUNS: gl.constexpr = OWN_IN // _RUN
+    first_out, part = gl.program_id(0) * TILE, gl.program_id(1)
+    words_ptr += part * (OWN_IN // 8)
+    scale_ptr += part * (OWN_IN // SCALE_INS)
+    if HAS_ZEROS:
+        zero_ptr += part * (OWN_IN // SCALE_INS)
     sources = weight_sources(
         words_ptr, scale_ptr, zero_ptr, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
     )
     loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-    if SHARED_STEPS:
+    factors = load_of_outputs(factor_ptr, 1.0, first_out, out_features, WARPS, OUTS, GATED)
+    biases = load_of_outputs(bias_ptr, 0.0, first_out, out_features, WARPS, OUTS, GATED)
+    if ONE:
         x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
+    elif SHARED_STEPS:
+        wait_for_previous(PDL)
+        x = _share_rows(x_ptr + part * OWN_IN, num_rows, IN, OWN_IN, SHARED_STEPS, WARPS, ROWS)
     else:
         wait_for_previous(PDL)
-        x = row_ptrs(x_ptr, gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1), IN)
+        rows = gl.minimum(gl.arange(0, ROWS, row_layout(WARPS)), num_rows - 1)
+        x = row_ptrs(x_ptr + part * OWN_IN, rows, IN)
+    out_ptr += part.to(gl.int64) * num_rows * out_features
     if LOOPS:
         for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
             own_out = tile * TILE
@@ -458,18 +517,20 @@ def _skinny_four_bit_kernel(
                 words_ptr, scale_ptr, zero_ptr, next_tile * TILE, out_features, IN, WARPS, OUTS, GATED, SCALE_INS,
                 FORMAT,
             )  # fmt: skip
+            factors = load_of_outputs(factor_ptr, 1.0, own_out, out_features, WARPS, OUTS, GATED)
+            biases = load_of_outputs(bias_ptr, 0.0, own_out, out_features, WARPS, OUTS, GATED)
             acc, loaded = multiply_tile(
-                own, next_sources, next_runs, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
+                own, next_sources, next_runs, loaded, x, OUTS, ROWS, OWN_IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
                 SCALE_INS, FORMAT,
             )  # fmt: skip
-            out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, own_out, out_features, GATED, FORMAT)
-            _store(out, up, out_ptr, own_out, num_rows, out_features, GATED)
+            out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
+            _store(out, up, out_ptr, own_out, num_rows, out_features, dtype, GATED)
     else:
         acc, _loaded = multiply_tile(
-            sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, SHARED_STEPS, False, HAS_ZEROS, SCALE_INS, FORMAT
+            sources, sources, 0, loaded, x, OUTS, ROWS, OWN_IN, WARPS, SHARED_STEPS, False, HAS_ZEROS, SCALE_INS, FORMAT
         )
-        out, up = outputs_and_ups(acc, dtype, factor_ptr, bias_ptr, first_out, out_features, GATED, FORMAT)
-        _store(out, up, out_ptr, first_out, num_rows, out_features, GATED)
+        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
+        _store(out, up, out_ptr, first_out, num_rows, out_features, dtype, GATED)
 
 
 class SkinnyTile(NamedTuple):
@@ -483,14 +544,24 @@ class SkinnyTile(NamedTuple):
     steps: int
     programs: int = 0
     registers: int | None = None
+    shares: bool = False
 
 
-def _tile(num_rows: int, in_features: int) -> SkinnyTile:
+def _tile(num_rows: int, in_features: int, out_features: int, parts: int, device: torch.device) -> SkinnyTile:
+    """Return the tile; chosen on an H200 with the shapes of Qwen3-8B and gpt-oss-20b."""
+    all_steps = triton.cdiv(in_features, parts * _STEP_INS)
     if num_rows > 1:
-        return SkinnyTile(32, 4, min(4, triton.cdiv(in_features, 4 * _STEP_INS)))
+        if parts > 1:
+            return (
+                SkinnyTile(32, 4, triton.cdiv(all_steps, 4)) if all_steps <= 8 else SkinnyTile(32, 8, 3, registers=128)
+            )
+        return SkinnyTile(32, 4, min(4, triton.cdiv(all_steps, 4)))
+    # Many tiles: a program normalises the row once.
+    if out_features > 96 * device_limits(device)[0] and in_features <= 4096:
+        return SkinnyTile(32, 4, 2, programs=3, registers=168)
     # Where each program normalises the inputs, their values must fit into registers beside the weights.
     num_warps = 4 if in_features <= 4096 else 8
-    return SkinnyTile(16, num_warps, min(32 // num_warps, triton.cdiv(in_features, num_warps * _STEP_INS)))
+    return SkinnyTile(16, num_warps, min(32 // num_warps, triton.cdiv(all_steps, num_warps)))
 
 
 def skinny_four_bit_gemm(
@@ -501,11 +572,13 @@ def skinny_four_bit_gemm(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     *,
+    parts: int = 1,
     tile: SkinnyTile | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `norm_linear` of up to MAX_SKINNY_ROWS rows of 16 bits; of more than one the norm is a kernel of its own.
 
-    The inputs must be a multiple of RUN.
+    The inputs must be a multiple of RUN. With parts, which have whole steps and groups of inputs, outputs are the parts
+    of a sum, [parts, num_rows, out_features] float32, without bias, gate or norm.
     """
     num_rows, in_features = x.shape
     values, scaling, total = weight.values, weight.scaling, x
@@ -520,14 +593,19 @@ def skinny_four_bit_gemm(
         total = torch.empty_like(x)
     norm_weight, eps = norm or (None, 0.0)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    tile = tile or _tile(num_rows, in_features)
+    if parts > 1:
+        assert norm is None and bias is None and not gated and in_features % (parts * max(weight.group, _STEP_INS)) == 0
+        out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
+    tile = tile or _tile(num_rows, in_features, len(values), parts, x.device)
     num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
     num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
-    shared_steps = triton.next_power_of_2(triton.cdiv(in_features, tile.num_warps * _STEP_INS)) if num_rows == 1 else 0
-    _skinny_four_bit_kernel[(min(num_programs, num_tiles),)](
+    total_steps = triton.cdiv(in_features // parts, tile.num_warps * _STEP_INS)
+    shared_steps = triton.next_power_of_2(total_steps) if num_rows == 1 else total_steps if tile.shares else 0
+    _skinny_four_bit_kernel[(min(num_programs, num_tiles), parts)](
         x, residual, norm_weight, values.view(torch.int32), bias, out, total, eps, num_rows, out_features, num_tiles,
-        IN=in_features, WARPS=tile.num_warps, STEPS=tile.steps, OUTS=tile.outs,
-        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, SHARED_STEPS=shared_steps, LOOPS=num_programs < num_tiles,
+        IN=in_features, PARTS=parts, WARPS=tile.num_warps, STEPS=tile.steps, OUTS=tile.outs,
+        ROWS=8 if num_rows <= 8 else MAX_SKINNY_ROWS, ONE=num_rows == 1, SHARED_STEPS=shared_steps,
+        LOOPS=num_programs < num_tiles,
         GATED=gated, num_warps=tile.num_warps, maxnreg=tile.registers, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out, total

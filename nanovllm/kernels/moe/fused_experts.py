@@ -121,7 +121,8 @@ def fused_experts(
             if policy.uses_skinny_four_bits(x.dtype, up) and policy.uses_skinny_four_bits(x.dtype, down):
                 from nanovllm.kernels.moe import skinny_four_bit_experts as skinny  # noqa: PLC0415
 
-                skinny.skinny_four_bit_experts(x, routing, up, activated, first_expert, activation, up_bias)
+                multiply = skinny.up_of_one_row if num_tokens == 1 else skinny.skinny_four_bit_experts
+                multiply(x, routing, up, activated, first_expert, activation, up_bias)
                 if num_tokens == 1 and num_experts == routing.num_experts:
                     return skinny.down_sum(activated, routing, down, down_bias)
                 skinny.skinny_four_bit_experts(activated, routing, down, parts, first_expert, None, down_bias)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._gluon import barrier, gl, gluon, kernel
-from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
+from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix
 from nanovllm.kernels.linear.skinny_four_bit_gemm import (
+    load_of_outputs,
     load_steps,
     mma_layout,
     multiply_tile,
@@ -46,6 +47,18 @@ def _expert_sources(
         words_ptr + first * (IN // 8), scale_ptr + groups, zero_ptr, first_out, out_features,
         IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
     )  # fmt: skip
+
+
+@gluon.jit
+def _of_expert(
+    ptr, other: gl.constexpr, expert, first_out, out_features,
+    WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Return `load_of_outputs` of one expert."""
+    own = ptr
+    if ptr is not None:
+        own = ptr + expert.to(gl.int64) * out_features * (2 if GATED else 1)
+    return load_of_outputs(own, other, first_out, out_features, WARPS, OUTS, GATED)
 
 
 @gluon.jit
@@ -85,6 +98,8 @@ def _skinny_experts_kernel(
             words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
         )
         loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
         if not IS_FIRST:
             wait_for_previous(PDL)
         # The compiler must not move the loads to where they are needed.
@@ -94,10 +109,7 @@ def _skinny_experts_kernel(
         acc, _loaded = multiply_tile(
             sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, 0, False, HAS_ZEROS, SCALE_INS, FORMAT
         )
-        first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
-        factors = factor_ptr if factor_ptr is None else factor_ptr + first
-        biases = bias_ptr if bias_ptr is None else bias_ptr + first
-        out, up = outputs_and_ups(acc, dtype, factors, biases, first_out, out_features, GATED, FORMAT)
+        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
         out = activate(out, up, dtype, ACTIVATION)
         stored = gl.convert_layout(slots, gl.SliceLayout(0, out.type.layout))
         if not IS_FIRST:
@@ -128,23 +140,91 @@ def skinny_four_bit_experts(
     _skinny_experts_kernel[(triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS), num_rows * top_k)](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, num_rows, first_expert, len(values),
         out_features, IN=in_features, WARPS=_WARPS, STEPS=steps, OUTS=_OUTS, ROWS=8 if num_rows <= 8 else 16,
-        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ACTIVATION=activation, GATED=gated, num_warps=_WARPS,
+        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ACTIVATION=activation,
+        GATED=gated, num_warps=_WARPS,
         **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
 
 
+@kernel(do_not_specialize=["first_expert", "num_tiles"])
+def _up_of_one_row_kernel(
+    x_ptr, experts_ptr, words_ptr, bias_ptr, out_ptr, first_expert, num_experts, out_features, num_tiles,
+    scale_ptr, zero_ptr, factor_ptr,
+    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, TOP_K: gl.constexpr,
+    ACTIVATION: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = out_ptr.dtype.element_ty
+    HAS_ZEROS: gl.constexpr = zero_ptr is not None
+    RUNS: gl.constexpr = IN // 32
+    TILE: gl.constexpr = OUTS // 2 if GATED else OUTS
+    wait_for_previous(PDL)
+    place = gl.program_id(0)
+    expert, runs = _expert_of(experts_ptr, place // num_tiles, first_expert, num_experts, RUNS)
+    sources = _expert_sources(
+        words_ptr, scale_ptr, zero_ptr, expert, place % num_tiles * TILE, out_features,
+        IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
+    )  # fmt: skip
+    loaded = load_steps(sources, 0, runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+    for number in range(place, TOP_K * num_tiles, gl.num_programs(0)):
+        slot, first_out = number // num_tiles, number % num_tiles * TILE
+        expert, runs = _expert_of(experts_ptr, slot, first_expert, num_experts, RUNS)
+        own = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+        )
+        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+        following = gl.minimum(number + gl.num_programs(0), TOP_K * num_tiles - 1)
+        next_expert, next_runs = _expert_of(experts_ptr, following // num_tiles, first_expert, num_experts, RUNS)
+        next_runs = gl.where(number + gl.num_programs(0) < TOP_K * num_tiles, next_runs, 0)
+        next_sources = _expert_sources(
+            words_ptr, scale_ptr, zero_ptr, next_expert, following % num_tiles * TILE, out_features,
+            IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
+        )  # fmt: skip
+        acc, loaded = multiply_tile(
+            own, next_sources, next_runs, loaded, x_ptr, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS, SCALE_INS, FORMAT
+        )
+        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
+        out = activate(out, up, dtype, ACTIVATION)
+        outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+        columns = gl.arange(0, 8, gl.SliceLayout(0, out.type.layout))
+        mask = ((outs < out_features) & (runs > 0))[:, None] & (columns == 0)[None, :]
+        gl.store(out_ptr + slot * out_features + outs[:, None] + columns[None, :], out.to(dtype), mask=mask)
+
+
 @gluon.jit
-def _weighted(acc, expert, weight, factor_ptr, bias_ptr, outs, out_features, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """Return sums of an expert, [WARPS, OUTS, 8], with its factors and biases, those once, times its weight."""
-    own = expert.to(gl.int64) * out_features + outs
-    if factor_ptr is not None:
-        acc *= gl.expand_dims(gl.expand_dims(gl.load(factor_ptr + own), 0), 2)
-    acc *= sum_factor(dtype, FORMAT) * weight
-    if bias_ptr is not None:
-        warps = gl.arange(0, acc.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, acc.type.layout)))
-        share = gl.expand_dims(gl.expand_dims(gl.where(warps == 0, weight, 0.0), 1), 2)
-        acc += share * gl.expand_dims(gl.expand_dims(gl.load(bias_ptr + own).to(gl.float32), 0), 2)
-    return acc
+def _expert_of(experts_ptr, slot, first_expert, num_experts, RUNS: gl.constexpr):
+    """Return the expert of a slot, and the runs of inputs to be read: none if it is not here."""
+    expert = gl.load(experts_ptr + slot) - first_expert
+    is_here = (expert >= 0) & (expert < num_experts)
+    return gl.where(is_here, expert, 0), gl.where(is_here, RUNS, 0)
+
+
+def up_of_one_row(
+    x: torch.Tensor,
+    routing: Routing,
+    weight: FourBitMatrix,
+    out: torch.Tensor,
+    first_expert: int,
+    activation: Activation,
+    bias: torch.Tensor | None = None,
+    *,
+    steps: int = 3,
+    programs: int = 4,
+    registers: int | None = 128,
+) -> None:
+    """Compute the first `skinny_four_bit_experts` of one row; programs take several tiles."""
+    (rows, in_features), top_k, out_features = x.shape, routing.experts.shape[1], out.shape[-1]
+    values, gated = weight.values, is_gated(activation)
+    assert rows == 1 and x.is_contiguous() and values.is_contiguous() and out.is_contiguous()
+    assert in_features % RUN == 0
+    num_tiles = triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS)
+    num_programs = programs * device_limits(x.device)[0]
+    _up_of_one_row_kernel[(min(top_k * num_tiles, num_programs),)](
+        x, routing.experts, values.view(torch.int32), bias, out, first_expert, len(values), out_features, num_tiles,
+        IN=in_features, WARPS=_WARPS, STEPS=min(steps, triton.cdiv(in_features, _WARPS * 4 * RUN)), OUTS=_OUTS,
+        TOP_K=top_k, ACTIVATION=activation, GATED=gated, num_warps=_WARPS, maxnreg=registers,
+        **pdl_options(x.device), **weight.scaling,
+    )  # fmt: skip
 
 
 @kernel(do_not_specialize=[])
@@ -164,9 +244,8 @@ def _down_sum_kernel(
     )  # fmt: skip
     loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
     wait_for_previous(PDL)
-    outs = first_out + gl.arange(0, OUTS, gl.SliceLayout(0, gl.SliceLayout(2, MMA)))
-    own = gl.minimum(outs, out_features - 1)
     total = gl.zeros([WARPS, OUTS, 8], gl.float32, MMA)
+    bias_total = load_of_outputs(None, 0.0, first_out, out_features, WARPS, OUTS, False)
     for choice in range(TOP_K):
         expert = gl.load(experts_ptr + choice)
         sources = _expert_sources(
@@ -178,20 +257,24 @@ def _down_sum_kernel(
             IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
         )  # fmt: skip
         next_runs = gl.where(choice < TOP_K - 1, RUNS, 0)
+        weight = gl.load(weights_ptr + choice)
+        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, False)
+        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, False)
         acc, loaded = multiply_tile(
             sources, next_sources, next_runs, loaded, x_ptr + choice * IN, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS,
             SCALE_INS, FORMAT,
         )  # fmt: skip
-        weight = gl.load(weights_ptr + choice)
-        total += _weighted(acc, expert, weight, factor_ptr, bias_ptr, own, out_features, dtype, FORMAT)
+        factors = gl.convert_layout(factors * weight, gl.SliceLayout(0, gl.SliceLayout(2, MMA)), assert_trivial=True)
+        total += acc * gl.expand_dims(gl.expand_dims(factors, 0), 2)
+        bias_total += biases * weight
     # All columns are the same.
-    out = gl.max(gl.sum(total, axis=0), axis=1)
+    out = gl.max(gl.sum(total, axis=0) * sum_factor(dtype, FORMAT) + bias_total[:, None], axis=1)
     places = first_out + gl.arange(0, OUTS, out.type.layout)
     gl.store(out_ptr + places, out.to(dtype), mask=places < out_features)
 
 
 def down_sum(
-    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, bias: torch.Tensor | None = None
+    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, bias: torch.Tensor | None = None, *, num_warps: int = 8
 ) -> torch.Tensor:
     """Return the sum, [1, out_features], over the experts of one row of `skinny_four_bit_experts` for down.
 
@@ -202,8 +285,9 @@ def down_sum(
     out_features = values.shape[1]
     out = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(triton.cdiv(out_features, _OUTS),)](
-        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features, IN=size, WARPS=_WARPS,
-        STEPS=min(_MOST_STEPS, triton.cdiv(size, _WARPS * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k, num_warps=_WARPS,
+        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features, IN=size, WARPS=num_warps,
+        STEPS=min(_MOST_STEPS // 2, triton.cdiv(size, num_warps * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k,
+        num_warps=num_warps, maxnreg=128 if num_warps == 8 else None,
         **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
     return out

@@ -58,7 +58,8 @@ class ForcedDrafter(HeadDrafter):
 
         self.head.advance = noted  # type: ignore[method-assign, assignment]
         config = SpeculativeConfig("ngram", NUM_DRAFTS)
-        self.known = NgramDrafter(config, SETTINGS["max_num_seqs"], SETTINGS["max_model_len"], torch.device("cpu"))
+        device = next(self.head.parameters()).device
+        self.known = NgramDrafter(config, SETTINGS["max_num_seqs"], SETTINGS["max_model_len"], device)
 
     def add(self, slot: int, cached_token_ids: array[int]) -> None:
         self.known.add(slot, cached_token_ids)
@@ -175,7 +176,7 @@ def check_greedy(
     """Assert that greedy answers are the ones without speculation, computed and then from the prefix cache."""
     params, texts = SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0), []
     for config in (None, speculative_config):
-        with LLM(model, **settings, device="cpu", speculative_config=config) as llm:
+        with LLM(model, **{"device": "cpu"} | settings, speculative_config=config) as llm:
             set_depth(llm, depth)
             outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
             check_blocks(llm.llm_engine.block_manager)
@@ -198,6 +199,26 @@ def test_tokens_are_the_ones_without_a_head(
     assert answers(outputs) == answers(wanted)
     torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
     assert stats["num_steps"] < 0.9 * plain["num_steps"]
+
+
+@pytest.mark.gpu
+def test_a_gpu_drafts_what_a_plain_pass_does(
+    eagle3: tuple[dict[str, Any], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without graphs what is drafted is compared; with them, how often it is right."""
+    config, reference = eagle3
+    wanted, _ = generate(1, device="cuda")
+    counts = []
+    for settings in ({"enforce_eager": True}, {}):
+        outputs, stats = generate(1, device="cuda", speculative_config=config, **settings)
+        assert answers(outputs) == answers(wanted)
+        torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
+        counts.append((stats["num_draft_tokens"], stats["num_accepted_tokens"]))
+    assert counts[0] == counts[1] and counts[0][0] > 100
+    monkeypatch.setattr(model_runner, "HeadDrafter", ForcedDrafter)
+    ForcedDrafter.drafted = []
+    check_greedy(BUNDLED_MODEL, config, SETTINGS | {"device": "cuda", "enforce_eager": True}, 1, ForcedDrafter)
+    check_drafts(ForcedDrafter.drafted, reference)
 
 
 def test_mixtures_have_heads_with_mixtures(tmp_path: Path, forced: type[ForcedDrafter]) -> None:

@@ -316,8 +316,8 @@ def down_sum(
     out = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(triton.cdiv(out_features, _OUTS),)](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features,
-        IN=size, WARPS=num_warps, STEPS=min(_MOST_STEPS // 2, triton.cdiv(size, num_warps * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k,
-        num_warps=num_warps, maxnreg=128 if num_warps == 8 else None,
-        **pdl_options(x.device), **weight.scaling,
+        IN=size, WARPS=num_warps, STEPS=min(_MOST_STEPS // 2, triton.cdiv(size, num_warps * 4 * RUN)), OUTS=_OUTS,
+        TOP_K=top_k, num_warps=num_warps, maxnreg=128 if num_warps == 8 else None, **pdl_options(x.device),
+        **weight.scaling,
     )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 """The experts of few rows with weights in four bits, by the products of `skinny_four_bit_gemm`.
 
-As in `expert_gemm` there is a program for each tile of outputs and each (row, choice); the first of an expert's
-computes all its rows, and the others end at once. Down of one row is one sum over its experts, whose weights are
-requested one expert ahead.
+As in `expert_gemm` there is a program for each tile of outputs and each (row, choice), whose first of an expert
+computes all its rows, or for each expert if they are fewer; the others end at once. Up of one row has programs of
+several tiles, and down is one sum over the row's experts, whose weights are requested one expert ahead.
 """
 
 from __future__ import annotations
@@ -63,17 +63,31 @@ def _of_expert(
 
 @gluon.jit
 def _rows_of_expert(
-    experts_ptr, slot, num_rows, ROWS: gl.constexpr, TOP_K: gl.constexpr, CHOICES: gl.constexpr, WARPS: gl.constexpr
-):
-    """Return the slots of rows that have the expert of a slot, [ROWS], -1 of others; and whether that is the first."""
+    experts_ptr, expert, slot, num_rows, ROWS: gl.constexpr, TOP_K: gl.constexpr, CHOICES: gl.constexpr,
+    WARPS: gl.constexpr,
+):  # fmt: skip
+    """Return the slots of rows that have an expert, [ROWS], -1 of others; and how many are before a slot."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, CHOICES], [32, 1], [WARPS, 1], [1, 0])
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
     choices = gl.arange(0, CHOICES, gl.SliceLayout(0, LAYOUT))[None, :]
     slots = rows * TOP_K + choices
     chosen = gl.load(experts_ptr + slots, mask=(rows < num_rows) & (choices < TOP_K), other=-1)
-    has_expert = chosen == gl.load(experts_ptr + slot)
+    has_expert = chosen == expert
     num_earlier = gl.sum(gl.sum((has_expert & (slots < slot)).to(gl.int32), axis=1), axis=0)
-    return gl.max(gl.where(has_expert, slots, -1), axis=1), num_earlier == 0
+    return gl.max(gl.where(has_expert, slots, -1), axis=1), num_earlier
+
+
+@gluon.jit
+def _some_slots(slots, first, ROWS: gl.constexpr, WARPS: gl.constexpr):
+    """Return eight of the slots that are not -1, from the one of number `first` on; -1 after the last."""
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0])
+    own = gl.convert_layout(slots, gl.SliceLayout(1, PAIRS))
+    others = gl.convert_layout(slots, gl.SliceLayout(0, PAIRS))
+    is_before = gl.arange(0, ROWS, gl.SliceLayout(0, PAIRS))[None, :] < gl.arange(0, ROWS, own.type.layout)[:, None]
+    number = gl.sum((is_before & (others >= 0)[None, :]).to(gl.int32), axis=1)
+    columns = first + gl.arange(0, 8, gl.SliceLayout(0, PAIRS))
+    is_column = (number[:, None] == columns[None, :]) & (own >= 0)[:, None]
+    return gl.max(gl.where(is_column, own[:, None], -1), axis=0)
 
 
 @kernel(do_not_specialize=["num_rows", "first_expert"])
@@ -81,42 +95,57 @@ def _skinny_experts_kernel(
     x_ptr, experts_ptr, weights_ptr, words_ptr, bias_ptr, out_ptr, num_rows, first_expert, num_experts, out_features,
     scale_ptr, zero_ptr, factor_ptr,
     IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, ROWS: gl.constexpr,
-    TOP_K: gl.constexpr, CHOICES: gl.constexpr, ACTIVATION: gl.constexpr, GATED: gl.constexpr,
-    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
+    TOP_K: gl.constexpr, CHOICES: gl.constexpr, BY_EXPERT: gl.constexpr, ACTIVATION: gl.constexpr,
+    GATED: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = out_ptr.dtype.element_ty
     IS_FIRST: gl.constexpr = ACTIVATION is not None
-    RUNS: gl.constexpr = IN // 32
     HAS_ZEROS: gl.constexpr = zero_ptr is not None
     first_out, slot = gl.program_id(0) * (OUTS // 2 if GATED else OUTS), gl.program_id(1)
     if IS_FIRST:
         wait_for_previous(PDL)
-    slots, is_first = _rows_of_expert(experts_ptr, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS)
-    expert = gl.load(experts_ptr + slot) - first_expert
-    if is_first & (expert >= 0) & (expert < num_experts):
-        sources = _expert_sources(
-            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+    if BY_EXPERT:
+        expert = slot
+        slots, num_earlier = _rows_of_expert(
+            experts_ptr, expert + first_expert, 0, num_rows, ROWS, TOP_K, CHOICES, WARPS
         )
-        loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
-        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
-        if not IS_FIRST:
-            wait_for_previous(PDL)
-        # The compiler must not move the loads to where they are needed.
-        barrier()
-        places = gl.maximum(gl.convert_layout(slots, row_layout(WARPS)), 0)
-        x = row_ptrs(x_ptr, places // TOP_K if IS_FIRST else places, IN)
-        acc, _loaded = multiply_tile(
-            sources, sources, 0, loaded, x, OUTS, ROWS, IN, WARPS, 0, False, HAS_ZEROS, SCALE_INS, FORMAT
+    else:
+        expert = gl.load(experts_ptr + slot) - first_expert
+        slots, num_earlier = _rows_of_expert(
+            experts_ptr, expert + first_expert, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS
         )
-        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
-        out = activate(out, up, dtype, ACTIVATION)
-        stored = gl.convert_layout(slots, gl.SliceLayout(0, out.type.layout))
-        if not IS_FIRST:
-            out *= gl.load(weights_ptr + stored, mask=stored >= 0, other=0.0)[None, :]
-        outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
-        mask = (outs < out_features)[:, None] & (stored >= 0)[None, :]
-        gl.store(out_ptr + stored.to(gl.int64)[None, :] * out_features + outs[:, None], out.to(dtype), mask=mask)
+    count = gl.sum((slots >= 0).to(gl.int32), axis=0)
+    if (num_earlier == 0) & (expert >= 0) & (expert < num_experts):
+        # Seldom more than eight rows have an expert.
+        for block in range(gl.cdiv(count, 8) if ROWS > 8 else 1):
+            sources = _expert_sources(
+                words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS,
+                FORMAT,
+            )  # fmt: skip
+            loaded = load_steps(sources, 0, IN // 32, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+            factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+            biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+            if not IS_FIRST:
+                wait_for_previous(PDL)
+            # The compiler must not move the loads to where they are needed.
+            barrier()
+            own = slots
+            if ROWS > 8:
+                own = _some_slots(slots, block * 8, ROWS, WARPS)
+            places = gl.maximum(gl.convert_layout(own, row_layout(WARPS)), 0)
+            x = row_ptrs(x_ptr, places // TOP_K if IS_FIRST else places, IN)
+            acc, _loaded = multiply_tile(
+                sources, sources, 0, loaded, x, OUTS, 8, IN, WARPS, 0, False, HAS_ZEROS, SCALE_INS, FORMAT
+            )
+            out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
+            out = activate(out, up, dtype, ACTIVATION)
+            stored = gl.convert_layout(own, gl.SliceLayout(0, out.type.layout))
+            if not IS_FIRST:
+                out *= gl.load(weights_ptr + stored, mask=stored >= 0, other=0.0)[None, :]
+            outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
+            mask = (outs < out_features)[:, None] & (stored >= 0)[None, :]
+            ptrs = out_ptr + stored.to(gl.int64)[None, :] * out_features + outs[:, None]
+            gl.store(ptrs, out.to(dtype), mask=mask)
     elif not IS_FIRST:
         wait_for_previous(PDL)
 
@@ -136,12 +165,13 @@ def skinny_four_bit_experts(
     values = weight.values
     assert num_rows <= MAX_EXPERT_ROWS and x.is_contiguous() and values.is_contiguous() and out.is_contiguous()
     assert in_features % RUN == 0
-    steps = min(_MOST_STEPS, triton.cdiv(in_features, _WARPS * 4 * RUN))
-    _skinny_experts_kernel[(triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS), num_rows * top_k)](
+    steps, num_slots = min(_MOST_STEPS, triton.cdiv(in_features, _WARPS * 4 * RUN)), num_rows * top_k
+    grid = triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS), min(num_slots, len(values))
+    _skinny_experts_kernel[grid](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, num_rows, first_expert, len(values),
         out_features, IN=in_features, WARPS=_WARPS, STEPS=steps, OUTS=_OUTS, ROWS=8 if num_rows <= 8 else 16,
-        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), ACTIVATION=activation,
-        GATED=gated, num_warps=_WARPS,
+        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), BY_EXPERT=num_slots > len(values), ACTIVATION=activation,
+        GATED=gated, num_warps=_WARPS, maxnreg=128 if num_rows <= 8 else 168,
         **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
 
@@ -285,9 +315,9 @@ def down_sum(
     out_features = values.shape[1]
     out = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(triton.cdiv(out_features, _OUTS),)](
-        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features, IN=size, WARPS=num_warps,
-        STEPS=min(_MOST_STEPS // 2, triton.cdiv(size, num_warps * 4 * RUN)), OUTS=_OUTS, TOP_K=top_k,
-        num_warps=num_warps, maxnreg=128 if num_warps == 8 else None,
-        **pdl_options(x.device), **weight.scaling,
+        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features,
+        IN=size, WARPS=num_warps, STEPS=min(_MOST_STEPS // 2, triton.cdiv(size, num_warps * 4 * RUN)), OUTS=_OUTS,
+        TOP_K=top_k, num_warps=num_warps, maxnreg=128 if num_warps == 8 else None, **pdl_options(x.device),
+        **weight.scaling,
     )  # fmt: skip
     return out

@@ -199,6 +199,10 @@ def test_qkv_rope_store(tokens: int, head_dim: int, with_norm: bool, dtype: torc
     untouched[written] = False
     for cache in (out, same):
         assert torch.equal(cache.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+    # Keys and values alone.
+    pages = KVPages(before[0], before[1])
+    query = by_triton(qkv_rope_store.qkv_rope_store)(qkv[:, num_heads:], rope, positions, pages, slots)
+    assert query.shape == (tokens, 0, head_dim) and torch.equal(before, out)
 
 
 LINEARS = [

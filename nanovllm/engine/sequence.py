@@ -509,8 +509,8 @@ class SteadyRows:
         return self._is_trial or self._pays(slots)
 
     def _may_have_drafts(self, slots: np.ndarray) -> np.ndarray:
-        depends_on_none: np.ndarray = self._most_new[slots] > 1
-        return depends_on_none & (self._num_without[slots] < _PATIENCE)
+        takes_drafts: np.ndarray = self._most_new[slots] > 1
+        return takes_drafts & (self._num_without[slots] < _PATIENCE)
 
     def _pays(self, slots: np.ndarray) -> bool:
         """Return whether drafts for these rows are expected to gain more tokens than the time for them would."""

@@ -239,8 +239,8 @@ def qkv_rope_store(
     num_heads, head_dim], contiguous; computed in float32, in qkv's dtype.
 
     qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], query, key and value heads, rows contiguous, and with
-    gates [num_tokens, 2 * num_heads + 2 * num_kv_heads, head_dim]; positions: [num_tokens] int32; slot_mapping:
-    [num_tokens] int32, KV slots, `block * block_size + offset`; -1 stores nothing.
+    gates [num_tokens, 2 * num_heads + 2 * num_kv_heads, head_dim]; there may be no queries; positions: [num_tokens]
+    int32; slot_mapping: [num_tokens] int32, KV slots, `block * block_size + offset`; -1 stores nothing.
     """
     if not uses_triton(qkv.device):
         return qkv_rope_store_ref(qkv, rope, positions, pages, slot_mapping)

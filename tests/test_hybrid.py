@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.attention.kv_cache_spec import StateLayout
 from nanovllm.attention.metadata import StateMetadata, StepMetadata, set_step_metadata
 from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.config import Config
@@ -182,6 +183,17 @@ def test_ranks_say_the_same(references: dict[str, tuple[Path, Any]], name: str, 
         outputs = llm.generate(asked, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     for prompt, output in zip(asked, outputs, strict=True):
         assert list(output.outputs[0].token_ids) == complete(model, prompt, 8)[0]
+
+
+def test_rows_of_states_begin_at_multiples_of_their_size(references: dict[str, tuple[Path, Any]]) -> None:
+    """In parts of blocks that are such multiples, no row that a kernel reads lies in two; also beside float32 rings."""
+    with torch.device("meta"):
+        model = make_model(ModelConfig.from_folder(str(references["dense-odd"][0])), Communicator())
+    for layer in model.state_layers:
+        layer.num_drafts = 3
+    layout = StateLayout.of([layer.state_spec(torch.float32) for layer in model.state_layers])
+    for layer, places in zip(model.state_layers, layout.places, strict=True):
+        assert places["recurrent"] % layer.slice_size == 0
 
 
 class States:

@@ -55,11 +55,18 @@ class StateLayout:
 
     @classmethod
     def of(cls, specs: Sequence[State]) -> StateLayout:
-        """Lay out the tensors of layers; the widest elements come first, so that all are aligned."""
-        tensors = [(i, name, *tensor) for i, spec in enumerate(specs) for name, tensor in spec.tensors.items()]
+        """Lay out the tensors of layers; the widest elements come first, so that all are aligned.
+
+        Of equal width, each layer's first tensor comes before all second ones: one row is as long as another there.
+        """
+        tensors = [
+            (-tensor[1].itemsize, number, i, name, tensor)
+            for i, spec in enumerate(specs)
+            for number, (name, tensor) in enumerate(spec.tensors.items())
+        ]
         places: list[dict[str, int]] = [{} for _ in specs]
         end = 0
-        for i, name, shape, dtype in sorted(tensors, key=lambda tensor: -tensor[3].itemsize):
+        for *_, i, name, (shape, dtype) in sorted(tensors, key=lambda tensor: tensor[:2]):
             places[i][name] = end // dtype.itemsize
             end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return cls(tuple(places), end)

@@ -17,7 +17,6 @@ from nanovllm.kernels.drafts import ngram_drafts
 from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows
 from nanovllm.models.draft_head import DraftHead
 from nanovllm.runner.batch import StepInputs
-from nanovllm.runner.messages import NO_ROWS
 
 
 class Drafter(ABC):
@@ -96,7 +95,9 @@ class HeadDrafter(Drafter):
     def __init__(self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int) -> None:
         self.head, self.layer_ids, self.backend = head, head.layer_ids, backend
         self.block_size, self.num_drafts = block_size, num_drafts
-        self._variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots.reshape(0, 0)).variant
+        # A graph is for all contexts: the one for long ones.
+        one, longest = np.zeros(1, dtype=np.int32), np.array([2**24], dtype=np.int32)
+        self._variant = backend.plan_host(one, longest, one.reshape(1, 1)).variant
 
     @override
     def add(self, slot: int, cached_token_ids: array[int]) -> None:

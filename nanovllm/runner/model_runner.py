@@ -447,7 +447,7 @@ class ModelRunner:
             scatter_tokens(state, slots, token_ids, num_decodes, self._sampled)
             end = len(token_ids)
             if num_pending is not None:
-                num_pending.index_fill_(0, slots[:num_decodes].long(), 1)
+                num_pending.index_fill_(0, slots[:num_decodes].long(), 0)
         else:
             rows, first = inputs.is_new.shape[0], inputs.metadata.num_row_tokens
             counts, tokens = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))

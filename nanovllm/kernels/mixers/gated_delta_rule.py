@@ -138,10 +138,9 @@ def _delta_rule_drafts_ref(
         if num_new:
             tokens, new = rows.kept_tokens(kept, row), rows.new_tokens(row)
             state = rule.pool.read(rule.first, rule.shape, rows.tables[row])
-            if num_pending:
-                _, state = _go_on(rule, tokens[:num_pending], state)
-                rule.pool.write(rule.first, state, rows.tables[row])
-            out[new] = rule.gated_norm(_go_on(rule, tokens[num_pending:], state)[0], z[new])
+            if num_stored := rows.num_stored(row):
+                rule.pool.write(rule.first, _go_on(rule, tokens[:num_stored], state)[1], rows.tables[row])
+            out[new] = rule.gated_norm(_go_on(rule, tokens, state)[0][num_pending:], z[new])
     return out
 
 
@@ -270,6 +269,7 @@ def _delta_rule_drafts_kernel(
     slot, position = tl.load(rows_ptr + row * 4).to(tl.int64), tl.load(rows_ptr + row * 4 + 1)
     num_pending, num_new = tl.load(rows_ptr + row * 4 + 2), tl.load(rows_ptr + row * 4 + 3)
     num_absent = PER_ROW - num_new
+    num_stored = num_pending + (num_new if PER_ROW == 1 else 0)
     if num_new == 0:
         wait_for_previous(PDL)
     else:
@@ -295,7 +295,7 @@ def _delta_rule_drafts_kernel(
             state *= decay
             update = beta * (v - tl.sum(state * k[:, None], axis=0))
             state += k[:, None] * update[None, :]
-            if index + 1 == num_pending:
+            if index + 1 == num_stored:
                 tl.store(state_ptrs, state)
             if index >= num_pending:
                 token = row * PER_ROW + num_absent + index - num_pending

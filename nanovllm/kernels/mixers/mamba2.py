@@ -144,10 +144,10 @@ def _mamba2_drafts_ref(
         if num_new:
             channels, own_dt = rows.kept_tokens(kept, row).split([x.shape[1], space.num_heads], 1)
             state = space.pool.read(space.first, space.shape, rows.tables[row])
-            if num_pending:
-                _, state = space.scan(channels[:num_pending], own_dt[:num_pending], state)
-                space.pool.write(space.first, state, rows.tables[row])
-            out[rows.new_tokens(row)], _ = space.scan(channels[num_pending:], own_dt[num_pending:], state)
+            if num_stored := rows.num_stored(row):
+                _, stored = space.scan(channels[:num_stored], own_dt[:num_stored], state)
+                space.pool.write(space.first, stored, rows.tables[row])
+            out[rows.new_tokens(row)] = space.scan(channels, own_dt, state)[0][num_pending:]
     return space.gated_norm(out.flatten(1), z)
 
 
@@ -233,6 +233,7 @@ def _mamba2_drafts_kernel(
     slot, position = tl.load(rows_ptr + row * 4).to(tl.int64), tl.load(rows_ptr + row * 4 + 1)
     num_pending, num_new = tl.load(rows_ptr + row * 4 + 2), tl.load(rows_ptr + row * 4 + 3)
     inputs, num_absent = head * SIZE + part * COLUMNS + columns, PER_ROW - num_new
+    num_stored = num_pending + (num_new if PER_ROW == 1 else 0)
     if num_new == 0:
         wait_for_previous(PDL)
     else:
@@ -253,7 +254,7 @@ def _mamba2_drafts_kernel(
             dt = tl.load(token_ptr + HEADS * SIZE + 2 * GROUPS * STATE + head).to(tl.float32)
             dt = _step_size(dt, bias, least, most)
             state = state * tl.exp(a * dt) + b[:, None] * (x * dt)[None, :]
-            if index + 1 == num_pending:
+            if index + 1 == num_stored:
                 tl.store(state_ptrs, state)
             if index >= num_pending:
                 token = row * PER_ROW + num_absent + index - num_pending

@@ -48,6 +48,8 @@ class StateTiles:
 class DraftedStateRows:
     """Rows of drafted tokens, whose states are stored one step late, when it is known which drafts were right.
 
+    Of rows of one token, which is right, the state after it is stored at once.
+
     A step keeps what the recurrence of a layer reads of its tokens: of each slot in a ring, `[num_slots + 1, entries,
     size]`, in which the token at position p is entry `p % entries`. The next step computes the accepted ones again, and
     stores the state between them and its own. Wrong drafts are overwritten, there and among the convolution's inputs.
@@ -62,6 +64,11 @@ class DraftedStateRows:
     rows: torch.Tensor
     tables: torch.Tensor
     per_row: int
+
+    def num_stored(self, row: int) -> int:
+        """Return the accepted and new tokens of a row that its stored state includes."""
+        num_pending, num_new = self.rows[row, 2:].tolist()
+        return num_pending + num_new * (self.per_row == 1)
 
     def new_tokens(self, row: int) -> slice:
         """Return the new tokens of a row among the step's."""

@@ -95,9 +95,9 @@ class HeadDrafter(Drafter):
     def __init__(self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int) -> None:
         self.head, self.layer_ids, self.backend = head, head.layer_ids, backend
         self.block_size, self.num_drafts = block_size, num_drafts
-        # A graph is for all contexts: the one for long ones.
-        one, longest = np.zeros(1, dtype=np.int32), np.array([2**24], dtype=np.int32)
-        self._variant = backend.plan_host(one, longest, one.reshape(1, 1)).variant
+        # The plan of a single row divides its context, which may be long.
+        one = np.zeros(1, dtype=np.int32)
+        self._variant = backend.plan_host(one, one, one.reshape(1, 1)).variant
 
     @override
     def add(self, slot: int, cached_token_ids: array[int]) -> None:

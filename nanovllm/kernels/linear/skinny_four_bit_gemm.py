@@ -536,7 +536,8 @@ def _skinny_four_bit_kernel(
 class SkinnyTile(NamedTuple):
     """Outputs of a tile (if gated, half of them up's), warps, and steps of a warp that are requested at once.
 
-    programs: of a multiprocessor, which take several tiles each; 0 for one of each tile.
+    programs: of a multiprocessor, which take several tiles each; 0 for one of each tile. registers: of a thread, at
+    most. shares: whether warps share the inputs of several rows; one row's they do.
     """
 
     outs: int
@@ -547,21 +548,28 @@ class SkinnyTile(NamedTuple):
     shares: bool = False
 
 
-def _tile(num_rows: int, in_features: int, out_features: int, parts: int, device: torch.device) -> SkinnyTile:
+_SHARED_BYTES = 96 * 1024
+"""Shared inputs of a program, at most, so that two fit on a multiprocessor."""
+
+
+def _tile(num_rows: int, own_ins: int, out_features: int, parts: int, device: torch.device) -> SkinnyTile:
     """Return the tile; chosen on an H200 with the shapes of Qwen3-8B and gpt-oss-20b."""
-    all_steps = triton.cdiv(in_features, parts * _STEP_INS)
+    num_processors, shared_bytes = device_limits(device)
+    steps = triton.cdiv(own_ins, 4 * _STEP_INS)
+    has_few_tiles = out_features <= 3 * 16 * num_processors
     if num_rows > 1:
+        is_narrow = num_rows <= 8
+        shares = 2 * own_ins * (8 if is_narrow else MAX_SKINNY_ROWS) <= min(_SHARED_BYTES, shared_bytes)
         if parts > 1:
-            return (
-                SkinnyTile(32, 4, triton.cdiv(all_steps, 4)) if all_steps <= 8 else SkinnyTile(32, 8, 3, registers=128)
-            )
-        return SkinnyTile(32, 4, min(4, triton.cdiv(all_steps, 4)))
-    # Many tiles: a program normalises the row once.
-    if out_features > 96 * device_limits(device)[0] and in_features <= 4096:
-        return SkinnyTile(32, 4, 2, programs=3, registers=168)
-    # Where each program normalises the inputs, their values must fit into registers beside the weights.
-    num_warps = 4 if in_features <= 4096 else 8
-    return SkinnyTile(16, num_warps, min(32 // num_warps, triton.cdiv(all_steps, num_warps)))
+            return SkinnyTile(32, 4, min(2, steps), shares=shares)
+        if is_narrow and shares and has_few_tiles:
+            return SkinnyTile(16, 4, min(4, steps), registers=168, shares=True)
+        return SkinnyTile(32, 4, min(4 if is_narrow else 2, steps))
+    if own_ins > 4096:
+        # Where each program normalises the inputs, their values must fit into registers beside the weights.
+        return SkinnyTile(16, 8, min(4, triton.cdiv(steps, 2)), registers=128)
+    # A program of several tiles normalises the inputs once.
+    return SkinnyTile(16, 4, steps) if has_few_tiles else SkinnyTile(32, 4, min(2, steps), programs=3, registers=168)
 
 
 def skinny_four_bit_gemm(
@@ -594,9 +602,9 @@ def skinny_four_bit_gemm(
     norm_weight, eps = norm or (None, 0.0)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     if parts > 1:
-        assert norm is None and bias is None and not gated and in_features % (parts * max(weight.group, _STEP_INS)) == 0
+        assert norm is None and bias is None and not gated and in_features % (parts * weight.unit(_STEP_INS)) == 0
         out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
-    tile = tile or _tile(num_rows, in_features, len(values), parts, x.device)
+    tile = tile or _tile(num_rows, in_features // parts, len(values), parts, x.device)
     num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
     num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
     total_steps = triton.cdiv(in_features // parts, tile.num_warps * _STEP_INS)

@@ -383,7 +383,7 @@ def test_products(case: tuple[str, int], rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tile", [None, (16, 4, 3), (32, 4, 2, 1)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 def test_products_of_few_rows(rows: int, tile: Any, dtype: torch.dtype, case: tuple[str, int]) -> None:
-    """Steps end within the inputs, and outputs within tiles, of which a program may have several."""
+    """Steps end within the inputs, and outputs within tiles; a program may have several tiles."""
     from nanovllm.kernels.linear.skinny_four_bit_gemm import SkinnyTile, skinny_four_bit_gemm  # noqa: PLC0415
 
     outs, ins = (70 if tile is None else 4802), 1312

@@ -125,3 +125,18 @@ def test_four_bits_are_widened_for_many_rows_later_with_many_outputs(monkeypatch
             kernel = FASTEST.four_bit_linear(rows, torch.bfloat16, matrix)
             own.append(kernel is LinearKernel.FOUR_BIT_GEMM)
     assert own == [True, True, False, False, False, True, True, True, True, False]
+
+
+def test_few_rows_beside_four_bits_leave_parts_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy, "uses_triton", lambda device: True)
+    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
+    values = torch.empty(4096, 512, dtype=torch.uint8)
+    matrix = FourBitMatrix(values, torch.empty(4096, 8), None, None, 128, "int4", 1024)
+    wide, odd = matrix._replace(values=values.expand(3, -1, -1).flatten(0, 1)), matrix._replace(in_features=1040)
+    cases = [(1, matrix), (2, matrix), (16, matrix), (17, matrix), (2, wide), (2, odd), (2, matrix._replace(group=512))]
+    kernels = [FASTEST.four_bit_linear(rows, torch.bfloat16, weight) for rows, weight in cases]
+    is_skinny = [kernel is LinearKernel.SKINNY_FOUR_BIT_GEMM for kernel in kernels]
+    assert is_skinny == [True, True, True, False, True, False, True]
+    parts = [FASTEST.four_bit_parts(rows, torch.bfloat16, weight) for rows, weight in cases]
+    assert parts == [1, 4, 4, 1, 1, 1, 1]
+    assert FASTEST.four_bit_linear(2, torch.float32, matrix) is LinearKernel.CUBLAS

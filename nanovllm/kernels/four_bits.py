@@ -59,6 +59,10 @@ class FourBitMatrix(NamedTuple):
             "FORMAT": self.format,
         }  # fmt: skip
 
+    def unit(self, step: int) -> int:
+        """Return the least inputs that are whole steps and groups, two powers of two."""
+        return step if self.scales.shape[-1] == 1 else max(step, self.group)
+
     def outputs(self, start: int, stop: int) -> FourBitMatrix:
         """Return the matrix of outputs `start ... stop - 1`."""
         return self._of(slice(start, stop))

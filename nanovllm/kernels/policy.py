@@ -292,7 +292,7 @@ class KernelPolicy:
         """
         is_skinny = self.four_bit_linear(num_rows, dtype, weight) is LinearKernel.SKINNY_FOUR_BIT_GEMM
         # Parts have whole steps and groups.
-        is_even = weight.in_features % (SPLITK_PARTS * max(weight.group, FP8_INS)) == 0
+        is_even = weight.in_features % (SPLITK_PARTS * weight.unit(FP8_INS)) == 0
         few_outs = weight.values.shape[-2] <= _MANY_FOUR_BIT_OUTS
         return SPLITK_PARTS if num_rows > 1 and is_skinny and is_even and few_outs else 1
 

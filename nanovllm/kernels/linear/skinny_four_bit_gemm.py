@@ -65,7 +65,7 @@ _E2M1_TO_F16 = gl.constexpr(_from_e2m1("f16x2", 9, "0x0e000e00"))
 
 
 @gluon.constexpr_function
-def layout_of(warps, size):
+def _layout_of(warps, size):
     """Return the layout of [warps, outputs or rows, runs, a run's elements], `size` of them in a thread."""
     return gl.BlockedLayout([1, 1, 1, size], [1, 8, 4, 1], [warps, 1, 1, 1], [3, 2, 1, 0])
 
@@ -79,7 +79,7 @@ def mma_layout(warps):
 @gluon.constexpr_function
 def row_layout(warps):
     """Return the layout of `row_ptrs`' rows."""
-    return gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, layout_of(warps, RUN))))
+    return gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, _layout_of(warps, RUN))))
 
 
 @gluon.constexpr_function
@@ -99,7 +99,7 @@ def _runs(WARPS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def second_index(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+def _second_index(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
     """Return the indices of outputs or rows, [1, NUMBER, 1], in a slice of the layout."""
     index = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     return gl.expand_dims(gl.expand_dims(index, 0), 2)
@@ -107,13 +107,13 @@ def second_index(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _with_elements(offsets, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return offsets of runs plus those of their elements, [..., NUMBER]."""
+    """Return offsets of runs plus their elements' own, [..., NUMBER]."""
     index = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     return gl.expand_dims(offsets, 3) + gl.expand_dims(gl.expand_dims(gl.expand_dims(index, 0), 1), 2)
 
 
 @gluon.jit
-def outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
+def _outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
     """Return the outputs of a tile; if gated its second half are up's. What lies beyond the end is the last one."""
     HALF: gl.constexpr = OUTS // 2 if GATED else OUTS
     outs = gl.minimum(first_out + index % HALF, out_features - 1)
@@ -121,11 +121,11 @@ def outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.con
 
 
 @gluon.jit
-def load_step(
+def _load_step(
     sources, step, num_runs, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
     FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Load a step's words, [WARPS, OUTS, 4, 4], scales, those of bytes' high halves, and zeros.
+    """Load a step's words, [WARPS, OUTS, 4, 4], scales, scales of bytes' high halves, and zeros.
 
     What is not needed is the words again. sources: pointers to the first word, scale and zero of outputs, and the
     runs, and the groups, of the first step; num_runs: runs that are loaded, zeros are the others.
@@ -155,7 +155,7 @@ def load_step(
 
 @gluon.jit
 def _pairs_of_scales(scales, words, dtype: gl.constexpr, FORMAT: gl.constexpr):
-    """Return scales twice in a register beside bytes; those of e2m1 times what its exponents lack but `sum_factor`."""
+    """Return scales twice in a register beside words; of e2m1 times what its exponents lack but `sum_factor`."""
     if FORMAT != "int4":
         scales = widen_scales(scales, FORMAT) * (2.0**94 if dtype == gl.bfloat16 else 2.0**6)
     else:
@@ -255,14 +255,14 @@ def row_ptrs(x_ptr, rows, IN: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(
+def _load_rows(
     x_ptrs, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
 ):  # fmt: skip
     """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply.
 
     x_ptrs: `row_ptrs`, or a pointer to one row that stands for all.
     """
-    LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
+    LAYOUT: gl.constexpr = _layout_of(WARPS, _RUN)
     runs = gl.minimum(step * (WARPS * _STEP_RUNS) + _runs(WARPS, LAYOUT), IN // _RUN - 1)
     x = gl.load(x_ptrs + _with_elements(runs * _RUN, _RUN, LAYOUT))
     x, _ = gl.broadcast(x, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], x.dtype, LAYOUT))
@@ -298,7 +298,7 @@ def _share_row(
 
 @gluon.constexpr_function
 def _shared_rows_layout(warps, rows):
-    """Return the layout of a step's inputs in shared memory, [warps * rows * 2, 64], as threads of `load_rows` do."""
+    """Return the layout of a step's inputs in shared memory, [warps * rows * 2, 64], as threads of `_load_rows` do."""
     registers = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16]] + ([[16, 0]] if rows == 16 else [])
     lanes = [[0, 32], [1, 0], [2, 0], [4, 0], [8, 0]]
     others = [[rows * 2 << bit, 0] for bit in range(warps.bit_length() - 1)]
@@ -330,12 +330,12 @@ def _share_rows(
 def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr):
     """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; of shared memory beyond the end the last step again."""
     if not SHARED_STEPS:
-        rows = load_rows(x, step, IN, WARPS, ROWS)
+        rows = _load_rows(x, step, IN, WARPS, ROWS)
     elif len(x.shape) == 3:
         shared = x.index(gl.minimum(step, SHARED_STEPS - 1)).load(_shared_rows_layout(WARPS, ROWS))
         rows = gl.reshape(shared, [WARPS, ROWS, _STEP_RUNS, _RUN])
     else:
-        LAYOUT: gl.constexpr = layout_of(WARPS, _RUN)
+        LAYOUT: gl.constexpr = _layout_of(WARPS, _RUN)
         one = gl.expand_dims(x.index(gl.minimum(step, SHARED_STEPS - 1)).load(gl.SliceLayout(1, LAYOUT)), 1)
         rows, _ = gl.broadcast(one, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], one.dtype, LAYOUT))
     return rows
@@ -347,10 +347,10 @@ def weight_sources(
     IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
     FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Return the sources of `load_step` for the outputs from `first_out` on."""
-    WORDS: gl.constexpr = layout_of(WARPS, _RUN_WORDS)
+    """Return the sources of `_load_step` for the outputs from `first_out` on."""
+    WORDS: gl.constexpr = _layout_of(WARPS, _RUN_WORDS)
     NUM_GROUPS: gl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS
-    outs = outputs_of(second_index(OUTS, WORDS), first_out, out_features, OUTS, GATED)
+    outs = _outputs_of(_second_index(OUTS, WORDS), first_out, out_features, OUTS, GATED)
     runs = _runs(WARPS, WORDS)
     word_ptrs = words_ptr + _with_elements(outs * (IN // 8) + runs * _RUN_WORDS, _RUN_WORDS, WORDS)
     scale_ptrs = scale_ptr + outs * NUM_GROUPS
@@ -361,7 +361,7 @@ def weight_sources(
     if _is_summed(SCALE_INS, FORMAT):
         SUMS: gl.constexpr = gl.SliceLayout(2, mma_layout(WARPS))
         own = gl.expand_dims(gl.arange(0, OUTS, gl.SliceLayout(0, SUMS)), 0)
-        scale_ptrs = scale_ptr + outputs_of(own, first_out, out_features, OUTS, GATED) * NUM_GROUPS
+        scale_ptrs = scale_ptr + _outputs_of(own, first_out, out_features, OUTS, GATED) * NUM_GROUPS
         groups = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, SUMS)), 1)
     return word_ptrs, scale_ptrs, zero_ptrs, runs, groups
 
@@ -371,10 +371,10 @@ def load_steps(
     sources, first, num_runs, STEPS: gl.constexpr, WARPS: gl.constexpr, HAS_ZEROS: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Load the steps from `first` on, a tuple of what `load_step` returns."""
+    """Load the steps from `first` on, a tuple of what `_load_step` returns."""
     steps = ()
     for step in gl.static_range(STEPS):
-        loaded = load_step(sources, first + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+        loaded = _load_step(sources, first + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
         steps = steps + (loaded,)  # type: ignore[assignment]  # noqa: RUF005
     return steps
 
@@ -404,7 +404,7 @@ def _multiply_loaded(
         acc = _multiply_step(acc, loaded[step], rows, HAS_ZEROS, SCALE_INS, FORMAT)
         rows = next_rows
         if HAS_NEXT and not EARLY:
-            one = load_step(sources, next_step + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
+            one = _load_step(sources, next_step + step, num_runs, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
             following = following + (one,)  # type: ignore[assignment]  # noqa: RUF005
     return acc, following if HAS_NEXT else loaded
 
@@ -444,7 +444,7 @@ def load_of_outputs(
     if ptr is None:
         values = gl.full([OUTS], other, gl.float32, OUT)
     else:
-        own = outputs_of(gl.arange(0, OUTS, OUT), first_out, out_features, OUTS, GATED)
+        own = _outputs_of(gl.arange(0, OUTS, OUT), first_out, out_features, OUTS, GATED)
         values = gl.load(ptr + own).to(gl.float32)
     return values
 
@@ -536,7 +536,8 @@ def _skinny_four_bit_kernel(
 class SkinnyTile(NamedTuple):
     """Outputs of a tile (if gated, half of them up's), warps, and steps of a warp that are requested at once.
 
-    programs: of a multiprocessor, which take several tiles each; 0 for one of each tile.
+    programs: of a multiprocessor, which take several tiles each; 0 for one of each tile. registers: of a thread, at
+    most. shares: whether warps share the inputs of several rows; one row's they do.
     """
 
     outs: int
@@ -547,21 +548,28 @@ class SkinnyTile(NamedTuple):
     shares: bool = False
 
 
-def _tile(num_rows: int, in_features: int, out_features: int, parts: int, device: torch.device) -> SkinnyTile:
+_SHARED_BYTES = 96 * 1024
+"""Shared inputs of a program, at most, so that two fit on a multiprocessor."""
+
+
+def _tile(num_rows: int, own_ins: int, out_features: int, parts: int, device: torch.device) -> SkinnyTile:
     """Return the tile; chosen on an H200 with the shapes of Qwen3-8B and gpt-oss-20b."""
-    all_steps = triton.cdiv(in_features, parts * _STEP_INS)
+    num_processors, shared_bytes = device_limits(device)
+    steps = triton.cdiv(own_ins, 4 * _STEP_INS)
+    has_few_tiles = out_features <= 3 * 16 * num_processors
     if num_rows > 1:
+        is_narrow = num_rows <= 8
+        shares = 2 * own_ins * (8 if is_narrow else MAX_SKINNY_ROWS) <= min(_SHARED_BYTES, shared_bytes)
         if parts > 1:
-            return (
-                SkinnyTile(32, 4, triton.cdiv(all_steps, 4)) if all_steps <= 8 else SkinnyTile(32, 8, 3, registers=128)
-            )
-        return SkinnyTile(32, 4, min(4, triton.cdiv(all_steps, 4)))
-    # Many tiles: a program normalises the row once.
-    if out_features > 96 * device_limits(device)[0] and in_features <= 4096:
-        return SkinnyTile(32, 4, 2, programs=3, registers=168)
-    # Where each program normalises the inputs, their values must fit into registers beside the weights.
-    num_warps = 4 if in_features <= 4096 else 8
-    return SkinnyTile(16, num_warps, min(32 // num_warps, triton.cdiv(all_steps, num_warps)))
+            return SkinnyTile(32, 4, min(2, steps), shares=shares)
+        if is_narrow and shares and has_few_tiles:
+            return SkinnyTile(16, 4, min(4, steps), registers=168, shares=True)
+        return SkinnyTile(32, 4, min(4 if is_narrow else 2, steps))
+    if own_ins > 4096:
+        # Where each program normalises the inputs, their values must fit into registers beside the weights.
+        return SkinnyTile(16, 8, min(4, triton.cdiv(steps, 2)), registers=128)
+    # A program of several tiles normalises the inputs once.
+    return SkinnyTile(16, 4, steps) if has_few_tiles else SkinnyTile(32, 4, min(2, steps), programs=3, registers=168)
 
 
 def skinny_four_bit_gemm(
@@ -594,9 +602,9 @@ def skinny_four_bit_gemm(
     norm_weight, eps = norm or (None, 0.0)
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     if parts > 1:
-        assert norm is None and bias is None and not gated and in_features % (parts * max(weight.group, _STEP_INS)) == 0
+        assert norm is None and bias is None and not gated and in_features % (parts * weight.unit(_STEP_INS)) == 0
         out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
-    tile = tile or _tile(num_rows, in_features, len(values), parts, x.device)
+    tile = tile or _tile(num_rows, in_features // parts, len(values), parts, x.device)
     num_tiles = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs)
     num_programs = tile.programs * device_limits(x.device)[0] or num_tiles
     total_steps = triton.cdiv(in_features // parts, tile.num_warps * _STEP_INS)

@@ -5,6 +5,8 @@ Beside weights in e4m3 the rows of a step are rounded as in linear layers (`norm
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -117,20 +119,15 @@ def fused_experts(
     make = torch.empty if num_experts == routing.num_experts else torch.zeros
     parts = make(num_tokens, top_k, in_features, dtype=x.dtype, device=x.device)
     if kernel is not ExpertsKernel.GROUPED_GEMM:
-        if isinstance(up, FourBitMatrix) and isinstance(down, FourBitMatrix):  # noqa: SIM102 - for the type checker
-            if policy.uses_skinny_four_bits(x.dtype, up) and policy.uses_skinny_four_bits(x.dtype, down):
-                from nanovllm.kernels.moe import skinny_four_bit_experts as skinny  # noqa: PLC0415
-
-                multiply = skinny.up_of_one_row if num_tokens == 1 else skinny.skinny_four_bit_experts
-                multiply(x, routing, up, activated, first_expert, activation, up_bias)
-                if num_tokens == 1 and num_experts == routing.num_experts:
-                    return skinny.down_sum(activated, routing, down, down_bias)
-                skinny.skinny_four_bit_experts(activated, routing, down, parts, first_expert, None, down_bias)
-                return parts.transpose(0, 1)
         from nanovllm.kernels.moe.expert_gemm import expert_gemm  # noqa: PLC0415
 
-        expert_gemm(x, routing, up, activated, first_expert, activation, up_bias)
-        expert_gemm(activated, routing, down, parts, first_expert, None, down_bias)
+        multiply: Any = expert_gemm
+        if all(isinstance(own, FourBitMatrix) and policy.uses_skinny_four_bits(x.dtype, own) for own in (up, down)):
+            from nanovllm.kernels.moe.skinny_four_bit_experts import skinny_four_bit_experts  # noqa: PLC0415
+
+            multiply = skinny_four_bit_experts
+        multiply(x, routing, up, activated, first_expert, activation, up_bias)
+        multiply(activated, routing, down, parts, first_expert, None, down_bias)
         return parts.transpose(0, 1)
     from nanovllm.kernels.moe.grouped_gemm import grouped_gemm, sort_slots  # noqa: PLC0415
 

@@ -1,8 +1,7 @@
 """The experts of few rows with weights in four bits, by the products of `skinny_four_bit_gemm`.
 
 As in `expert_gemm` there is a program for each tile of outputs and each (row, choice), whose first of an expert
-computes all its rows, or for each expert if they are fewer; the others end at once. Up of one row has programs of
-several tiles, and down is one sum over the row's experts, whose weights are requested one expert ahead.
+computes all its rows, or for each expert if they are fewer; the others end at once.
 """
 
 from __future__ import annotations
@@ -10,26 +9,21 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._gluon import barrier, gl, gluon, kernel
-from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
+from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix
 from nanovllm.kernels.linear.skinny_four_bit_gemm import (
+    SkinnyTile,
     load_of_outputs,
     load_steps,
-    mma_layout,
     multiply_tile,
     outputs_and_ups,
     row_layout,
     row_ptrs,
-    sum_factor,
     weight_sources,
 )
 from nanovllm.kernels.moe.activation import Activation, activate, is_gated
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import MAX_EXPERT_ROWS
-
-_WARPS, _OUTS = 4, 16
-_MOST_STEPS = 8
-"""Steps of a warp that are requested at once, at most."""
 
 
 @gluon.jit
@@ -158,166 +152,22 @@ def skinny_four_bit_experts(
     first_expert: int,
     activation: Activation | None,
     bias: torch.Tensor | None = None,
+    *,
+    tile: SkinnyTile | None = None,
 ) -> None:
     """Compute `expert_gemm` of 16-bit rows and weights in four bits; their inputs must be a multiple of RUN."""
     num_rows, top_k = routing.experts.shape
     in_features, out_features, gated = x.shape[-1], out.shape[-1], is_gated(activation)
-    values = weight.values
+    values, num_slots = weight.values, num_rows * top_k
     assert num_rows <= MAX_EXPERT_ROWS and x.is_contiguous() and values.is_contiguous() and out.is_contiguous()
     assert in_features % RUN == 0
-    steps, num_slots = min(_MOST_STEPS, triton.cdiv(in_features, _WARPS * 4 * RUN)), num_rows * top_k
-    grid = triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS), min(num_slots, len(values))
+    tile = tile or SkinnyTile(16, 4, 8, registers=128 if num_rows <= 8 else 168)
+    grid = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs), min(num_slots, len(values))
     _skinny_experts_kernel[grid](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, num_rows, first_expert, len(values),
-        out_features, IN=in_features, WARPS=_WARPS, STEPS=steps, OUTS=_OUTS, ROWS=8 if num_rows <= 8 else 16,
-        TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k), BY_EXPERT=num_slots > len(values), ACTIVATION=activation,
-        GATED=gated, num_warps=_WARPS, maxnreg=128 if num_rows <= 8 else 168,
-        **pdl_options(x.device), **weight.scaling,
+        out_features, IN=in_features, WARPS=tile.num_warps,
+        STEPS=min(tile.steps, triton.cdiv(in_features, tile.num_warps * 4 * RUN)), OUTS=tile.outs,
+        ROWS=8 if num_rows <= 8 else 16, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
+        BY_EXPERT=num_slots > len(values), ACTIVATION=activation, GATED=gated, num_warps=tile.num_warps,
+        maxnreg=tile.registers, **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
-
-
-@kernel(do_not_specialize=["first_expert", "num_tiles"])
-def _up_of_one_row_kernel(
-    x_ptr, experts_ptr, words_ptr, bias_ptr, out_ptr, first_expert, num_experts, out_features, num_tiles,
-    scale_ptr, zero_ptr, factor_ptr,
-    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, TOP_K: gl.constexpr,
-    ACTIVATION: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    HAS_ZEROS: gl.constexpr = zero_ptr is not None
-    RUNS: gl.constexpr = IN // 32
-    TILE: gl.constexpr = OUTS // 2 if GATED else OUTS
-    wait_for_previous(PDL)
-    place = gl.program_id(0)
-    expert, runs = _expert_of(experts_ptr, place // num_tiles, first_expert, num_experts, RUNS)
-    sources = _expert_sources(
-        words_ptr, scale_ptr, zero_ptr, expert, place % num_tiles * TILE, out_features,
-        IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
-    )  # fmt: skip
-    loaded = load_steps(sources, 0, runs, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-    for number in range(place, TOP_K * num_tiles, gl.num_programs(0)):
-        slot, first_out = number // num_tiles, number % num_tiles * TILE
-        expert, runs = _expert_of(experts_ptr, slot, first_expert, num_experts, RUNS)
-        own = _expert_sources(
-            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
-        )
-        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
-        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
-        following = gl.minimum(number + gl.num_programs(0), TOP_K * num_tiles - 1)
-        next_expert, next_runs = _expert_of(experts_ptr, following // num_tiles, first_expert, num_experts, RUNS)
-        next_runs = gl.where(number + gl.num_programs(0) < TOP_K * num_tiles, next_runs, 0)
-        next_sources = _expert_sources(
-            words_ptr, scale_ptr, zero_ptr, next_expert, following % num_tiles * TILE, out_features,
-            IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
-        )  # fmt: skip
-        acc, loaded = multiply_tile(
-            own, next_sources, next_runs, loaded, x_ptr, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS, SCALE_INS, FORMAT
-        )
-        out, up = outputs_and_ups(acc, factors, biases, dtype, GATED, FORMAT)
-        out = activate(out, up, dtype, ACTIVATION)
-        outs = first_out + gl.arange(0, out.shape[0], gl.SliceLayout(1, out.type.layout))
-        columns = gl.arange(0, 8, gl.SliceLayout(0, out.type.layout))
-        mask = ((outs < out_features) & (runs > 0))[:, None] & (columns == 0)[None, :]
-        gl.store(out_ptr + slot * out_features + outs[:, None] + columns[None, :], out.to(dtype), mask=mask)
-
-
-@gluon.jit
-def _expert_of(experts_ptr, slot, first_expert, num_experts, RUNS: gl.constexpr):
-    """Return the expert of a slot, and the runs of inputs to be read: none if it is not here."""
-    expert = gl.load(experts_ptr + slot) - first_expert
-    is_here = (expert >= 0) & (expert < num_experts)
-    return gl.where(is_here, expert, 0), gl.where(is_here, RUNS, 0)
-
-
-def up_of_one_row(
-    x: torch.Tensor,
-    routing: Routing,
-    weight: FourBitMatrix,
-    out: torch.Tensor,
-    first_expert: int,
-    activation: Activation,
-    bias: torch.Tensor | None = None,
-    *,
-    steps: int = 3,
-    programs: int = 4,
-    registers: int | None = 128,
-) -> None:
-    """Compute the first `skinny_four_bit_experts` of one row; programs take several tiles."""
-    (rows, in_features), top_k, out_features = x.shape, routing.experts.shape[1], out.shape[-1]
-    values, gated = weight.values, is_gated(activation)
-    assert rows == 1 and x.is_contiguous() and values.is_contiguous() and out.is_contiguous()
-    assert in_features % RUN == 0
-    num_tiles = triton.cdiv(out_features, _OUTS // 2 if gated else _OUTS)
-    num_programs = programs * device_limits(x.device)[0]
-    _up_of_one_row_kernel[(min(top_k * num_tiles, num_programs),)](
-        x, routing.experts, values.view(torch.int32), bias, out, first_expert, len(values), out_features, num_tiles,
-        IN=in_features, WARPS=_WARPS, STEPS=min(steps, triton.cdiv(in_features, _WARPS * 4 * RUN)), OUTS=_OUTS,
-        TOP_K=top_k, ACTIVATION=activation, GATED=gated, num_warps=_WARPS, maxnreg=registers,
-        **pdl_options(x.device), **weight.scaling,
-    )  # fmt: skip
-
-
-@kernel(do_not_specialize=[])
-def _down_sum_kernel(
-    x_ptr, experts_ptr, weights_ptr, words_ptr, bias_ptr, out_ptr, out_features, scale_ptr, zero_ptr, factor_ptr,
-    IN: gl.constexpr, WARPS: gl.constexpr, STEPS: gl.constexpr, OUTS: gl.constexpr, TOP_K: gl.constexpr,
-    SCALE_INS: gl.constexpr, FORMAT: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
-    HAS_ZEROS: gl.constexpr = zero_ptr is not None
-    MMA: gl.constexpr = mma_layout(WARPS)
-    RUNS: gl.constexpr = IN // 32
-    first_out = gl.program_id(0) * OUTS
-    sources = _expert_sources(
-        words_ptr, scale_ptr, zero_ptr, gl.load(experts_ptr), first_out, out_features,
-        IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
-    )  # fmt: skip
-    loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-    wait_for_previous(PDL)
-    total = gl.zeros([WARPS, OUTS, 8], gl.float32, MMA)
-    bias_total = load_of_outputs(None, 0.0, first_out, out_features, WARPS, OUTS, False)
-    for choice in range(TOP_K):
-        expert = gl.load(experts_ptr + choice)
-        sources = _expert_sources(
-            words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, False, SCALE_INS, FORMAT
-        )
-        next_expert = gl.load(experts_ptr + gl.minimum(choice + 1, TOP_K - 1))
-        next_sources = _expert_sources(
-            words_ptr, scale_ptr, zero_ptr, next_expert, first_out, out_features,
-            IN, WARPS, OUTS, False, SCALE_INS, FORMAT,
-        )  # fmt: skip
-        next_runs = gl.where(choice < TOP_K - 1, RUNS, 0)
-        weight = gl.load(weights_ptr + choice)
-        factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, False)
-        biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, False)
-        acc, loaded = multiply_tile(
-            sources, next_sources, next_runs, loaded, x_ptr + choice * IN, OUTS, 8, IN, WARPS, 0, True, HAS_ZEROS,
-            SCALE_INS, FORMAT,
-        )  # fmt: skip
-        factors = gl.convert_layout(factors * weight, gl.SliceLayout(0, gl.SliceLayout(2, MMA)), assert_trivial=True)
-        total += acc * gl.expand_dims(gl.expand_dims(factors, 0), 2)
-        bias_total += biases * weight
-    # All columns are the same.
-    out = gl.max(gl.sum(total, axis=0) * sum_factor(dtype, FORMAT) + bias_total[:, None], axis=1)
-    places = first_out + gl.arange(0, OUTS, out.type.layout)
-    gl.store(out_ptr + places, out.to(dtype), mask=places < out_features)
-
-
-def down_sum(
-    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, bias: torch.Tensor | None = None, *, num_warps: int = 8
-) -> torch.Tensor:
-    """Return the sum, [1, out_features], over the experts of one row of `skinny_four_bit_experts` for down.
-
-    All experts must be here.
-    """
-    values, (rows, top_k, size) = weight.values, x.shape
-    assert rows == 1 and x.is_contiguous() and values.is_contiguous() and size % RUN == 0
-    out_features = values.shape[1]
-    out = torch.empty(1, out_features, dtype=x.dtype, device=x.device)
-    _down_sum_kernel[(triton.cdiv(out_features, _OUTS),)](
-        x, routing.experts, routing.weights, values.view(torch.int32), bias, out, out_features,
-        IN=size, WARPS=num_warps, STEPS=min(_MOST_STEPS // 2, triton.cdiv(size, num_warps * 4 * RUN)), OUTS=_OUTS,
-        TOP_K=top_k, num_warps=num_warps, maxnreg=128 if num_warps == 8 else None, **pdl_options(x.device),
-        **weight.scaling,
-    )  # fmt: skip
-    return out

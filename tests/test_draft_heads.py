@@ -217,7 +217,7 @@ def test_a_gpu_drafts_what_a_plain_pass_does(
     assert counts[0] == counts[1] and counts[0][0] > 100
     monkeypatch.setattr(model_runner, "HeadDrafter", ForcedDrafter)
     ForcedDrafter.drafted = []
-    check_greedy(BUNDLED_MODEL, config, SETTINGS | {"device": "cuda", "enforce_eager": True}, 1, ForcedDrafter)
+    check_greedy(Path(BUNDLED_MODEL), config, SETTINGS | {"device": "cuda", "enforce_eager": True}, 1, ForcedDrafter)
     check_drafts(ForcedDrafter.drafted, reference)
 
 

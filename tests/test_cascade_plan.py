@@ -89,6 +89,8 @@ def test_a_plan_is_made_again_when_rows_change(monkeypatch: pytest.MonkeyPatch) 
     slots = np.full(6, 2 * BLOCK_SIZE + 3, dtype=np.int32), tables
     planner = CascadePlanner(6, BLOCK_SIZE, 4, 2, torch.device("cpu"))
     assert planner.plan(slot_rows(*[5]).slots, *slots) is None and not len(planner.packed)
+    none = np.empty(0, dtype=np.int32)
+    assert planner.plan(none, none, none.reshape(0, 0)) is None
     lens = planner.plan(slot_rows(*[0, 3, 5]).slots, *slots)
     assert lens is not None and lens.tolist() == [32, 32, 0]
     packed = planner.packed

@@ -386,7 +386,7 @@ def test_products_of_few_rows(rows: int, tile: Any, dtype: torch.dtype, case: tu
     """Steps end within the inputs, and outputs within tiles; a program may have several tiles."""
     from nanovllm.kernels.linear.skinny_four_bit_gemm import SkinnyTile, skinny_four_bit_gemm  # noqa: PLC0415
 
-    outs, ins = (70 if tile is None else 4802), 1312
+    outs, ins = (1034 if tile is None else 4802), 1312
     for has_zeros, gated in ((False, True), (case[0] == "int4", False)):
         matrix, bias = make_matrix(outs, ins, *case, dtype, has_zeros), randn(outs, dtype=dtype)
         x, residual = randn(rows, ins, dtype=dtype), randn(rows, ins, dtype=dtype) if gated else None

@@ -69,6 +69,8 @@ def plan_cascade_groups(
     and outputs.
     """
     num_rows = len(tables)
+    if not num_rows:
+        return None
     groups: list[PrefixGroup] = []
     num_tiles = 0
     for group in sorted(find_groups(tables, num_full_blocks), key=lambda group: -group.saved_blocks):

@@ -194,8 +194,8 @@ LIMITS = {
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
 Models with states took 3,000 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
-and states in blocks of the cache. Drafting heads took 850 and 2 files, weights in four bits with gpt-oss 1,350 and 3, and
-their products of few rows, in Gluon, 790 and 2.
+and states in blocks of the cache. Drafting heads took 850 and 2 files, weights in four bits with gpt-oss 1,350 and 3,
+and their products of few rows, in Gluon, 790 and 2.
 """
 
 

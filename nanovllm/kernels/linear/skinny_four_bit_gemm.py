@@ -255,18 +255,11 @@ def row_ptrs(x_ptr, rows, IN: gl.constexpr):
 
 
 @gluon.jit
-def _load_rows(
-    x_ptrs, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr
-):  # fmt: skip
-    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply.
-
-    x_ptrs: `row_ptrs`, or a pointer to one row that stands for all.
-    """
+def _load_rows(x_ptrs, step, IN: gl.constexpr, WARPS: gl.constexpr):
+    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply."""
     LAYOUT: gl.constexpr = _layout_of(WARPS, _RUN)
     runs = gl.minimum(step * (WARPS * _STEP_RUNS) + _runs(WARPS, LAYOUT), IN // _RUN - 1)
-    x = gl.load(x_ptrs + _with_elements(runs * _RUN, _RUN, LAYOUT))
-    x, _ = gl.broadcast(x, gl.zeros([WARPS, ROWS, _STEP_RUNS, _RUN], x.dtype, LAYOUT))
-    return x
+    return gl.load(x_ptrs + _with_elements(runs * _RUN, _RUN, LAYOUT))
 
 
 @gluon.jit
@@ -330,7 +323,7 @@ def _share_rows(
 def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr):
     """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; of shared memory beyond the end the last step again."""
     if not SHARED_STEPS:
-        rows = _load_rows(x, step, IN, WARPS, ROWS)
+        rows = _load_rows(x, step, IN, WARPS)
     elif len(x.shape) == 3:
         shared = x.index(gl.minimum(step, SHARED_STEPS - 1)).load(_shared_rows_layout(WARPS, ROWS))
         rows = gl.reshape(shared, [WARPS, ROWS, _STEP_RUNS, _RUN])
@@ -417,7 +410,7 @@ def multiply_tile(
 ):  # fmt: skip
     """Return the product of a tile, [WARPS, OUTS, ROWS], and the first steps of the next one.
 
-    loaded: the tile's first steps; x: `row_ptrs`, or one row's pointer, or shared memory; next_runs: 0 if there is no
+    loaded: the tile's first steps; x: `row_ptrs`, or shared memory; next_runs: 0 if there is no
     other tile; LOOPS: whether there may be one.
     """
     STEPS: gl.constexpr = len(loaded)

@@ -78,7 +78,7 @@ def test_lines_in_our_form(llm: LLM) -> None:
         [
             {"prompt": "Hello", "id": 7},
             b"\n",
-            {"prompt": [40, 41, 42], "custom_id": "x", "max_tokens": 3},
+            {"prompt": [40, 41, 42], "custom_id": "x", "max_tokens": 3, "hidden_states": [0, 6]},
             {"messages": INTRODUCTION, "max_tokens": 40, "stop": ["tiny"], "logprobs": 1, "prompt_logprobs": 0},
             {"prompt": "1 2 3", "temperature": 1.0, "seed": 5, "n": 2},
         ],
@@ -90,6 +90,7 @@ def test_lines_in_our_form(llm: LLM) -> None:
     (talk,) = llm.chat(INTRODUCTION, SamplingParams(0, 40, stop=["tiny"]), use_tqdm=False)
     assert sorted(results) == [1, 3, 4, 5]
     assert results[1]["id"] == 7 and results[3]["custom_id"] == "x"
+    assert [len(layer) for layer in results[3]["hidden_states"]] == [3, 3]
     assert results[4]["outputs"][0]["stop_reason"] == "tiny" and len(results[4]["prompt_logprobs"]) == 19
     for number, output in zip([1, 3, 4, 5], [first, ids, talk, sampled], strict=True):
         assert results[number]["num_prompt_tokens"] == len(output.prompt_token_ids)
@@ -388,6 +389,7 @@ VALUES: dict[str, tuple[list[str], Any]] = {
     "tokenizer": (["x"], "x"),
     "api_key": (["x", "y"], ["x", "y"]),
     "served_model_name": (["x", "y"], ["x", "y"]),
+    "hidden_states": (["32", "33"], [32, 33]),
     "speculative_config": (
         ['{"method": "ngram", "num_speculative_tokens": 4}'],
         {"method": "ngram", "num_speculative_tokens": 4},

@@ -226,6 +226,8 @@ def result_fields(
         answer["num_prompt_tokens"] = len(output.prompt_token_ids)
         if output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
+        if output.hidden_states:
+            answer["hidden_states"] = [layer.tolist() for layer in output.hidden_states]
         return {**ids, **answer}
     is_chat = ENDPOINTS[request.url].is_chat
     body = {

@@ -110,7 +110,7 @@ def delta_rule_step_ref(
 ) -> torch.Tensor:
     """Plain torch form of `delta_rule_step`."""
     if isinstance(rows, DraftedStateRows):
-        return _delta_rule_drafts_ref(rule, x, gates, z, rows)
+        return _plain_drafts(rule, x, gates, z, rows)
     out = torch.zeros_like(z)
     conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
     index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
@@ -128,7 +128,7 @@ def delta_rule_step_ref(
     return out
 
 
-def _delta_rule_drafts_ref(
+def _plain_drafts(
     rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: DraftedStateRows
 ) -> torch.Tensor:
     out, kept = torch.zeros_like(z), rule.kept

@@ -124,7 +124,7 @@ def mamba2_step_ref(
 ) -> torch.Tensor:
     """Plain torch form of `mamba2_step`."""
     if isinstance(rows, DraftedStateRows):
-        return _mamba2_drafts_ref(space, x, dt, z, rows)
+        return _plain_drafts(space, x, dt, z, rows)
     channels = causal_conv_step(x, space.conv_weight, space.conv_bias, space.conv, rows)
     out = torch.zeros(len(x), *space.shape[::2], device=x.device)
     for row in (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist():
@@ -134,7 +134,7 @@ def mamba2_step_ref(
     return space.gated_norm(out.flatten(1), z)
 
 
-def _mamba2_drafts_ref(
+def _plain_drafts(
     space: StateSpace, x: torch.Tensor, dt: torch.Tensor, z: torch.Tensor, rows: DraftedStateRows
 ) -> torch.Tensor:
     out, kept = torch.zeros(len(x), *space.shape[::2], device=x.device), space.kept

@@ -238,8 +238,8 @@ class StepOutput:
         num_clipped_kv: keys and values, of the first rank's heads, that exceeded the range of a cache in e4m3, since
             the engine began.
         offsets: [num_rows + 1]; where each row's tokens begin and end. None if each has one, as is usual.
-        num_drafts: [num_rows] int64; the drafts that the device has for each row's next tokens. None of a step that
-            makes none, after which it has the ones of the last that did.
+        num_drafts: [num_rows] int64; the drafts that the device has for each row's next tokens. None if the step makes
+            none and leaves earlier drafts as they are.
     """
 
     token_ids: np.ndarray

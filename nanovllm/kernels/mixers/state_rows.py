@@ -48,7 +48,7 @@ class StateTiles:
 class DraftedStateRows:
     """Rows of drafted tokens, whose states are stored one step late, when it is known which drafts were right.
 
-    Of rows of one token, which is right, the state after it is stored at once.
+    A step without drafts has rows of one token, which is right, and stores the states after them at once.
 
     A step keeps what the recurrence of a layer reads of its tokens: of each slot in a ring, `[num_slots + 1, entries,
     size]`, in which the token at position p is entry `p % entries`. The next step computes the accepted ones again, and

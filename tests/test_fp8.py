@@ -237,8 +237,8 @@ def test_logits_are_those_of_the_dequantised_model(written: tuple[Path, Path]) -
     check_logits(*written)
 
 
-# transformers does not know the scales' name of "fp8-tensor", nor modelopt. Scales in bfloat16 would round its values to
-# bfloat16.
+# transformers does not know the scales' name of "fp8-tensor", nor modelopt's form. Scales in bfloat16 would round its
+# values.
 @pytest.mark.compat
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("fp8-tensor", "modelopt")])
 def test_transformers_reads_the_same_from_the_format(

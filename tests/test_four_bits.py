@@ -166,7 +166,10 @@ MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
 FORMATS = {
     "gptq": Format(GPTQ | {"method": "gptq", "format": "gptq", "pack_dtype": "int32"}, gptq),
-    "gptq-symmetric": Format(GPTQ | {"sym": True, "desc_act": True}, lambda weight: gptq(weight, 1, False)),
+    "gptq-symmetric": Format(
+        GPTQ | {"sym": True, "desc_act": True, "provider": "auto-round", "autoround_version": "0.4.7", "iters": 200},
+        lambda weight: gptq(weight, 1, False),
+    ),
     "gptq-v2": Format(GPTQ | {"format": "gptq_v2"}, lambda weight: gptq(weight, 0)),
     "gptq-part": Format(
         GPTQ | {"dynamic": {"lm_head": {}, "+:.*mlp.*": {"bits": 4}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}}},
@@ -174,10 +177,11 @@ FORMATS = {
     ),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
-         "modules_to_not_convert": ["mlp.gate"]}, awq,
+         "modules_to_not_convert": ["mlp.gate", "model.layers.1.self_attn."]}, awq, "layers.1.self_attn",
     ),
     "packed-group": Format(
-        compressed("pack-quantized", strategy="group", group_size=128), lambda weight: packed(weight, 128, False)
+        compressed("pack-quantized", strategy="group", group_size=128) | {"sparsity_config": {"format": "dense"}},
+        lambda weight: packed(weight, 128, False),
     ),
     "packed-zeros": Format(
         compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
@@ -285,6 +289,14 @@ def test_ranks_and_updates(base: Path, tmp_path: Path, name: str) -> None:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
         llm.load_weights(tensors, strict=True)
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed-zeros", "nvfp4"])
+def test_merged_projections(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    """Outputs of several projections follow one another in one tensor, in either dimension."""
+    base = make_checkpoint("Phi3", pad_token_id=0, hidden_size=256, intermediate_size=256)
+    stored, meant = write(base, FORMATS[name], tmp_path)
+    assert tokens_and_logits(stored, tensor_parallel_size=2)[0] == tokens_and_logits(meant)[0]
 
 
 def test_modelopts_older_folders_have_a_file_of_their_own(base: Path, tmp_path: Path) -> None:

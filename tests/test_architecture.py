@@ -186,7 +186,7 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 45_760,
+    "lines": 45_765,
     "files": 214,
     "loaded by `import nanovllm.llm`": 10_924,
     "the core with all that it imports": 8_990,

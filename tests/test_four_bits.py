@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nanovllm import LLM
 from nanovllm.configs.model import ModelConfig
-from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.configs.quantization import FourBits, QuantizationConfig
 from nanovllm.kernels import four_bits
 from nanovllm.kernels.four_bits import (
     E2M1,
@@ -35,8 +35,10 @@ from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm, four_bit_gemm_r
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.models.base import CausalLM
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.experts import FourBitExpertsWeight
 from nanovllm.quantization.four_bits import FourBitWeight
+from nanovllm.quantization.weight import MatrixShard
 from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
@@ -289,6 +291,18 @@ def test_ranks_and_updates(base: Path, tmp_path: Path, name: str) -> None:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
         llm.load_weights(tensors, strict=True)
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
+
+
+def test_a_bias_is_a_part_of_what_a_residual_is_added_to() -> None:
+    shard, config = MatrixShard({None: Shard.whole(64)}, Shard.whole(128)), QuantizationConfig("channel")
+    weight = FourBitWeight(shard, replace(config, four_bits=FourBits()), has_bias=True)
+    for target, part in weight.weight_slices("o_proj.weight").items():
+        part.store(str(target), torch.randn(part.shape))
+    x, residual = torch.randn(3, 128), torch.randn(3, 64)
+    out, left = weight.multiply_into(x, residual)
+    assert weight.bias is not None and weight.bias.abs().min() > 0 and left is not None
+    wide = dequantize_four_bits_ref(weight.matrix, torch.float32)
+    torch.testing.assert_close(out + left, functional.linear(x, wide, weight.bias) + residual)
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed-zeros", "nvfp4"])

@@ -9,7 +9,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from nanovllm import LLM
 from nanovllm.configs.model import ModelConfig
-from nanovllm.configs.quantization import QuantizationConfig
+from nanovllm.configs.quantization import FourBits, QuantizationConfig
 from nanovllm.kernels import four_bits
 from nanovllm.kernels.four_bits import (
     E2M1,
@@ -35,8 +35,10 @@ from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm, four_bit_gemm_r
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.models.base import CausalLM
+from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.experts import FourBitExpertsWeight
 from nanovllm.quantization.four_bits import FourBitWeight
+from nanovllm.quantization.weight import MatrixShard
 from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
@@ -166,7 +168,10 @@ MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False, "desc_act": False}
 FORMATS = {
     "gptq": Format(GPTQ | {"method": "gptq", "format": "gptq", "pack_dtype": "int32"}, gptq),
-    "gptq-symmetric": Format(GPTQ | {"sym": True, "desc_act": True}, lambda weight: gptq(weight, 1, False)),
+    "gptq-symmetric": Format(
+        GPTQ | {"sym": True, "desc_act": True, "provider": "auto-round", "autoround_version": "0.4.7", "iters": 200},
+        lambda weight: gptq(weight, 1, False),
+    ),
     "gptq-v2": Format(GPTQ | {"format": "gptq_v2"}, lambda weight: gptq(weight, 0)),
     "gptq-part": Format(
         GPTQ | {"dynamic": {"lm_head": {}, "+:.*mlp.*": {"bits": 4}, "-:.*attn.*": {}, "-:.*shared_expert.*": {}}},
@@ -174,10 +179,11 @@ FORMATS = {
     ),
     "awq": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm",
-         "modules_to_not_convert": ["mlp.gate"]}, awq,
+         "modules_to_not_convert": ["mlp.gate", "model.layers.1.self_attn."]}, awq, "layers.1.self_attn",
     ),
     "packed-group": Format(
-        compressed("pack-quantized", strategy="group", group_size=128), lambda weight: packed(weight, 128, False)
+        compressed("pack-quantized", strategy="group", group_size=128) | {"sparsity_config": {"format": "dense"}},
+        lambda weight: packed(weight, 128, False),
     ),
     "packed-zeros": Format(
         compressed("pack-quantized", strategy="group", group_size=32, symmetric=False),
@@ -285,6 +291,26 @@ def test_ranks_and_updates(base: Path, tmp_path: Path, name: str) -> None:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
         llm.load_weights(tensors, strict=True)
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
+
+
+def test_a_bias_is_a_part_of_what_a_residual_is_added_to() -> None:
+    shard, config = MatrixShard({None: Shard.whole(64)}, Shard.whole(128)), QuantizationConfig("channel")
+    weight = FourBitWeight(shard, replace(config, four_bits=FourBits()), has_bias=True)
+    for target, part in weight.weight_slices("o_proj.weight").items():
+        part.store(str(target), torch.randn(part.shape))
+    x, residual = torch.randn(3, 128), torch.randn(3, 64)
+    out, left = weight.multiply_into(x, residual)
+    assert weight.bias is not None and weight.bias.abs().min() > 0 and left is not None
+    wide = dequantize_four_bits_ref(weight.matrix, torch.float32)
+    torch.testing.assert_close(out + left, functional.linear(x, wide, weight.bias) + residual)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed-zeros", "nvfp4"])
+def test_merged_projections(make_checkpoint: MakeCheckpoint, tmp_path: Path, name: str) -> None:
+    """Outputs of several projections follow one another in one tensor, in either dimension."""
+    base = make_checkpoint("Phi3", pad_token_id=0, hidden_size=256, intermediate_size=256)
+    stored, meant = write(base, FORMATS[name], tmp_path)
+    assert tokens_and_logits(stored, tensor_parallel_size=2)[0] == tokens_and_logits(meant)[0]
 
 
 def test_modelopts_older_folders_have_a_file_of_their_own(base: Path, tmp_path: Path) -> None:

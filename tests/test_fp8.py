@@ -133,7 +133,8 @@ FORMATS = {
         compressed(weights_of(strategy="token", dynamic=True), strategy="channel"), (1, None), dtype=torch.bfloat16,
     ),
     "compressed-tensor": Format(
-        compressed(STATIC, strategy="tensor"), (None, None), shape=lambda scales: scales.view(1),
+        compressed(STATIC, strategy="tensor") | {"format": "naive-quantized", "quantization_status": "frozen"},
+        (None, None), shape=lambda scales: scales.view(1),
         input_scale="input_scale",
     ),
     "modelopt": Format(

@@ -19,7 +19,8 @@ from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import route as route_op
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.route import route_ref
-from nanovllm.models import count_parameters
+from nanovllm.models import count_parameters, make_model
+from nanovllm.parallel.communicator import Communicator
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
 from tests.test_four_bits import TABLE, Tensors, e2m1, pairs
@@ -169,3 +170,6 @@ def test_shapes_of_the_benchmark(shape: str, billions: float, gigabytes: float) 
     assert round(count_parameters(config) / 1e9, 1) == billions
     # All experts are read by very many rows; the embedding is not.
     assert round(weights.bytes_read_by(10**6) / 1e9, 1) == gigabytes
+    with torch.device("meta"):
+        # Kernels for nine rows are compiled at the start, too.
+        assert make_model(config, Communicator()).kernel_rows >= {1, 2, 9, 17}

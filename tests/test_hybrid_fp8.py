@@ -49,6 +49,17 @@ def channels(ignored: str) -> Format:
     return Format(config, (1, None), dtype=torch.bfloat16, ignored=ignored, layers=r"_proj(_\w+)?\.weight$")
 
 
+NEMOTRON = Format(
+    {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.29.0"},
+     "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "ignore": [
+         "lm_head", "backbone.layers.0.mixer.in_proj", "backbone.layers.1.mixer.shared_experts.up_proj",
+         *(f"backbone.layers.2.mixer.{name}_proj" for name in "qkvo"), "backbone.layers.3.mixer.gate",
+     ]},
+    (None, None), shape=lambda scales: scales.view(()), input_scale="input_scale",
+    ignored=r"layers\.(0\.mixer\.in_proj|1\.mixer\.shared_experts\.up_proj|2)", layers=r"(_proj)\.weight$",
+)  # fmt: skip
+
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -78,6 +89,12 @@ def stacked(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def with_cache_scales(folder: Path) -> None:
+    """Add modelopt's scales of keys and values."""
+    scales = {f"backbone.layers.2.mixer.{name}_proj.{name}_scale": torch.tensor(0.5) for name in "kv"}
+    save_file(load_file(folder / "model.safetensors") | scales, folder / "model.safetensors")
+
+
 CASES: dict[str, tuple[str, Format, Callable[[Path], None] | None]] = {
     "next": ("next", blocks("model", "linear_attn.in_proj_ba"), None),
     "dense": ("dense", blocks("model.language_model"), wrapped),
@@ -85,6 +102,7 @@ CASES: dict[str, tuple[str, Format, Callable[[Path], None] | None]] = {
     "stacked experts": ("moe", blocks("model"), stacked),
     "no linear attention": ("moe", channels(r".*linear_attn.*"), wrapped),
     "all linear layers": ("dense", channels(r".*no_such_layer.*"), wrapped),
+    "modelopt": ("nemotron-moe", NEMOTRON, with_cache_scales),
     "factors": ("falcon", replace(blocks("model"), dtype=torch.float32), None),
 }
 
@@ -96,13 +114,13 @@ def test_checkpoints_in_e4m3(case: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "base")
     stored, meant = write(tmp_path / "base", kind, tmp_path)
     has_scales = any(re.search(r"\.in_proj.*_scale", key) for key in load_file(stored / "model.safetensors"))
-    assert has_scales != (case == "no linear attention")
+    assert has_scales != (case in ("no linear attention", "modelopt"))
     reference = type(model).from_pretrained(meant, dtype=torch.float32).eval()
     if changed is not None:
         changed(stored)
     asked, params = prompts((30, 5)), SamplingParams(temperature=0, max_tokens=6, logprobs=0, ignore_eos=True)
     wanted = [complete(reference, prompt, 6) for prompt in asked]
-    for size in (1, 2) if name != "falcon" else (1,):
+    for size in (1, 2) if name not in ("falcon", "nemotron-moe") else (1,):
         with LLM(str(stored), tensor_parallel_size=size, **SETTINGS) as llm:
             outputs = llm.generate(asked, params, use_tqdm=False)
         for output, (tokens, logprobs) in zip(outputs, wanted, strict=True):

@@ -252,10 +252,15 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
 
     lens = [(len(prompt), work.shared_prefix if i else 0) for i, prompt in enumerate(work.prompts)]
     computed = sum(end - start for end, start in lens)
-    # Attention: scores and weighted values of each token over all tokens up to itself.
-    attended = sum(seen(end) * (end + 1) - seen(start) * (start + 1) for end, start in lens) / 2
+
+    def attended(count: int) -> float:
+        """Return the tokens that each of the first `count` sees, up to itself, added up over these and the layers."""
+        sizes = (count if window is None else min(count, window) for window in windows)
+        return sum(size * (2 * count - size + 1) / 2 for size in sizes)
+
+    num_attended = sum(attended(end) - attended(start) for end, start in lens)
     products = 2 * weights.of_row * computed + 2 * weights.head * len(lens)
-    seconds = (products + 4 * heads_size * attended) / ceilings.matmul_rate
+    seconds = (products + 4 * heads_size * num_attended) / ceilings.matmul_rate
 
     # The prefill computes a request's first token; each decode step adds one to all live requests.
     waiting = [(len(p), n - 1) for p, n in zip(work.prompts, work.output_lens, strict=True) if n > 1][::-1]

@@ -23,7 +23,7 @@ _FP8_KEYS = {
 }  # fmt: skip
 _COMPRESSED_KEYS = {
     "quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status",
-    "global_compression_ratio", "version",
+    "global_compression_ratio", "version", "sparsity_config",
 }  # fmt: skip
 _GPTQ_KEYS = {
     "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "true_sequential",
@@ -32,6 +32,10 @@ _GPTQ_KEYS = {
     "use_exllama", "disable_exllama", "model_name_or_path", "model_file_base_name", "quant_type", "is_marlin_format",
     "meta", "cache_block_outputs", "modules_in_block_to_quantize", "pack_dtype", "dynamic", "backend", "version",
     "method", "format",
+    # AutoRound's own.
+    "amp", "autoround_version", "data_type", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider", "scale_dtype",
+    "seqlen", "to_quant_block_names", "train_bs",
 }  # fmt: skip
 _AWQ_KEYS = {
     "quant_method", "bits", "group_size", "zero_point", "version", "modules_to_not_convert", "backend", "do_fuse",
@@ -151,16 +155,18 @@ class QuantizationConfig:
         return False
 
     def _is_named(self, name: str) -> bool:
-        """Return whether an entry names a layer as here, or as in checkpoints of Mixtral or of a model with towers."""
+        """Return whether an entry names a layer as here, or as in checkpoints of Mixtral, Nemotron-H or with towers."""
         other = ".".join(_OTHER_NAMES.get(module, module) for module in name.split("."))
         wrapped = name.replace("model.", "model.language_model.", 1)
-        return any(_has_name(entry, one) for entry in self.ignored for one in (name, other, wrapped))
+        backbone = name.replace("model.", "backbone.", 1).replace(".shared_expert.", ".shared_experts.")
+        return any(_has_name(entry, one) for entry in self.ignored for one in (name, other, wrapped, backbone))
 
 
 def _has_name(entry: str, name: str) -> bool:
     if entry.startswith("re:"):
         return re.match(entry[3:], name) is not None
-    return f".{entry}." in f".{name}."
+    # Names of whole layers may end with a dot.
+    return f".{entry.removesuffix('.')}." in f".{name}."
 
 
 def _refuse(values: Mapping[str, Any], what: str) -> None:
@@ -231,10 +237,13 @@ def _check_block(size: Any) -> None:
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     _refuse(_others(values, _COMPRESSED_KEYS), "")
-    known = "float-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+    if not (isinstance(sparsity := values.get("sparsity_config"), Mapping) and sparsity.get("format") == "dense"):
+        _refuse({"sparsity_config": sparsity}, "")
+    known = "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
     if (stored := values.get("format")) not in known:
         raise ValueError(f"quantization_config: format={stored!r} is not supported: only {known}")
-    if (status := values.get("quantization_status", "compressed")) != "compressed":
+    # Early versions wrote "frozen" beside the same tensors.
+    if (status := values.get("quantization_status", "compressed")) not in ("compressed", "frozen"):
         raise ValueError(f"quantization_config: quantization_status={status!r} is not supported: only 'compressed'")
     groups = values.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
@@ -244,7 +253,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantization_config: format={group['format']!r} is not supported: only {stored!r}")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     _refuse({"output_activations": group.get("output_activations")}, "")
-    if stored != "float-quantized":
+    if stored.endswith("pack-quantized"):
         four_bits = _read_packed(stored, weights, inputs)
         kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
         ignored = _module_names(values, "ignore")

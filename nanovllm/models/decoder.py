@@ -358,7 +358,8 @@ def _make_mixer(
     if not layer.attends:
         return mixer
     rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
-    attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.self_attn")
+    name = "mixer" if config.architecture.has_single_blocks else "self_attn"
+    attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.{name}")
     return attention if mixer is None else ParallelMixer(attention, mixer)
 
 
@@ -370,7 +371,7 @@ def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> St
     if config.mamba is not None:
         from nanovllm.layers.mamba import Mamba  # noqa: PLC0415
 
-        return Mamba(config, shard, f"{prefix}.mamba")
+        return Mamba(config, shard, f"{prefix}.{'mixer' if config.architecture.has_single_blocks else 'mamba'}")
     from nanovllm.layers.short_conv import ShortConv  # noqa: PLC0415
 
     return ShortConv(config, shard, f"{prefix}.conv")

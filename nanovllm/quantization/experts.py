@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -178,6 +179,11 @@ class FourBitExpertsWeight(FourBitValues, ExpertsWeight):
     def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
         super().__init__(shard, config, (experts.size,))
         self.experts = experts
+
+    @property
+    @override
+    def kernel_rows(self) -> Collection[int]:
+        return self.policy.four_bit_rows
 
     @property
     @override

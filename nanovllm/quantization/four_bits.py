@@ -285,24 +285,26 @@ def _gptq(part: _Projection) -> dict[str, WeightSlice]:
 
     zeros_shape, zeros_index = (part.num_groups, part.num_out_words), (part.groups, part.out_words)
     if matrix.zeros is None:
-        own = PackedSlice(zeros_shape, zeros_index, matrix.scales, check=check_zeros)
+        own = PackedSlice(zeros_shape, zeros_index, matrix.scales, check=check_zeros, outputs_dim=1)
     else:
-        own = PackedSlice(zeros_shape, zeros_index, matrix.zeros, convert=zeros)
+        own = PackedSlice(zeros_shape, zeros_index, matrix.zeros, convert=zeros, outputs_dim=1)
     return {
         "qweight": PackedSlice(
             (part.num_in_words, part.outputs), (part.in_words, part.outs), matrix.values,
-            convert=lambda words: part.packed(_words(words, 0).T),
+            convert=lambda words: part.packed(_words(words, 0).T), outputs_dim=1,
         ),
         "qzeros": own,
         "scales": _transposed_scales(part),
-        "g_idx": PackedSlice((part.inputs,), (slice(0, part.inputs),), matrix.scales, check=check_groups),
+        "g_idx": PackedSlice(
+            (part.inputs,), (slice(0, part.inputs),), matrix.scales, check=check_groups, outputs_dim=None
+        ),
     }  # fmt: skip
 
 
 def _transposed_scales(part: _Projection) -> WeightSlice:
     return PackedSlice(
         (part.num_groups, part.outputs), (part.groups, part.outs), part.matrix.scales, convert=torch.t,
-        stored_as=_FLOATS, check=_check_finite,
+        stored_as=_FLOATS, check=_check_finite, outputs_dim=1,
     )  # fmt: skip
 
 
@@ -312,11 +314,11 @@ def _awq(part: _Projection) -> dict[str, WeightSlice]:
     return {
         "qweight": PackedSlice(
             (part.inputs, part.num_out_words), (part.ins, part.out_words), part.matrix.values,
-            convert=lambda words: part.packed(_words(words, 1, _AWQ_ORDER).T),
+            convert=lambda words: part.packed(_words(words, 1, _AWQ_ORDER).T), outputs_dim=1,
         ),
         "qzeros": PackedSlice(
             (part.num_groups, part.num_out_words), (part.groups, part.out_words), part.matrix.zeros,
-            convert=lambda words: part.zeros(_words(words, 1, _AWQ_ORDER).T),
+            convert=lambda words: part.zeros(_words(words, 1, _AWQ_ORDER).T), outputs_dim=1,
         ),
         "scales": _transposed_scales(part),
     }  # fmt: skip
@@ -333,7 +335,9 @@ def _compressed(part: _Projection) -> dict[str, WeightSlice]:
             (part.outputs, part.num_groups), (part.outs, part.groups), part.matrix.scales, convert=torch.Tensor.float,
             stored_as=_FLOATS, check=_check_finite,
         ),
-        "weight_shape": PackedSlice((2,), (slice(0, 2),), part.matrix.values, stored_as=(torch.int64, torch.int32)),
+        "weight_shape": PackedSlice(
+            (2,), (slice(0, 2),), part.matrix.values, stored_as=(torch.int64, torch.int32), outputs_dim=None
+        ),
     }  # fmt: skip
     if part.matrix.zeros is not None:
         slices["weight_zero_point"] = PackedSlice(

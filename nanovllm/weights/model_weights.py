@@ -58,20 +58,23 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Rows `start ... stop - 1` of a checkpoint tensor that stacks several."""
+    """Rows `start ... stop - 1`, or columns, of a checkpoint tensor that stacks several."""
 
     tensor: Any
     start: int
     stop: int
+    dim: int
 
     def get_shape(self) -> list[int]:
         """Return the shape of these rows."""
-        return [self.stop - self.start, *self.tensor.get_shape()[1:]]
+        shape = list(self.tensor.get_shape())
+        shape[self.dim] = self.stop - self.start
+        return shape
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        rows, *others = index
-        place = (slice(self.start + rows.start, self.start + rows.stop), *others)
-        values: torch.Tensor = self.tensor[place]
+        place, own = list(index), index[self.dim]
+        place[self.dim] = slice(self.start + own.start, self.start + own.stop)
+        values: torch.Tensor = self.tensor[tuple(place)]
         return values
 
 
@@ -408,19 +411,23 @@ def rows_of(tensor: Any, parts: Parts) -> Iterator[tuple[WeightTarget, Any]]:
         for number, (_, own) in enumerate(groupby(parts, lambda part: part[0].expert)):
             yield from rows_of(StackedTensor(tensor, number), list(own))
         return
-    start, num_rows = 0, tensor.get_shape()[0]
+    if (dim := parts[0][1].outputs_dim) is None:
+        yield from ((target, tensor) for target, _ in parts)
+        return
+    start, num_rows = 0, tensor.get_shape()[dim]
     for number, (target, part) in enumerate(parts, 1):
-        stop = num_rows if number == len(parts) else start + part.shape[0]
-        yield target, TensorRows(tensor, start, stop)
+        stop = num_rows if number == len(parts) else start + part.shape[dim]
+        yield target, TensorRows(tensor, start, stop, dim)
         start = stop
 
 
 def shape_of(parts: Parts) -> list[int]:
     """Return the shape of the tensor that consists of these parts."""
     experts = {target.expert for target, _ in parts}
-    _, first = parts[0]
-    rows = sum(part.shape[0] for _, part in parts) // len(experts)
-    return [*([len(experts)] if len(experts) > 1 else []), rows, *first.shape[1:]]
+    shape, dim = list(parts[0][1].shape), parts[0][1].outputs_dim
+    if dim is not None:
+        shape[dim] = sum(part.shape[dim] for _, part in parts) // len(experts)
+    return [*([len(experts)] if len(experts) > 1 else []), *shape]
 
 
 @contextmanager

@@ -85,7 +85,8 @@ class WeightedModel(nn.Module):
             # All experts in one tensor, as in transformers' modules and so from trainers.
             return self._stacked_experts(path)
         if (scale := _KV_SCALES.get((module, path[-1]))) is not None:
-            return [WeightTarget(".".join([*path[: path.index("self_attn") + 1], "attn.scales", scale]))]
+            attention = path[:-2] if module.endswith("_proj") else path[:-1]
+            return [WeightTarget(".".join([*attention, "attn.scales", scale]))]
         if module in self.fused_modules_mapping:
             return [WeightTarget(".".join(path), part) for part in self.fused_modules_mapping[module]]
         part = None

@@ -41,6 +41,7 @@ class WeightSlice:
         index: one slice per dimension.
         region: its storage: a parameter, or a region of one.
         factor: what plain floats are multiplied by when they are stored.
+        outputs_dim: dimension in which several projections may follow one another; None if they share the tensor.
         dtypes: dtypes that the tensor may be stored in.
         has_model_dtype: whether a dtype other than the model's deserves a warning.
     """
@@ -52,6 +53,7 @@ class WeightSlice:
     index: tuple[slice, ...]
     region: torch.Tensor
     factor: float = field(default=1.0, kw_only=True)
+    outputs_dim: int | None = field(default=0, kw_only=True)
 
     @classmethod
     def of(cls, shards: Iterable[Shard], region: torch.Tensor) -> WeightSlice:

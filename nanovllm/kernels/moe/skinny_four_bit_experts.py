@@ -1,7 +1,7 @@
 """The experts of few rows with weights in four bits, by the products of `skinny_four_bit_gemm`.
 
 As in `expert_gemm` there is a program for each tile of outputs and each (row, choice), whose first of an expert
-computes all its rows, or for each expert if they are fewer; the others end at once.
+computes all its rows, or for each expert if nine rows' choices are more; the others end at once.
 """
 
 from __future__ import annotations
@@ -158,16 +158,19 @@ def skinny_four_bit_experts(
     """Compute `expert_gemm` of 16-bit rows and weights in four bits; their inputs must be a multiple of RUN."""
     num_rows, top_k = routing.experts.shape
     in_features, out_features, gated = x.shape[-1], out.shape[-1], is_gated(activation)
-    values, num_slots = weight.values, num_rows * top_k
+    values, is_narrow = weight.values, num_rows <= 8
     assert num_rows <= MAX_EXPERT_ROWS and x.is_contiguous() and values.is_contiguous() and out.is_contiguous()
     assert in_features % RUN == 0
-    tile = tile or SkinnyTile(16, 4, 8, registers=128 if num_rows <= 8 else 168)
-    grid = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs), min(num_slots, len(values))
+    tile = tile or SkinnyTile(16, 4, 8, registers=128 if is_narrow else 168)
+    # Alike for all numbers of rows for which the rest is, so that few kernels are compiled.
+    by_expert = not is_narrow and 9 * top_k > len(values)
+    programs = len(values) if by_expert else num_rows * top_k
+    grid = triton.cdiv(out_features, tile.outs // 2 if gated else tile.outs), programs
     _skinny_experts_kernel[grid](
         x, routing.experts, routing.weights, values.view(torch.int32), bias, out, num_rows, first_expert, len(values),
         out_features, IN=in_features, WARPS=tile.num_warps,
         STEPS=min(tile.steps, triton.cdiv(in_features, tile.num_warps * 4 * RUN)), OUTS=tile.outs,
-        ROWS=8 if num_rows <= 8 else 16, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
-        BY_EXPERT=num_slots > len(values), ACTIVATION=activation, GATED=gated, num_warps=tile.num_warps,
+        ROWS=8 if is_narrow else 16, TOP_K=top_k, CHOICES=triton.next_power_of_2(top_k),
+        BY_EXPERT=by_expert, ACTIVATION=activation, GATED=gated, num_warps=tile.num_warps,
         maxnreg=tile.registers, **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip

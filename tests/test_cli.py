@@ -189,7 +189,7 @@ def test_completion_requests_in_openais_form(llm: LLM) -> None:
     requests = [
         openai(TEXT, prompt="1 2 3", temperature=0, ignore_eos=True),
         openai(TEXT, prompt=["1 2 3"], temperature=0, ignore_eos=True, logprobs=1),
-        openai(TEXT, prompt=[[40, 41]], temperature=0, max_tokens=2, echo=False, stream=False),
+        openai(TEXT, prompt=[[40, 41]], temperature=0, max_tokens=2, echo=False, stream=False, hidden_states=[6]),
         openai(TEXT, prompt="1 2 3", n=2, seed=1, max_tokens=3, response_format={"type": "text"}),
         # Of one token id, which is no list of one prompt.
         openai(TEXT, prompt=[40], temperature=0, max_tokens=2),
@@ -198,6 +198,7 @@ def test_completion_requests_in_openais_form(llm: LLM) -> None:
     bodies = [results[number]["response"]["body"] for number in (1, 2, 3, 4, 5)]
     assert {body["object"] for body in bodies} == {"text_completion"}
     assert [body["usage"]["completion_tokens"] for body in bodies[:3]] == [16, 16, 2]
+    assert [len(body.get("hidden_states", [[]])[0]) for body in bodies] == [0, 0, 2, 0, 0]
     assert bodies[4]["usage"] == {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
     assert bodies[0]["choices"][0]["text"] == bodies[1]["choices"][0]["text"]
     # The text leaves special tokens out.

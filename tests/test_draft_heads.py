@@ -306,7 +306,9 @@ def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[
         runner.batch_builder.gather = noted  # type: ignore[method-assign]
         runner.is_cuda, runner.synchronize = True, lambda: None  # type: ignore[method-assign]
         runner._device_guard = nullcontext  # type: ignore[method-assign]
+        random_state = torch.get_rng_state()
         costs = runner._measure_drafts()
+        assert torch.equal(torch.get_rng_state(), random_state)
         assert costs.rows == (1, 4) and all(0.5 < ratio < 50 for ratio in costs.ratios)
         assert {*shapes} == {(rows, *kind) for rows in (1, 4) for kind in ((0, False), (NUM_DRAFTS, True))}
         assert torch.equal(slots._flat, before)

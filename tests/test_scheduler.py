@@ -453,6 +453,17 @@ def test_an_abort_that_leaves_no_request_leaves_no_step(depth: int) -> None:
 
 
 @DEPTHS
+def test_an_abort_before_the_prompt_is_computed_returns_none_of_its_states(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth, max_num_batched_tokens=16)
+    request_id = engine.add_request(list(range(40)), SamplingParams(prompt_logprobs=0, hidden_states=[0]))
+    engine.step()
+    engine.step()
+    engine.abort([request_id], keep_outputs=True)
+    ((_, output),) = engine.take_results().finished
+    assert output.hidden_states == [] and output.prompt_logprobs is None
+
+
+@DEPTHS
 def test_states_that_are_evicted_in_part_are_kept_again(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(2, 99))
     manager = engine.block_manager

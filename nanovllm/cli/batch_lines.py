@@ -219,6 +219,7 @@ def result_fields(
 
     It is reproducible except for OpenAI's `created` and the ids of calls.
     """
+    states = {"hidden_states": [layer.tolist() for layer in output.hidden_states]} if output.hidden_states else {}
     if request.url is None:
         if request.answer is not None:
             request.answer.complete(output, request.asked)
@@ -226,9 +227,7 @@ def result_fields(
         answer["num_prompt_tokens"] = len(output.prompt_token_ids)
         if output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
-        if output.hidden_states:
-            answer["hidden_states"] = [layer.tolist() for layer in output.hidden_states]
-        return {**ids, **answer}
+        return {**ids, **answer, **states}
     is_chat = ENDPOINTS[request.url].is_chat
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line}",
@@ -237,6 +236,7 @@ def result_fields(
         "model": model,
         **(_chat(output, request) if is_chat else _completion(output, request)),
         "usage": usage(len(output.prompt_token_ids), sum(len(choice.token_ids) for choice in output.outputs)),
+        **states,
     }
     response = {"status_code": 200, "request_id": f"req-{line}", "body": body}
     return {"id": f"batch_req_{line}", **ids, "response": response, "error": None}

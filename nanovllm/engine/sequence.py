@@ -319,12 +319,12 @@ class Sequence:
         return Logprobs(records, width, num_missing=self.num_prompt_tokens - len(records))
 
     def hidden_states(self) -> typing.Any:
-        """Return the value of `RequestOutput.hidden_states`."""
-        parts = [part for part in self.prompt_outputs or () if isinstance(part, np.ndarray)]
-        if not self.params.hidden_states or not parts:
-            return parts or None
+        """Return the value of `RequestOutput.hidden_states`; None if the prompt was not computed whole."""
+        if self.prompt_outputs is None or self.wants_prompt_outputs:
+            return None
+        parts = [part for part in self.prompt_outputs if isinstance(part, np.ndarray)]
         # Layers come first.
-        return list(np.concatenate(parts, 1))
+        return list(np.concatenate(parts, 1)) if self.params.hidden_states else parts
 
     def __repr__(self) -> str:
         return (

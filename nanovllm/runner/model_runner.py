@@ -278,7 +278,8 @@ class ModelRunner:
         rows = Rows(slots, np.full_like(slots, 1 + num_drafts), np.full_like(slots, length))
         batch, state = ScheduledBatch(rows=rows, drafts=num_drafts > 0), self.batch_builder.slots.tensors
         # Tokens that differ are sent to different experts.
-        tokens = torch.randint(self.model_config.vocab_size, (num_rows, 1 + self.num_drafts), dtype=torch.int32)
+        size, generator = (num_rows, 1 + self.num_drafts), torch.Generator()
+        tokens = torch.randint(self.model_config.vocab_size, size, dtype=torch.int32, generator=generator)
         tokens, began = tokens.to(self.device), 0.0
         fields = [getattr(state, name)[:num_rows] for name in ("last_token", "drafts", "num_computed", "num_blocks")]
         for number in range(_WARM_STEPS + _TIMED_STEPS):
@@ -381,9 +382,9 @@ class ModelRunner:
     def _compute_hidden_states(
         self, inputs: StepInputs, layer_ids: Collection[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run the model; return the states of all tokens after the last norm, [num_tokens, hidden_size].
+        """Run the model; return all tokens' states after the last norm, and the inputs of `layer_ids` by layer.
 
-        And the inputs of `layer_ids`, of the same shape.
+        Each is [num_tokens, hidden_size].
         """
         states, found = self._run_model(inputs, None, layer_ids)
         hidden = self.model.hidden_states(*states)

@@ -35,8 +35,17 @@ def prompt_outputs(
             states = hidden[part]
             outputs.append(states.sum(0, dtype=torch.float32) if chunk.pooling == "mean" else states[-1].float())
         if chunk.hidden_states:
-            outputs.append(torch.stack([prompt_states[number][part] for number in chunk.hidden_states]).float())
+            outputs.append(_layers_to_host([prompt_states[number][part] for number in chunk.hidden_states]))
     return outputs
+
+
+def _layers_to_host(states: list[torch.Tensor]) -> torch.Tensor:
+    """Queue copies of layers' states, [num_tokens, hidden_size] each, to the host; return them as one in float32."""
+    host = torch.empty(len(states), *states[0].shape, dtype=torch.float32, pin_memory=states[0].is_cuda)
+    # The device has no room for float32 states of many layers at once.
+    for layer, tensor in zip(host, states, strict=True):
+        layer.copy_(tensor, non_blocking=True)
+    return host
 
 
 def scored_rows_at_once(vocab_size: int) -> int:

@@ -304,6 +304,7 @@ class RequestOutput(Mapping[str, Any]):
         metrics: the request's times.
         hidden_states: for each layer in `SamplingParams.hidden_states` the states of the prompt's tokens,
             [num_tokens, hidden_size] float32; for `embed`: sums over parts of the prompt, [hidden_size] float32 each.
+            Empty unless requested, or if the request was aborted before its prompt was computed.
         error: the error message of a failed request, if `generate` returns errors; else None.
     """
 

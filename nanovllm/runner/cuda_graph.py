@@ -79,6 +79,7 @@ def drafted_sizes(config: Config, backend: AttentionBackend, undrafted: list[Ste
     for rows, num_tokens in product(_up_to([8], most), _MIXED_TOKENS):
         if num_tokens < 2 * config.max_num_batched_tokens:
             found.append(StepShape(rows, num_tokens, chunks, variant, num_drafts))
+    # Steps of more rows make no drafts: of the sizes from there on, the smallest of each kind is enough.
     few = [
         shape
         for shape in undrafted

@@ -156,7 +156,7 @@ def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int
     first, num_tokens, successors = inputs.metadata.num_row_tokens, len(inputs.token_ids), inputs.successors
     if inputs.sample_indices is None or successors is None:
         return sampled
-    # The last entry takes what is for no token.
+    # Padding writes to the entry after the last.
     following = torch.cat((sampled[:first].int(), inputs.token_ids[first + 1 :], successors.new_zeros(2)))
     ends = inputs.metadata.cu_seqlens_q[1:] - 1 + first
     following[ends.where(successors >= 0, num_tokens).long()] = successors
@@ -178,8 +178,6 @@ def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor
     # What is new comes last in a row.
     columns = (per_row - last + num_computed[:num_rows] - 2).clamp(min=0)
     rows = torch.arange(num_rows, device=columns.device) * per_row + columns
-    return (
-        rows
-        if inputs.sample_indices is None
-        else torch.cat((rows, inputs.sample_indices[inputs.metadata.num_row_tokens :]))
-    )
+    if inputs.sample_indices is None:
+        return rows
+    return torch.cat((rows, inputs.sample_indices[inputs.metadata.num_row_tokens :]))

@@ -359,9 +359,11 @@ class ModelRunner:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
         if part is _Part.WHOLE_CHUNKS:
-            hidden, found = self._compute_hidden_states(inputs, step.batch.hidden_states)
+            first, last = step.shape.num_row_tokens, self.model_config.num_layers
+            # No layer takes the states after the last norm.
+            hidden, found = self._compute_hidden_states(inputs, step.batch.hidden_states - {last})
             logits = self.model.project_logits(hidden[inputs.sample_indices])
-            first, found[self.model_config.num_layers] = step.shape.num_row_tokens, hidden
+            found[last] = hidden
             return Unsampled(inputs, logits, {number: states[first:] for number, states in found.items()})
         logits = self._compute_logits(inputs)
         if part is _Part.FORWARD:

@@ -114,7 +114,7 @@ def _with_elements(offsets, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
-    """Return the outputs of a tile; if gated its second half are up's. What lies beyond the end is the last one."""
+    """Return the outputs of a tile; if gated, the second half is up's. Outputs beyond the end repeat the last."""
     HALF: gl.constexpr = OUTS // 2 if GATED else OUTS
     outs = gl.minimum(first_out + index % HALF, out_features - 1)
     return (outs + index // HALF * out_features).to(gl.int64)
@@ -127,7 +127,7 @@ def _load_step(
 ):  # fmt: skip
     """Load a step's words, [WARPS, OUTS, 4, 4], scales, scales of bytes' high halves, and zeros.
 
-    What is not needed is the words again. sources: pointers to the first word, scale and zero of outputs, and the
+    High scales and zeros are the words where a format has none. sources: pointers to the first word, scale and zero of outputs, and the
     runs, and the groups, of the first step; num_runs: runs that are loaded, zeros are the others.
     """
     word_ptrs, scale_ptrs, zero_ptrs, runs, groups = sources
@@ -256,7 +256,7 @@ def row_ptrs(x_ptr, rows, IN: gl.constexpr):
 
 @gluon.jit
 def _load_rows(x_ptrs, step, IN: gl.constexpr, WARPS: gl.constexpr):
-    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run again, which zeros multiply."""
+    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end the last run, times zero weights."""
     LAYOUT: gl.constexpr = _layout_of(WARPS, _RUN)
     runs = gl.minimum(step * (WARPS * _STEP_RUNS) + _runs(WARPS, LAYOUT), IN // _RUN - 1)
     return gl.load(x_ptrs + _with_elements(runs * _RUN, _RUN, LAYOUT))
@@ -321,7 +321,7 @@ def _share_rows(
 
 @gluon.jit
 def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, SHARED_STEPS: gl.constexpr):
-    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; of shared memory beyond the end the last step again."""
+    """Load a step's inputs of rows, [WARPS, ROWS, 4, 32]; beyond the end of shared memory the last step."""
     if not SHARED_STEPS:
         rows = _load_rows(x, step, IN, WARPS)
     elif len(x.shape) == 3:

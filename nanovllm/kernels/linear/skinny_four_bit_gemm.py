@@ -127,8 +127,8 @@ def _load_step(
 ):  # fmt: skip
     """Load a step's words, [WARPS, OUTS, 4, 4], scales, scales of bytes' high halves, and zeros.
 
-    High scales and zeros are the words where a format has none. sources: pointers to the first word, scale and zero of outputs, and the
-    runs, and the groups, of the first step; num_runs: runs that are loaded, zeros are the others.
+    High scales and zeros are the words where a format has none. sources: pointers to the first word, scale and zero of
+    outputs, and the runs, and the groups, of the first step; num_runs: runs that are loaded, zeros are the others.
     """
     word_ptrs, scale_ptrs, zero_ptrs, runs, groups = sources
     run = step * (WARPS * _STEP_RUNS)

@@ -281,7 +281,7 @@ def _gptq(part: _Projection) -> dict[str, WeightSlice]:
 
     def check_groups(name: str, groups: torch.Tensor) -> None:
         if not torch.equal(groups.long(), torch.arange(len(groups), device=groups.device) // part.group):
-            raise ValueError(f"{name!r} has groups that are not in order (desc_act): this is not supported")
+            raise ValueError(f"{name!r} has groups that are not in order: take a checkpoint made with desc_act=false")
 
     zeros_shape, zeros_index = (part.num_groups, part.num_out_words), (part.groups, part.out_words)
     if matrix.zeros is None:

@@ -367,7 +367,7 @@ def test_inputs_in_another_order_and_zeros_are_refused(base: Path, tmp_path: Pat
     stored, _ = write(base, FORMATS["gptq-symmetric"], tmp_path)
     tensors, name = load_file(stored / "model.safetensors"), "model.layers.1.mlp.up_proj.g_idx"
     save_file(tensors | {name: tensors[name].flip(0).contiguous()}, stored / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"{name}' has groups that are not in order: take a checkpoint made with desc_act=false"):
+    with pytest.raises(ValueError, match=rf"{name}' has groups that are not in order"):
         LLM(stored, **SETTINGS)
     name = name.replace("g_idx", "qzeros")
     save_file(tensors | {name: tensors[name] + 1}, stored / "model.safetensors")

@@ -20,7 +20,7 @@ SIZE, MAX_ROWS = 64, 16
 ROW_BYTES = 2**17
 CALLS = 5
 """Of a step."""
-LIMITS = StepLimits(CALLS, MAX_ROWS, SIZE, max_candidates=4, num_gathers=1, max_gathered_rows=4, vocab_size=100)
+LIMITS = StepLimits(CALLS, 0, MAX_ROWS, SIZE, max_candidates=4, num_gathers=1, max_gathered_rows=4, vocab_size=100)
 
 
 class Move(NamedTuple):

@@ -105,7 +105,7 @@ def run_step(buffer: SymmetricBuffer, step: Step) -> list[tuple[torch.Tensor, to
     """A rank's part of one step, without a wait of the host for the device; the tokens agreed on are the last."""
     buffer.step.add_(1)
     results = [reduce(case, case.parts[buffer.rank], buffer, call) for call, case in enumerate(step.calls)]
-    drawn = all_reduce_argmax(step.scores[buffer.rank], step.tokens[buffer.rank], buffer)
+    drawn = all_reduce_argmax(step.scores[buffer.rank], step.tokens[buffer.rank], buffer, 0)
     return [*results, (drawn, drawn)]
 
 

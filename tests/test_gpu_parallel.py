@@ -93,7 +93,7 @@ def test_a_rank_that_waits_alone_ends_when_it_is_told_to(call: int) -> None:
     def run() -> None:
         buffer.step.add_(1)
         if call == len(step.calls):
-            all_reduce_argmax(step.scores[0], step.tokens[0], buffer)
+            all_reduce_argmax(step.scores[0], step.tokens[0], buffer, 0)
         else:
             case = step.calls[call]
             symmetric_buffer_ranks.reduce(case, case.parts[0], buffer, call)

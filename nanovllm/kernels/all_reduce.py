@@ -453,17 +453,17 @@ def unpack_tokens(keys: torch.Tensor) -> torch.Tensor:
     return _TOKEN_MASK - (keys & _TOKEN_MASK)
 
 
-@jit
+@jit(do_not_specialize=["call_in_step"])
 def _all_reduce_argmax_kernel(
     scores_ptr, token_ids_ptr, out_ptr, addresses_ptr, step_ptr, abort_ptr, num_rows, offset, max_rows,
+    call_in_step, calls_per_step,
     RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr, CHECK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
     wait_for_previous(PDL)
-    # There is at most one call per step, so the step's number identifies it.
-    call = tl.load(step_ptr)
+    call = tl.load(step_ptr) * calls_per_step + call_in_step
     half_offset = (call & 1).to(tl.int64) * (RANKS * 2 * max_rows)
     score = tl.load(scores_ptr + rows, mask=mask, other=0.0)
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
@@ -482,18 +482,21 @@ def _all_reduce_argmax_kernel(
     tl.store(out_ptr + rows, MASK - (best & MASK), mask=mask)
 
 
-def all_reduce_argmax(scores: torch.Tensor, token_ids: torch.Tensor, buffer: SymmetricBuffer) -> torch.Tensor:
+def all_reduce_argmax(
+    scores: torch.Tensor, token_ids: torch.Tensor, buffer: SymmetricBuffer, call_in_step: int
+) -> torch.Tensor:
     """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.
 
-    Every rank calls it, at most once per step; between two calls all ranks must have called `all_reduce_rms_norm`.
-    `scores`: [num_rows] float32, contiguous, none NaN; `token_ids`: [num_rows] int64, contiguous, below 2**31.
+    Every rank calls it, and between two calls `all_reduce_rms_norm`. `scores`: [num_rows] float32, contiguous, none
+    NaN; `token_ids`: [num_rows] int64, contiguous, below 2**31; call_in_step: the index of the call among the step's
+    calls of this function, below `calls_per_step`.
     """
     num_rows = len(scores)
     assert scores.is_contiguous() and token_ids.is_contiguous() and num_rows <= buffer.max_candidates
     out = torch.empty_like(token_ids)
     _all_reduce_argmax_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         scores, token_ids, out, buffer.addresses, buffer.step, buffer.abort, num_rows, buffer.candidates_offset,
-        buffer.max_candidates, RANK=buffer.rank, RANKS=buffer.num_ranks, ROWS=_ROWS_PER_PROGRAM, MASK=_TOKEN_MASK,
+        buffer.max_candidates, call_in_step, buffer.calls_per_step, RANK=buffer.rank, RANKS=buffer.num_ranks, ROWS=_ROWS_PER_PROGRAM, MASK=_TOKEN_MASK,
         CHECK=ABORT_CHECK_SPINS, num_warps=1, **pdl_options(scores.device),
     )  # fmt: skip
     return out

@@ -26,17 +26,17 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = DenseWeight(MatrixShard({None: vocab}, Shard.whole(hidden_size)))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [num_tokens] -> [num_tokens, hidden_size].
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size]; without a communicator see `part`."""
+        part = self.part(token_ids)
+        return part if self.communicator is None else self.communicator.all_reduce_rows(part)
 
-        Of several ranks without a communicator each returns its part, zeros for the others' tokens; the sum is the
-        embedding.
-        """
+    def part(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part, zeros for the others' tokens; the sum of the ranks' parts is the embedding."""
         if self.vocab.is_whole:
             return self.weight.embed(token_ids)
         rows = token_ids - self.vocab.start
         absent = (rows < 0) | (rows >= self.vocab.size)
-        part = self.weight.embed(rows.masked_fill(absent, 0)).masked_fill(absent.unsqueeze(1), 0)
-        return part if self.communicator is None else self.communicator.all_reduce_rows(part)
+        return self.weight.embed(rows.masked_fill(absent, 0)).masked_fill(absent.unsqueeze(1), 0)
 
 
 class ParallelLMHead(ColumnParallelLinear):

@@ -18,15 +18,16 @@ from torch import nn
 from typing_extensions import override
 
 from nanovllm.configs.draft_head import DraftHeadConfig
+from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
 from nanovllm.models.decoder import MLP, DecoderForCausalLM, SelfAttention, make_layer
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import Shard
+from nanovllm.parallel.shard import Shard, inputs_shard, shard_of, vocab_shard
 from nanovllm.quantization.weight import Stream
 from nanovllm.utils.display import shown
 from nanovllm.utils.hub import resolve_model
@@ -54,7 +55,7 @@ class DraftHead(CausalLM):
     weights: ModelWeights
 
     def __init__(self, config: DraftHeadConfig, target: CausalLM) -> None:
-        super().__init__(config.model, Communicator())
+        super().__init__(config.model, target.communicator)
         self.layer_ids = config.hidden_states
         # In a tuple, since their weights are the target model's.
         self._shared: tuple[Any, ParallelLMHead] = target.model.embed_tokens, target.lm_head
@@ -73,24 +74,32 @@ class DraftHead(CausalLM):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the layer on each token's hidden state, and the embedding of the token after it.
 
-        embeds, hidden: [num_tokens, hidden_size]; positions: see `CausalLM.forward`. Returns what `draft` takes, and
-        the hidden state for the next draft, [num_tokens, hidden_size] each.
+        embeds, hidden: [num_tokens, hidden_size], embeds from `embed`; positions: see `CausalLM.forward`. Returns what
+        `draft` takes, and the hidden state for the next draft, [num_tokens, hidden_size] each.
         """
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [num_tokens] -> [num_tokens, hidden_size]."""
-        embeds: torch.Tensor = self._shared[0](token_ids)
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size]; of several ranks each returns its part of a sum."""
+        embeds: torch.Tensor = self._shared[0].part(token_ids)
         return embeds
 
     def draft(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the likeliest tokens after states from `advance`, [num_rows] int64."""
-        return self._shared[1](states)[0].argmax(-1)
+        """Return the likeliest tokens after states from `advance`, [num_rows] int64, the same on every rank."""
+        return self._likeliest(states, self._shared[1], self.shard.vocab)
+
+    def _likeliest(self, states: torch.Tensor, lm_head: ParallelLMHead, vocab: Shard) -> torch.Tensor:
+        num_rows = len(states)
+        # Before the product, see `ops.sample`.
+        zeros = torch.zeros(num_rows + 1, dtype=torch.int32, device=states.device)
+        none, seeds, logits = zeros[:num_rows], zeros[:2].expand(num_rows, 2), lm_head(states)[0]
+        found = ops.sample(logits, none.view(torch.float32), seeds, none, vocab.start, vocab.num_present)
+        return self.communicator.all_reduce_argmax(*found)
 
     @override
     def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         for module in self.loadable_modules:
             module.allocate(dtype, device)
-        self.weights = ModelWeights(self, device)
+        self.weights = ModelWeights(self, device, self.communicator)
         if config.load_format == "dummy":
             self.weights.draw(config.seed or 0)
         else:
@@ -135,7 +144,8 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         model, shard, communicator = config.model, head.shard, head.communicator
         size, eps, self.norms_residual = model.hidden_size, model.rms_norm_eps, config.norms_residual
-        self.hidden_norm = AllReduceRMSNorm(size, eps, communicator)
+        # Hidden states are whole on every rank.
+        self.hidden_norm = AllReduceRMSNorm(size, eps, Communicator())
         self.input_layernorm = AllReduceRMSNorm(size, eps, communicator)
         self.post_attention_layernorm = AllReduceRMSNorm(size, eps, communicator)
         rotary = RotaryEmbedding(model.head_dim, model.layers[0].rope)
@@ -162,7 +172,7 @@ class Eagle3Model(nn.Module):
     def __init__(self, config: DraftHeadConfig, head: DraftHead, names: Collection[str]) -> None:
         super().__init__()
         size, eps = config.model.hidden_size, config.model.rms_norm_eps
-        self.fc = ReplicatedLinear(len(config.hidden_states) * size, size, None, "fc")
+        self.fc = _partial_linear(len(config.hidden_states) * size, config.model, head, "fc")
         self.midlayer = Eagle3Layer(config, head)
         self.norm = AllReduceRMSNorm(size, eps, head.communicator)
         has_embedding, has_part = "embed_tokens.weight" in names, config.draft_vocab_size < config.model.vocab_size
@@ -181,7 +191,8 @@ class Eagle3Head(DraftHead):
     def __init__(self, config: DraftHeadConfig, target: CausalLM, names: Collection[str]) -> None:
         super().__init__(config, target)
         self.model = Eagle3Model(config, self, names)
-        self.lm_head = ParallelLMHead(Shard.whole(config.draft_vocab_size), config.model.hidden_size, None)
+        self.vocab = vocab_shard(config.draft_vocab_size, self.communicator.rank, self.communicator.size)
+        self.lm_head = ParallelLMHead(self.vocab, config.model.hidden_size, None)
 
     @override
     def weight_targets(self, name: str) -> list[WeightTarget]:
@@ -194,7 +205,7 @@ class Eagle3Head(DraftHead):
 
     @override
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.fc(hidden)[0]
+        return self.communicator.all_reduce_rows(_multiply_part(hidden, self.model.fc))
 
     @override
     def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
@@ -209,11 +220,11 @@ class Eagle3Head(DraftHead):
 
     @override
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(token_ids) if self.model.embed_tokens is None else self.model.embed_tokens(token_ids)
+        return super().embed(token_ids) if self.model.embed_tokens is None else self.model.embed_tokens.part(token_ids)
 
     @override
     def draft(self, states: torch.Tensor) -> torch.Tensor:
-        drafted = self.lm_head(states)[0].argmax(-1)
+        drafted = self._likeliest(states, self.lm_head, self.vocab)
         return drafted if self.model.d2t is None else drafted + self.model.d2t.offsets[drafted]
 
 
@@ -223,18 +234,18 @@ class MTPModel(nn.Module):
     def __init__(self, config: ModelConfig, head: DraftHead) -> None:
         super().__init__()
         size, eps, offset = config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset
-        self.fc = ReplicatedLinear(2 * size, size, config.quantization, "mtp.fc")
+        self.fc = _partial_linear(2 * size, config, head, "mtp.fc")
         self.pre_fc_norm_embedding = AllReduceRMSNorm(size, eps, head.communicator, offset)
-        self.pre_fc_norm_hidden = AllReduceRMSNorm(size, eps, head.communicator, offset)
+        self.pre_fc_norm_hidden = AllReduceRMSNorm(size, eps, Communicator(), offset)
         layer, shard = config.layers[0], head.shard
         rotaries = {layer.rope: RotaryEmbedding(config.head_dim, layer.rope)}
         self.layers = nn.ModuleList([make_layer(config, shard, head.communicator, layer, rotaries, "mtp.layers.0")])
         self.norm = AllReduceRMSNorm(size, eps, head.communicator, offset)
 
     def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the layer takes, [num_tokens, hidden_size]."""
+        """Return what the layer takes, [num_tokens, hidden_size]; of several ranks each returns its part of a sum."""
         both = torch.cat((self.pre_fc_norm_embedding(embeds)[0], self.pre_fc_norm_hidden(hidden)[0]), 1)
-        return self.fc(both)[0]
+        return _multiply_part(both, self.fc)
 
 
 class MTPHead(DraftHead):
@@ -269,6 +280,17 @@ class MTPHead(DraftHead):
         model = self.model
         states, _ = model.norm(*model.layers[0](model.join(embeds, hidden), None, positions, None))
         return states, states
+
+
+def _partial_linear(in_features: int, config: ModelConfig, head: DraftHead, prefix: str) -> RowParallelLinear:
+    """Return a product whose inputs are divided among the ranks."""
+    inputs = inputs_shard(config, in_features, head.communicator.rank, head.communicator.size)
+    return RowParallelLinear(inputs, config.hidden_size, quant_config=config.quantization, prefix=prefix)
+
+
+def _multiply_part(x: torch.Tensor, linear: RowParallelLinear) -> torch.Tensor:
+    """Return this rank's part of a product with x, [num_tokens, all inputs], which every rank has."""
+    return linear(x[:, linear.inputs.start : linear.inputs.stop].contiguous())[0]
 
 
 def eagle3_tensors(folder: str) -> Iterator[tuple[str, Any]]:
@@ -308,11 +330,8 @@ def load_draft_head(
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return None
-    if not isinstance(target, DecoderForCausalLM) or target.communicator.size > 1:
-        raise ValueError(
-            f"method {speculation.method!r} of speculative_config needs model_impl='native' and "
-            "tensor_parallel_size=1: use 'ngram', or replicas (data_parallel_size)"
-        )
+    if not isinstance(target, DecoderForCausalLM):
+        raise ValueError(f"method {speculation.method!r} of speculative_config needs model_impl='native': use 'ngram'")
     head: DraftHead
     with torch.device("meta"):
         if speculation.method == "mtp":
@@ -323,5 +342,12 @@ def load_draft_head(
             is_dummy = config.load_format == "dummy"
             names = () if is_dummy else {name for name, _ in eagle3_tensors(folder)}
             head = Eagle3Head(DraftHeadConfig.eagle3(folder, target.config), target, names)
+    size = target.communicator.size
+    own, wanted = ([shard_of(one.config, rank, size).heads for rank in range(size)] for one in (head, target))
+    if own != wanted:
+        raise ValueError(
+            f"the head in {folder!r} has {head.config.num_kv_heads} KV heads, the model {target.config.num_kv_heads}: "
+            f"tensor_parallel_size={size} would give their ranks other heads; use another size"
+        )
     head.load(config, folder, max_model_len, dtype, device)
     return head

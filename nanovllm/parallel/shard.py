@@ -105,7 +105,7 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
         intermediate=Shard.whole(model.intermediate_size)
         if all(layer.has_experts for layer in model.layers)
         else _column_shard("intermediate_size", model.intermediate_size, rank, size, max(_MLP_UNIT, unit)),
-        vocab=_padded_shard(model.vocab_size, rank, size),
+        vocab=vocab_shard(model.vocab_size, rank, size),
         experts=experts_shard(model.experts, rank, size, max(_MLP_UNIT, unit)) if model.experts is not None else None,
         key_heads=_head_shard("linear key heads", model.delta_net.num_key_heads, rank, size)
         if model.delta_net is not None
@@ -175,6 +175,11 @@ def _column_shard(name: str, total: int, rank: int, size: int, unit: int) -> Sha
     return _even_shard(total, unit, rank, size)
 
 
+def inputs_shard(model: ModelConfig, columns: int, rank: int, size: int) -> Shard:
+    """Return a rank's share of the inputs of a product of the model that every rank has whole."""
+    return _column_shard("inputs of a product", columns, rank, size, max(_MLP_UNIT, _input_unit(model)))
+
+
 def even_shard(columns: int, rank: int, size: int) -> Shard:
     """Return a rank's share of the columns of an MLP, in aligned units if there are enough of them."""
     return _even_shard(columns, _MLP_UNIT if columns >= size * _MLP_UNIT else 1, rank, size)
@@ -187,7 +192,8 @@ def _even_shard(total: int, unit: int, rank: int, size: int) -> Shard:
     return Shard(start, total if rank == size - 1 else stop, total)
 
 
-def _padded_shard(total: int, rank: int, size: int) -> Shard:
+def vocab_shard(total: int, rank: int, size: int) -> Shard:
+    """Return a rank's shard of `total` token ids; all ranks' have the same size, which includes padding."""
     if size == 1:
         return Shard.whole(total)
     each = -(-total // (size * _VOCAB_UNIT)) * _VOCAB_UNIT

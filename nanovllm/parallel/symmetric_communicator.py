@@ -35,6 +35,7 @@ class StepLimits:
 
     Attributes:
         num_reductions: all-reduces of a forward pass.
+        num_head_reductions: all-reduces of a drafting head, an even number of them before the first draft.
         max_rows, hidden_size: of each of them.
         max_candidates: rows of `all_reduce_argmax`.
         num_gathers: calls of `all_gather_columns` after the forward pass.
@@ -42,6 +43,7 @@ class StepLimits:
     """
 
     num_reductions: int
+    num_head_reductions: int
     max_rows: int
     hidden_size: int
     max_candidates: int
@@ -50,12 +52,16 @@ class StepLimits:
     vocab_size: int
 
     def forward_calls(self, num_ranks: int) -> int:
-        """Return a bound on the sending kernels of a forward pass, which get the first indices of a step.
+        """Return a bound on the sending kernels of a pass, with drafts, which get the first indices of a step.
 
         It is odd if and only if their number is.
         """
+        return (self.num_reductions + self.num_head_reductions) * self._most_parts(num_ranks)
+
+    def _most_parts(self, num_ranks: int) -> int:
+        """Return a bound on the sending kernels of an all-reduce, an odd number."""
         row_bytes = self.hidden_size * _LARGEST_ITEM_BYTES
-        return self.num_reductions * max(
+        return max(
             num_parts(num_ranks, row_bytes, num_ranks, one_shot=True),
             num_parts(self.max_rows, row_bytes, num_ranks, one_shot=False),
         )
@@ -68,14 +74,16 @@ class StepLimits:
         row_bytes = _SUM_COLUMNS * _LARGEST_ITEM_BYTES
         # A gather's number of parts is rounded up twice, to a whole and to an odd number.
         parts = num_parts(half_rows, row_bytes, num_ranks, one_shot=False) + 2 * self.num_gathers
-        return self.forward_calls(num_ranks) + 2 * parts
+        # The head may run after the forward pass or after gathers.
+        return self.forward_calls(num_ranks) + self.num_head_reductions * self._most_parts(num_ranks) + 2 * parts
 
 
 def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> int:
     """Return the number of calls for an all-reduce: the smallest odd number with which each call fits.
 
     Consecutive calls use different halves of the buffer, even across steps, if each all-reduce of a forward pass makes
-    an odd number of calls: a step's bound then has the parity of its actual number of calls.
+    an odd number of calls: a step's bound then has the parity of its actual number of calls. Drafts may take any number,
+    since a step with drafts ends with an argmax, in which all ranks take part after they have read all sums.
     """
     max_rows = (
         _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)
@@ -116,8 +124,8 @@ class SymmetricCommunicator(DistributedCommunicator):
         self.device_bytes = buffer.num_bytes
         self._memory = PeerMemory(buffer.num_bytes, rank, size, device, store)
         buffer.addresses.copy_(torch.tensor(self._memory.addresses, dtype=torch.int64))
-        # Index of the next call, and the end of this pass's range of indices.
-        self._call = self._end_call = 0
+        # Index of the next call, the end of this pass's range of indices, and the index of the next argmax.
+        self._call = self._end_call = self._choice = 0
         # The host's copy of `buffer.step`, which graphs increase.
         self._num_steps = 0
 
@@ -140,13 +148,13 @@ class SymmetricCommunicator(DistributedCommunicator):
 
     @override
     def begin_step(self) -> None:
-        self._call, self._end_call = 0, self._forward_calls
+        self._call, self._end_call, self._choice = 0, self._forward_calls, 0
         self._buffer.step.add_(1)
 
     @override
     def begin_sampling(self) -> None:
         # An index with the parity of the forward pass's number of calls, unlike the last call's index.
-        self._call, self._end_call = self._forward_calls, self._buffer.calls_per_step
+        self._call, self._end_call, self._choice = self._forward_calls, self._buffer.calls_per_step, 0
 
     @override
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -201,7 +209,8 @@ class SymmetricCommunicator(DistributedCommunicator):
 
     @override
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return all_reduce_argmax(scores, token_ids, self._buffer)
+        self._choice += 1
+        return all_reduce_argmax(scores, token_ids, self._buffer, self._choice - 1)
 
     @override
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:

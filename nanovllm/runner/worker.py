@@ -139,7 +139,8 @@ def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
     if model_config.hf is not None:
         return None
     max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
-    num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    speculation = config.speculation
+    num_drafts = 0 if speculation is None else speculation.num_speculative_tokens
     max_drafts = max_draft_rows(config) * num_drafts
     max_samples += max_drafts
     # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding. And two, of a half
@@ -147,6 +148,8 @@ def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
     per_layer = (3 if model_config.architecture.qk_norm == "projections" else 2) + 2
     return StepLimits(
         num_reductions=per_layer * model_config.num_layers + 1,
+        # Two to store keys, and of each draft for its embedding, before its layer, in it, and after it.
+        num_head_reductions=0 if speculation is None or speculation.method == "ngram" else 2 + 4 * num_drafts,
         # A capture size has fewer than twice the prompt tokens of a step, plus its decode rows.
         max_rows=2 * max_tokens + config.max_num_running + max_drafts,
         hidden_size=model_config.hidden_size,

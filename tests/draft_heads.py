@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
+from nanovllm.runner.model_runner import ModelRunner
+
 Tensors = dict[str, torch.Tensor]
 
 
@@ -72,6 +74,12 @@ def write_eagle3(folder: Path, config: Any, tensors: Tensors, **changes: Any) ->
     (folder / "config.json").write_text(json.dumps(values))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def slots_of(runner: ModelRunner) -> list[Any]:
+    """Return what a rank keeps of its sequences: their newest tokens, counts and drafts."""
+    state = runner.batch_builder.slots.tensors
+    return [tensor[:-1].tolist() for tensor in (state.last_token, state.num_computed, state.drafts)]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from transformers import AutoConfig
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels import all_reduce
@@ -33,6 +34,7 @@ from nanovllm.runner.worker import step_limits
 from tests import symmetric_buffer_ranks
 from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
 from tests.conftest import MakeCheckpoint
+from tests.draft_heads import eagle3_tensors, write_eagle3
 from tests.forked_python import CONTEXT
 from tests.server_process import PATIENCE_SECONDS
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
@@ -285,7 +287,8 @@ class Counting(SymmetricCommunicator):
     def __init__(self, limits: StepLimits) -> None:
         self.rank, self.size = 0, 2
         self._limits = limits
-        self._call = self._end_call = 0
+        self._call = self._end_call = self._choice = 0
+        self.all_have_read = True
         self._forward_calls = limits.forward_calls(2)
         self.prepared = self.steps = self.most_calls = 0
 
@@ -307,24 +310,31 @@ class Counting(SymmetricCommunicator):
     def prepare_step(self) -> None:
         self.prepared += 1
 
+    def begin_step(self) -> None:
+        # Or a rank would overwrite the half that another one reads.
+        assert self.all_have_read or self._call % 2 == self.calls_per_step % 2
+        super().begin_step()
+
     def begin_sampling(self) -> None:
         # What follows takes the half of the buffer that the pass has not used last.
         assert self._call % 2 == self._forward_calls % 2
         super().begin_sampling()
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        self.most_calls = max(self.most_calls, self._call)
+        self.most_calls, self.all_have_read = max(self.most_calls, self._call), True
         return token_ids
 
     def all_reduce_min(self, value: int) -> int:
         return value
 
 
+@pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("model", [{}, {"architecture": "Olmo2", "pad_token_id": 0, "num_hidden_layers": 3}])
 def test_no_step_makes_more_calls_than_it_has_numbers(
-    model: dict[str, Any], make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With scored prompts, edited rows and log-probabilities, whose logits go in many parts."""
+    model: dict[str, Any], has_head: bool, make_checkpoint: MakeCheckpoint, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With scored prompts, edited rows and log-probabilities, whose logits go in many parts; and with drafts."""
     monkeypatch.setattr(step_outputs, "LOGITS_BYTES", 4 * 320 * 5)
     monkeypatch.setattr(symmetric, "_ROW_BYTES", 2**16)
     made: list[Counting] = []
@@ -338,16 +348,27 @@ def test_no_step_makes_more_calls_than_it_has_numbers(
 
     def all_reduce_rms_norm(x: torch.Tensor, norm: Any, residual: Any, *args: Any) -> None:
         _, call, _, (normed, total) = args
-        made[0].most_calls = max(made[0].most_calls, call + 1)
+        made[0].most_calls, made[0].all_have_read = max(made[0].most_calls, call + 1), False
         total.copy_(x if residual is None else x + residual)
         normed.copy_(total)
 
     monkeypatch.setattr(symmetric, "all_reduce_rms_norm", all_reduce_rms_norm)
     monkeypatch.setattr("nanovllm.runner.model_runner.ModelRunner", Runner)
-    with LLM(make_checkpoint(**model), device="cpu", max_model_len=128, kvcache_block_size=16, num_kvcache_blocks=80,
-             max_num_batched_tokens=120, max_num_seqs=16) as llm:  # fmt: skip
+    folder, speculative_config = make_checkpoint(**model), None
+    if has_head:
+        shape = AutoConfig.from_pretrained(folder)
+        shape.head_dim = getattr(shape, "head_dim", shape.hidden_size // shape.num_attention_heads)
+        head = write_eagle3(tmp_path, shape, eagle3_tensors(shape, 100), eagle_aux_hidden_state_layer_ids=[0, 1, 1])
+        speculative_config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 15}
+    settings = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 80}
+    with LLM(
+        folder, device="cpu", max_num_seqs=16, max_num_batched_tokens=120, speculative_config=speculative_config,
+        **settings,
+    ) as llm:  # fmt: skip
         params = SamplingParams(max_tokens=3, logprobs=2, top_k=5, presence_penalty=0.1, prompt_logprobs=1)
         llm.generate([[i + 1] * 40 for i in range(16)], params, use_tqdm=False)
+        llm.generate([[i + 1] * 40 for i in range(3)], SamplingParams(0, max_tokens=9), use_tqdm=False)
+        assert not has_head or llm.stats()["num_draft_tokens"] > 0
     (communicator,) = made
     limits = communicator._limits
     assert communicator.steps == communicator.prepared > 3

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,9 +25,20 @@ from nanovllm.kernels.slot_tensors import SlotTensors
 from nanovllm.runner import model_runner
 from nanovllm.runner.batch import DeviceStep, StepInputs
 from nanovllm.runner.drafter import HeadDrafter, NgramDrafter
+from nanovllm.runner.messages import DraftCosts
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.parallel_runner import ParallelRunner
 from tests.cache_checks import check_blocks
-from tests.draft_heads import eagle3_drafts, eagle3_tensors, mtp_drafts, mtp_tensors, of_layer, write_eagle3
+from tests.draft_heads import (
+    Tensors,
+    eagle3_drafts,
+    eagle3_tensors,
+    mtp_drafts,
+    mtp_tensors,
+    of_layer,
+    slots_of,
+    write_eagle3,
+)
 from tests.hybrid_models import make_model
 from tests.reference import reference_model, set_depth
 from tests.test_fp8 import write
@@ -41,7 +54,7 @@ class ForcedDrafter(HeadDrafter):
 
     texts: list[list[int]]
     drafted: list[tuple[list[int], list[int], list[float]]]
-    rng: random.Random
+    rng = random.Random(0)
     # Of each step, whether it drafts.
     steps: list[bool]
 
@@ -221,16 +234,92 @@ def test_a_gpu_drafts_what_a_plain_pass_does(
     check_drafts(ForcedDrafter.drafted, reference)
 
 
+def with_experts(stored: Tensors, mtp: Tensors) -> Tensors:
+    """Return the tensors of a head whose layer is the model's fourth."""
+    layer = of_layer(stored, "model.layers.3.")
+    rest = {name: tensor for name, tensor in mtp.items() if not name.startswith("mtp.layers")}
+    return rest | {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
+
+
 def test_mixtures_have_heads_with_mixtures(tmp_path: Path, forced: type[ForcedDrafter]) -> None:
     model = make_model("next")
     model.save_pretrained(tmp_path)
-    stored, like = load_file(tmp_path / "model.safetensors"), mtp_tensors(model.config)
-    layer = of_layer(stored, "model.layers.3.")
-    tensors = {name: tensor for name, tensor in like.items() if not name.startswith("mtp.layers")}
-    tensors |= {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in layer.items()}
-    save_file(stored | tensors, tmp_path / "model.safetensors")
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file(stored | with_experts(stored, mtp_tensors(model.config)), tmp_path / "model.safetensors")
     check_greedy(tmp_path, {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}, SETTINGS, 1, forced)
     assert len({tuple(drafts) for _, drafts, _ in forced.drafted}) > 20
+    check_ranks(tmp_path, {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}, 2)
+
+
+def run_ranks(
+    model: Path, config: dict[str, Any], size: int, drafter: type[HeadDrafter] = ForcedDrafter, **settings: Any
+) -> Any:
+    """Generate with drafts in all steps; return tokens, counts, and what rank 0 drafted. All ranks have the same."""
+    ForcedDrafter.drafted, ForcedDrafter.texts, ForcedDrafter.steps = [], [], []
+    settings = SETTINGS | {"device": "cpu"} | settings
+    with (
+        patch.object(model_runner, "HeadDrafter", drafter),
+        LLM(model, **settings, speculative_config=config, tensor_parallel_size=size) as llm,
+    ):
+        llm.llm_engine.scheduler.steady.costs = DraftCosts((4,), (1.0,), are_free=False)
+        params = SamplingParams(0, max_tokens=40, ignore_eos=True)
+        outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
+        stats, runner = llm.stats(), llm.llm_engine._runner
+        if isinstance(runner, ParallelRunner):
+            slots = runner.call(slots_of)
+            assert len(slots) == size and all(slot == slots[0] for slot in slots)
+    counts = [stats[name] for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens")]
+    assert counts[1] > 500
+    return ([out.outputs[0].token_ids for out in outputs], counts), ForcedDrafter.drafted
+
+
+def check_ranks(model: Path, config: dict[str, Any], size: int, error: float = 2e-3, **settings: Any) -> Any:
+    """Assert that ranks draft and accept what one does; return their tokens and counts."""
+    (found, drafted), (others, also_drafted) = (run_ranks(model, config, ranks, **settings) for ranks in (1, size))
+    assert others == found
+    assert [item[:2] for item in also_drafted] == [item[:2] for item in drafted]
+    for (*_, sums), (*_, wanted) in zip(also_drafted, drafted, strict=True):
+        assert sums == pytest.approx(wanted, abs=error)
+    return found
+
+
+def likely_eagle3(folder: Path) -> dict[str, Any]:
+    """Make a head for the bundled model that prefers its usual tokens, and so is right now and then."""
+    model_config = reference_model(BUNDLED_MODEL).config
+    tensors = eagle3_tensors(model_config, 300)
+    with LLM(BUNDLED_MODEL, **SETTINGS, device="cpu") as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+    usual = Counter(token for out in outputs for token in out.outputs[0].token_ids).most_common(3)
+    kept = (tensors["d2t"] + torch.arange(300)).tolist()
+    tensors["lm_head.weight"][[kept.index(token) for token, _ in usual if token in kept]] *= 9
+    config = {"method": "eagle3", "model": str(write_eagle3(folder, model_config, tensors))}
+    return config | {"num_speculative_tokens": NUM_DRAFTS}
+
+
+@pytest.mark.parametrize(("size", "settings"), [(2, {"quantization": "fp8"}), (3, {})])
+def test_ranks_draft_alike(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of three the last has few of the tokens that are drafted; one has more heads than the others."""
+    _, counts = check_ranks(Path(BUNDLED_MODEL), likely_eagle3(tmp_path), size, **settings)
+    assert counts[2] > 10
+
+
+# A sum that is rounded otherwise may be on the other side of a boundary of e4m3.
+@pytest.mark.parametrize(("mtp", "error"), [("states", 2e-3), ("e4m3", 0.2)], indirect=["mtp"])
+def test_ranks_draft_alike_by_their_models_own_head(mtp: tuple[Path, Reference], error: float) -> None:
+    check_ranks(mtp[0], {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}, 2, error)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mtp", ["states"], indirect=True)
+def test_gpus_draft_alike(mtp: tuple[Path, Reference], tmp_path: Path) -> None:
+    """Without graphs what is drafted is compared; with them, and with NCCL, how often it is right."""
+    config = {"method": "mtp", "num_speculative_tokens": NUM_DRAFTS}
+    for model, settings in ((Path(BUNDLED_MODEL), likely_eagle3(tmp_path)), (mtp[0], config)):
+        found = check_ranks(model, settings, 2, device="cuda", enforce_eager=True)
+        assert run_ranks(model, settings, 2, HeadDrafter, device="cuda")[0] == found
+        with patch("torch.cuda.can_device_access_peer", lambda a, b: False):
+            assert run_ranks(model, settings, 2, HeadDrafter, device="cuda")[0] == found
 
 
 def test_heads_may_be_pickled_and_have_other_names_and_an_embedding(
@@ -262,7 +351,7 @@ def test_heads_may_be_pickled_and_have_other_names_and_an_embedding(
         ({}, {"hidden_size": 128, "head_dim": 32}, "has hidden_size=128, the model 256"),
         ({}, {"architectures": ["LlamaForCausalLMEagle"]}, "architecture 'LlamaForCausalLMEagle' .* is not supported"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]}, "eagle_aux_hidden_state_layer_ids of the head"),
-        ({}, {"tensor_parallel_size": 2}, "needs model_impl='native' and tensor_parallel_size=1"),
+        ({}, {"tensor_parallel_size": 3, "num_key_value_heads": 2}, "has 2 KV heads, the model 4: tensor_parallel_size=3"),
         ({}, {"without": "fc.weight"}, "lacks .*fc.weight"),
         ({}, {"without": "d2t"}, "lacks .*d2t"),
     ],

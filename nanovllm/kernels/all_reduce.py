@@ -496,7 +496,7 @@ def all_reduce_argmax(
     out = torch.empty_like(token_ids)
     _all_reduce_argmax_kernel[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         scores, token_ids, out, buffer.addresses, buffer.step, buffer.abort, num_rows, buffer.candidates_offset,
-        buffer.max_candidates, call_in_step, buffer.calls_per_step, RANK=buffer.rank, RANKS=buffer.num_ranks, ROWS=_ROWS_PER_PROGRAM, MASK=_TOKEN_MASK,
-        CHECK=ABORT_CHECK_SPINS, num_warps=1, **pdl_options(scores.device),
+        buffer.max_candidates, call_in_step, buffer.calls_per_step, RANK=buffer.rank, RANKS=buffer.num_ranks,
+        ROWS=_ROWS_PER_PROGRAM, MASK=_TOKEN_MASK, CHECK=ABORT_CHECK_SPINS, num_warps=1, **pdl_options(scores.device),
     )  # fmt: skip
     return out

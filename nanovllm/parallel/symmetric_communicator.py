@@ -82,8 +82,8 @@ def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> 
     """Return the number of calls for an all-reduce: the smallest odd number with which each call fits.
 
     Consecutive calls use different halves of the buffer, even across steps, if each all-reduce of a forward pass makes
-    an odd number of calls: a step's bound then has the parity of its actual number of calls. Drafts may take any number,
-    since a step with drafts ends with an argmax, in which all ranks take part after they have read all sums.
+    an odd number of calls: a step's bound then has the parity of its actual number of calls. Drafts may take any
+    number, since a step with drafts ends with an argmax, in which ranks take part after they have read all sums.
     """
     max_rows = (
         _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)

@@ -61,7 +61,9 @@ def test_rows_with_drafts_are_rows_one_after_another() -> None:
     slots = torch.tensor([4, 0, 6, 2], dtype=torch.int32, device=DEVICE)
     state.drafts[2, 1:] = -1
     num_new = torch.tensor([4, 2, 1, 4], dtype=torch.int32, device=DEVICE)
-    rows = drafts.gather_drafted_rows(state, slots, num_new, 8)
+    rows = triton_form(drafts.gather_drafted_rows)(state, slots, num_new, 8)
+    for name, value in vars(drafts.gather_drafted_rows_ref(state, slots, num_new, 8)).items():
+        assert torch.equal(getattr(rows, name), value), name
     # What is new comes last; of padding all is.
     assert rows.is_new.tolist() == [[True] * 4, [False] * 2 + [True] * 2, [True] * 4, [False] * 2 + [True] * 2]
     for row, slot in enumerate(slots.tolist()):
@@ -92,7 +94,18 @@ def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
     sampled = torch.tensor([[7, 5, 7, 7], [1, 2, 7, 7], [7, 7, 7, 7], [3, 7, 7, 7]], device=DEVICE)
     is_new = torch.ones(4, 4, dtype=torch.bool, device=DEVICE)
     is_new[1, :2] = False
-    counts, tokens = drafts.verify_drafts(state, slots, is_new, sampled)
+    plain, places = (
+        replace(state, **{name: getattr(state, name).clone() for name in ("last_token", "num_computed")}),
+        [],
+    )
+    for verify, slot_state in ((triton_form(drafts.verify_drafts), state), (drafts.verify_drafts_ref, plain)):
+        places.append((torch.empty_like(sampled), sampled.new_empty(2, 4)))
+        verify(slot_state, slots, is_new, sampled, *places[-1])
+    (tokens, both), (wanted_tokens, wanted) = places
+    assert torch.equal(both, wanted) and torch.equal(tokens, wanted_tokens)
+    assert both[1].tolist() == [4, 2, 4, 4]
+    assert torch.equal(plain.last_token, state.last_token) and torch.equal(plain.num_computed, state.num_computed)
+    counts = both[0]
     assert counts.tolist() == [2, 2, 4, 1]
     assert [tokens[row, :n].tolist() for row, n in enumerate(counts)] == [[7, 5], [7, 7], [7] * 4, [3]]
     assert state.last_token[slots.long()].tolist() == [5, 7, 7, 3]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import jit, tl, triton, uses_triton
-from nanovllm.kernels.slot_tensors import DecodeRows, SlotTensors
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels.slot_tensors import ALIGNMENT, DecodeRows, SlotTensors
 
 _LOOKUP_TOKENS = 1024
 """Tokens of a text that a program of `_ngram_drafts_kernel` compares at once."""
@@ -32,8 +32,10 @@ class DraftedRows(DecodeRows):
     is_new: torch.Tensor
 
 
-def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.Tensor, block_size: int) -> DraftedRows:
-    """Gather rows with all drafts; slots: [num_rows] int32, the last slot for padding; num_new: [num_rows], at most."""
+def gather_drafted_rows_ref(
+    state: SlotTensors, slots: torch.Tensor, num_new: torch.Tensor, block_size: int
+) -> DraftedRows:
+    """Plain torch form of `gather_drafted_rows`."""
     slots = slots.long()
     first, drafts = state.num_computed[slots], state.drafts[slots]
     tokens = torch.cat((state.last_token[slots].unsqueeze(1), drafts.clamp(min=0)), 1)
@@ -63,25 +65,139 @@ def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.
     )
 
 
-def verify_drafts(
-    state: SlotTensors, slots: torch.Tensor, is_new: torch.Tensor, sampled: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Accept the leading drafts that equal what was sampled in their place, and write the outcome into the slots.
+@jit(do_not_specialize=["group_rows", "group_tokens", "max_blocks", "padding_slot"])
+def _gather_drafted_rows_kernel(
+    last_token_ptr, num_computed_ptr, num_prompt_ptr, temperature_ptr, seed_ptr, drafts_ptr, tables_ptr, slots_ptr,
+    num_new_ptr, token_ids_ptr, positions_ptr, slot_mapping_ptr, seq_lens_ptr, output_index_ptr, temperatures_ptr,
+    seeds_ptr, row_tables_ptr, is_new_ptr, group_rows, group_tokens, max_blocks, padding_slot, block_size,
+    DRAFTS: tl.constexpr, PADDED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, group = tl.program_id(0), tl.program_id(1)
+    per_row: tl.constexpr = DRAFTS + 1
+    wait_for_previous(PDL)
+    slot = tl.load(slots_ptr + row)
+    table_ptr = tables_ptr + (slot.to(tl.int64) * tl.num_programs(1) + group) * max_blocks
+    row_table_ptr = row_tables_ptr + (group * group_rows + row) * max_blocks
+    for start in range(0, max_blocks, COLUMNS):
+        entries = start + tl.arange(0, COLUMNS)
+        tl.store(row_table_ptr + entries, tl.load(table_ptr + entries, mask=entries < max_blocks, other=0),
+                 mask=entries < max_blocks)  # fmt: skip
+    columns = tl.arange(0, PADDED)
+    mask, at = columns < per_row, row * per_row + columns
+    drafts = tl.load(drafts_ptr + slot * DRAFTS + columns, mask=columns < DRAFTS, other=-1)
+    num_real = tl.minimum(tl.load(num_new_ptr + row), 1 + tl.sum((drafts >= 0).to(tl.int32), axis=0))
+    num_real = tl.where(slot == padding_slot, per_row, num_real)
+    is_new = columns >= per_row - num_real
+    ahead = tl.maximum(columns - per_row + num_real, 0)
+    positions = tl.load(num_computed_ptr + slot) + ahead
+    blocks = tl.load(table_ptr + positions // block_size, mask=mask, other=0)
+    places = tl.where(is_new & (slot != padding_slot), blocks * block_size + positions % block_size, -1)
+    tl.store(slot_mapping_ptr + group * group_tokens + at, places, mask=mask)
+    # The first group's program writes all that groups share.
+    mask = mask & (group + tl.zeros_like(columns) == 0)
+    drafts = tl.load(drafts_ptr + slot * DRAFTS + ahead - 1, mask=mask & (ahead > 0), other=0)
+    tokens = tl.where(ahead == 0, tl.load(last_token_ptr + slot), tl.maximum(drafts, 0))
+    tl.store(token_ids_ptr + at, tokens, mask=mask)
+    tl.store(positions_ptr + at, positions, mask=mask)
+    tl.store(is_new_ptr + at, is_new.to(tl.uint8), mask=mask)
+    tl.store(output_index_ptr + at, positions + 1 - tl.load(num_prompt_ptr + slot), mask=mask)
+    tl.store(temperatures_ptr + at, tl.load(temperature_ptr + slot) + tl.zeros_like(columns), mask=mask)
+    for word in tl.static_range(2):
+        tl.store(seeds_ptr + 2 * at + word, tl.load(seed_ptr + 2 * slot + word) + tl.zeros_like(columns), mask=mask)
+    tl.store(seq_lens_ptr + row, tl.load(num_computed_ptr + slot) + num_real, mask=group == 0)
 
-    slots, is_new: see `gather_drafted_rows`; sampled: [num_rows, 1 + num_drafts] int64, the token after each. Returns
-    the number of tokens that each row gained, [num_rows] int64, at least 1: the first of those that are new; and
-    `sampled` with what is new first.
-    """
+
+def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.Tensor, block_size: int) -> DraftedRows:
+    """Gather rows with all drafts; slots: [num_rows] int32, the last slot for padding; num_new: [num_rows], at most."""
+    if not uses_triton(slots.device):
+        return gather_drafted_rows_ref(state, slots, num_new, block_size)
+    num_rows, num_drafts, (num_slots, num_groups, max_blocks) = (
+        len(slots),
+        state.drafts.shape[1],
+        state.block_tables.shape,
+    )
+    num_tokens = num_rows * (1 + num_drafts)
+    token_ids, positions, output_index = (slots.new_empty(num_tokens) for _ in range(3))
+    temperatures, seeds = torch.empty_like(token_ids, dtype=torch.float32), slots.new_empty(num_tokens, 2)
+    is_new, seq_lens = slots.new_empty(num_rows, 1 + num_drafts, dtype=torch.uint8), torch.empty_like(slots)
+    # Aligned, as in `gather_decode_rows`.
+    group_rows, group_tokens = (triton.cdiv(size, ALIGNMENT) * ALIGNMENT for size in (num_rows, num_tokens))
+    slot_mapping = slots.new_empty(num_groups, group_tokens)
+    block_tables = slots.new_empty(num_groups, group_rows, max_blocks)
+    _gather_drafted_rows_kernel[(num_rows, num_groups)](
+        state.last_token, state.num_computed, state.num_prompt, state.temperature, state.seed, state.drafts,
+        state.block_tables, slots, num_new, token_ids, positions, slot_mapping, seq_lens, output_index, temperatures,
+        seeds, block_tables, is_new, group_rows, group_tokens, max_blocks, num_slots - 1, block_size, DRAFTS=num_drafts,
+        PADDED=triton.next_power_of_2(1 + num_drafts), COLUMNS=128, num_warps=1, **pdl_options(slots.device),
+    )  # fmt: skip
+    return DraftedRows(
+        is_new=is_new.view(torch.bool), token_ids=token_ids, positions=positions, seq_lens=seq_lens,
+        slot_mapping=slot_mapping[:, :num_tokens], output_index=output_index, temperatures=temperatures, seeds=seeds,
+        block_tables=block_tables[:, :num_rows],
+    )  # fmt: skip
+
+
+def verify_drafts_ref(
+    state: SlotTensors, slots: torch.Tensor, is_new: torch.Tensor, sampled: torch.Tensor,
+    tokens: torch.Tensor, counts: torch.Tensor,
+) -> None:  # fmt: skip
+    """Plain torch form of `verify_drafts`."""
     slots, per_row = slots.long(), sampled.shape[1]
     columns = torch.arange(per_row, device=slots.device)
     num_real = is_new.sum(1, keepdim=True)
-    sampled = sampled.gather(1, (columns + per_row - num_real).clamp(max=per_row - 1))
-    is_right = (columns[1:] < num_real) & (sampled[:, :-1] == state.drafts[slots])
+    tokens.copy_(sampled.gather(1, (columns + per_row - num_real).clamp(max=per_row - 1)))
+    is_right = (columns[1:] < num_real) & (tokens[:, :-1] == state.drafts[slots])
     num_right = is_right.long().cumprod(1).sum(1)
-    state.last_token[slots] = sampled.gather(1, num_right.unsqueeze(1)).squeeze(1).int()
+    state.last_token[slots] = tokens.gather(1, num_right.unsqueeze(1)).squeeze(1).int()
     is_row = slots != len(state.last_token) - 1
     state.num_computed[slots] += ((num_right + 1) * is_row).int()
-    return num_right + 1, sampled
+    counts[0], counts[1] = num_right + 1, num_real.squeeze(1)
+
+
+@jit(do_not_specialize=["num_rows", "padding_slot"], unaligned=["sampled_ptr", "tokens_ptr", "counts_ptr"])
+def _verify_drafts_kernel(
+    last_token_ptr, num_computed_ptr, drafts_ptr, slots_ptr, is_new_ptr, sampled_ptr, tokens_ptr, counts_ptr, num_rows,
+    padding_slot, DRAFTS: tl.constexpr, PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row, columns = tl.program_id(0), tl.arange(0, PADDED)
+    per_row: tl.constexpr = DRAFTS + 1
+    mask = columns < per_row
+    wait_for_previous(PDL)
+    slot = tl.load(slots_ptr + row)
+    num_real = tl.sum(tl.load(is_new_ptr + row * per_row + columns, mask=mask, other=0).to(tl.int32), axis=0)
+    row_ptr = sampled_ptr + row * per_row
+    tokens = tl.load(row_ptr + tl.minimum(columns + per_row - num_real, DRAFTS), mask=mask, other=0)
+    tl.store(tokens_ptr + row * per_row + columns, tokens, mask=mask)
+    drafts = tl.load(drafts_ptr + slot * DRAFTS + columns, mask=columns < DRAFTS, other=-1)
+    is_right = (columns + 1 < num_real) & (tokens == drafts)
+    num_right = tl.min(tl.where(is_right, PADDED, columns), axis=0)
+    newest = tl.load(row_ptr + tl.minimum(num_right + per_row - num_real, DRAFTS))
+    tl.store(last_token_ptr + slot, newest.to(tl.int32))
+    num_computed = tl.load(num_computed_ptr + slot) + num_right + 1
+    tl.store(num_computed_ptr + slot, num_computed, mask=slot != padding_slot)
+    tl.store(counts_ptr + row, (num_right + 1).to(tl.int64))
+    tl.store(counts_ptr + num_rows + row, num_real.to(tl.int64))
+
+
+def verify_drafts(
+    state: SlotTensors, slots: torch.Tensor, is_new: torch.Tensor, sampled: torch.Tensor,
+    tokens: torch.Tensor, counts: torch.Tensor,
+) -> None:  # fmt: skip
+    """Accept the leading drafts that equal what was sampled in their place, and write the outcome into the slots.
+
+    slots, is_new: see `gather_drafted_rows`; sampled: [num_rows, 1 + num_drafts] int64, the token after each. Fills
+    tokens, of the same shape, with `sampled` with what is new first, and counts, [2, num_rows] int64, with the number
+    of tokens that each row gained, at least 1, the first of those, and the number of new ones; all contiguous.
+    """
+    if not uses_triton(slots.device):
+        verify_drafts_ref(state, slots, is_new, sampled, tokens, counts)
+        return
+    num_rows, per_row = sampled.shape
+    _verify_drafts_kernel[(num_rows,)](
+        state.last_token, state.num_computed, state.drafts, slots, is_new.view(torch.uint8), sampled, tokens, counts,
+        num_rows, len(state.last_token) - 1, DRAFTS=per_row - 1, PADDED=triton.next_power_of_2(per_row), num_warps=1,
+        **pdl_options(slots.device),
+    )  # fmt: skip
 
 
 def ngram_drafts_ref(state: SlotTensors, history: torch.Tensor, slots: torch.Tensor, lookup: tuple[int, int]) -> None:

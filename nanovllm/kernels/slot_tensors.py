@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 
-_ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM, _ALIGNMENT = 32, 64, 16
+_ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM, ALIGNMENT = 32, 64, 16
 
 
 @dataclass
@@ -128,7 +128,7 @@ def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int)
     token_ids, positions, seq_lens, output_index = (torch.empty_like(slots) for _ in range(4))
     temperatures, seeds = torch.empty_like(slots, dtype=torch.float32), slots.new_empty(num_rows, 2)
     # The same is true of the groups' parts.
-    group_rows = triton.cdiv(num_rows, _ALIGNMENT) * _ALIGNMENT
+    group_rows = triton.cdiv(num_rows, ALIGNMENT) * ALIGNMENT
     slot_mapping = slots.new_empty(num_groups, group_rows)
     block_tables = slots.new_empty(num_groups, group_rows, max_blocks)
     grid = triton.cdiv(num_rows, _ROWS_PER_PROGRAM), triton.cdiv(max_blocks, _COLUMNS_PER_PROGRAM), num_groups

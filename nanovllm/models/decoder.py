@@ -322,7 +322,12 @@ class Decoder(nn.Module):
 
     def _total(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return x + residual, which a norm computes as well, but which is then overwritten."""
-        total = self.norm.communicator.all_reduce(x.sum(0) if x.dim() == 3 else x.clone())
+        communicator = self.norm.communicator
+        if x.dim() == 3:
+            x = x.sum(0)
+        elif residual is None or communicator.size > 1:
+            x = x.clone()
+        total = communicator.all_reduce(x)
         return total if residual is None else total + residual
 
 

@@ -453,14 +453,14 @@ class ModelRunner:
                 num_pending.index_fill_(0, slots[:num_decodes].long(), 0)
         else:
             rows, first = inputs.is_new.shape[0], inputs.metadata.num_row_tokens
-            counts, tokens = verify_drafts(state, slots[:rows], inputs.is_new, token_ids[:first].view(rows, -1))
+            end = len(token_ids) + 2 * rows
+            counts = self._sampled[len(token_ids) : end].view(2, rows)
+            drafted, tokens = (found[:first].view(rows, -1) for found in (token_ids, self._sampled))
+            verify_drafts(state, slots[:rows], inputs.is_new, drafted, tokens, counts)
             if num_pending is not None:
-                num_pending[slots[:rows]] = counts.int()
+                num_pending[slots[:rows]] = counts[0].int()
             if len(slots) > rows:
                 scatter_tokens(state, slots[rows:], token_ids[first:], 0, self._sampled[first:])
-            self._sampled[:first] = tokens.flatten()
-            end = len(token_ids) + 2 * rows
-            self._sampled[len(token_ids) : end] = torch.cat((counts, inputs.is_new.sum(1)))
         if self.drafter is not None:
             self.drafter.propose(state, inputs, token_ids)
         if inputs.drafts:

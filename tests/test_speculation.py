@@ -19,7 +19,7 @@ from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels import drafts
-from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows_ref
+from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows, gather_decode_rows_ref
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import model_runner
 from nanovllm.runner.batch import BatchBuilder, StepInputs
@@ -82,6 +82,20 @@ def test_rows_with_drafts_are_rows_one_after_another() -> None:
                 assert slot == 6 or torch.equal(getattr(rows, name)[at], getattr(one, name)[0]), name
             assert torch.equal(rows.slot_mapping[:, at], one.slot_mapping[:, 0])
         state.num_computed[slot], state.last_token[slot] = first, texts[0]
+
+
+@pytest.mark.parametrize("ahead", [-1, 0, 9])
+def test_rows_of_drafts_have_no_place_beyond_their_blocks(ahead: int) -> None:
+    state = slot_tensors(6, 3)
+    state.num_computed[0] = 0
+    state.num_blocks.copy_(torch.randint(1, 6, state.num_blocks.shape, generator=torch.Generator().manual_seed(0)))
+    slots = torch.tensor([4, 0, 6, 2, 1], dtype=torch.int32, device=DEVICE)
+    rows = triton_form(gather_decode_rows)(state, slots, 8, ahead)
+    for name, value in vars(gather_decode_rows_ref(state, slots, 8, ahead)).items():
+        assert torch.equal(getattr(rows, name), value), name
+    assert rows.positions.tolist() == [max(0, int(state.num_computed[slot]) + ahead) for slot in slots]
+    has_place = (rows.positions // 8 < state.num_blocks[slots.long()].T) & (slots != 6)
+    assert torch.equal(rows.slot_mapping >= 0, has_place) and has_place.any() and not has_place.all()
 
 
 def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:

@@ -64,13 +64,17 @@ class DecodeRows:
     block_tables: torch.Tensor
 
 
-def gather_decode_rows_ref(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
+def gather_decode_rows_ref(
+    state: SlotTensors, slots: torch.Tensor, block_size: int, ahead: int | None = None
+) -> DecodeRows:
     """Plain torch form of `gather_decode_rows`."""
-    positions = state.num_computed[slots]
+    positions = (state.num_computed[slots] + (ahead or 0)).clamp(min=0)
     block_tables = state.block_tables[slots].transpose(0, 1)
     index = (positions // block_size).long().expand(len(block_tables), -1)
     blocks = block_tables.gather(2, index.unsqueeze(2)).squeeze(2)
     slot_mapping = blocks * block_size + positions % block_size
+    if ahead is not None:
+        slot_mapping.masked_fill_(positions // block_size >= state.num_blocks[slots].T, -1)
     return DecodeRows(
         token_ids=state.last_token[slots],
         positions=positions,
@@ -83,11 +87,11 @@ def gather_decode_rows_ref(state: SlotTensors, slots: torch.Tensor, block_size: 
     )
 
 
-@jit(do_not_specialize=["num_rows", "group_rows", "max_blocks", "padding_slot"])
+@jit(do_not_specialize=["num_rows", "group_rows", "max_blocks", "padding_slot", "ahead"])
 def _gather_decode_rows_kernel(
     last_token_ptr, num_computed_ptr, num_prompt_ptr, temperature_ptr, seed_ptr, block_tables_ptr, slots_ptr,
     token_ids_ptr, positions_ptr, slot_mapping_ptr, seq_lens_ptr, output_index_ptr, temperatures_ptr, seeds_ptr,
-    row_tables_ptr, num_rows, group_rows, max_blocks, padding_slot, block_size,
+    row_tables_ptr, num_blocks_ptr, num_rows, group_rows, max_blocks, padding_slot, ahead, block_size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -104,8 +108,13 @@ def _gather_decode_rows_kernel(
     # Only the programs of the first columns write the per-row values; the first group's write all that groups share.
     mask = mask & (tl.program_id(1) + tl.zeros_like(rows) == 0)
     positions = tl.load(num_computed_ptr + slots, mask=mask, other=0)
+    if num_blocks_ptr is not None:
+        positions = tl.maximum(positions + ahead, 0)
     blocks = tl.load(table_ptr + positions // block_size, mask=mask, other=0)
     slot_mapping = tl.where(slots == padding_slot, -1, blocks * block_size + positions % block_size)
+    if num_blocks_ptr is not None:
+        num_blocks = tl.load(num_blocks_ptr + slots * tl.num_programs(2) + group, mask=mask, other=0)
+        slot_mapping = tl.where(positions // block_size < num_blocks, slot_mapping, -1)
     tl.store(slot_mapping_ptr + group_row + rows, slot_mapping, mask=mask)
     mask = mask & (group + tl.zeros_like(rows) == 0)
     tl.store(token_ids_ptr + rows, tl.load(last_token_ptr + slots, mask=mask, other=0), mask=mask)
@@ -119,10 +128,15 @@ def _gather_decode_rows_kernel(
     tl.store(seeds_ptr + rows[:, None] * 2 + words, seeds, mask=both)
 
 
-def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int) -> DecodeRows:
-    """Gather the rows of a decode step; slots: [num_rows] int32, the last slot for padding rows."""
+def gather_decode_rows(
+    state: SlotTensors, slots: torch.Tensor, block_size: int, ahead: int | None = None
+) -> DecodeRows:
+    """Gather the rows of a decode step; slots: [num_rows] int32, the last slot for padding rows.
+
+    ahead: rows are at this distance from the ones to compute next, and have no KV slot, -1, where the table ends.
+    """
     if not uses_triton(slots.device):
-        return gather_decode_rows_ref(state, slots, block_size)
+        return gather_decode_rows_ref(state, slots, block_size, ahead)
     num_rows, (num_slots, num_groups, max_blocks) = len(slots), state.block_tables.shape
     # Separate tensors are aligned; slices of one would make their readers compile again for each alignment.
     token_ids, positions, seq_lens, output_index = (torch.empty_like(slots) for _ in range(4))
@@ -135,7 +149,8 @@ def gather_decode_rows(state: SlotTensors, slots: torch.Tensor, block_size: int)
     _gather_decode_rows_kernel[grid](
         state.last_token, state.num_computed, state.num_prompt, state.temperature, state.seed, state.block_tables,
         slots, token_ids, positions, slot_mapping, seq_lens, output_index, temperatures, seeds, block_tables,
-        num_rows, group_rows, max_blocks, num_slots - 1, block_size,
+        None if ahead is None else state.num_blocks, num_rows, group_rows, max_blocks, num_slots - 1, ahead or 0,
+        block_size,
         ROWS=_ROWS_PER_PROGRAM, COLUMNS=_COLUMNS_PER_PROGRAM, **pdl_options(slots.device),
     )  # fmt: skip
     return DecodeRows(

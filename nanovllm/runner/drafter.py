@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -116,9 +115,11 @@ class HeadDrafter(Drafter):
         slots = inputs.sample_slots.long()
         rows, tokens = _newest_rows(inputs, state.num_computed[slots]), state.last_token[slots]
         is_padding = slots == len(state.last_token) - 1
-        hidden = hidden[rows]
+        hidden, group = hidden[rows], self.head.attention_layers[0].layer.group
         for number in range(self.num_drafts):
-            step, positions, has_room = self._step_of_drafts(state, inputs.sample_slots, number)
+            step, positions = self._step_of_drafts(state, inputs.sample_slots, number)
+            # Blocks beyond are other sequences'.
+            has_room = step.slot_mappings[group] >= 0
             if not number:
                 # Keys in shared blocks stay as they are. Padding may stand for any token.
                 places = inputs.metadata.slot_mappings
@@ -127,28 +128,22 @@ class HeadDrafter(Drafter):
             with set_step_metadata(step):
                 states, hidden = head.advance(head.embed(tokens), hidden, positions)
             tokens = head.draft(states)
-            state.drafts[slots, number] = torch.where(has_room, tokens, -1).int()
+            state.drafts[slots, number] = tokens.where(has_room, -1).int()
 
     def _step_of_drafts(
         self, state: SlotTensors, slots: torch.Tensor, number: int
-    ) -> tuple[StepMetadata, torch.Tensor, torch.Tensor]:
-        """Return what a row of one token for each slot reads, its position, and whether there is a block for it.
+    ) -> tuple[StepMetadata, torch.Tensor]:
+        """Return what a row of one token for each slot reads, and its position; it stores nothing without a block.
 
         number: drafts up to it; 0 is the newest token that is computed.
         """
-        ahead = replace(state, num_computed=(state.num_computed + (number - 1)).clamp(min=0))
-        rows = gather_decode_rows(ahead, slots, self.block_size)
-        group = self.head.attention_layers[0].layer.group
-        # Blocks beyond are other sequences'.
-        has_room = rows.positions // self.block_size < state.num_blocks[slots.long(), group]
-        mappings = [mapping.where(has_room, -1) for mapping in rows.slot_mapping]
-        none = slots.new_empty(0)
+        rows, none = gather_decode_rows(state, slots, self.block_size, number - 1), slots.new_empty(0)
         step = StepMetadata(
-            num_decodes=len(slots), slot_mappings=mappings, block_tables=list(rows.block_tables),
+            num_decodes=len(slots), slot_mappings=list(rows.slot_mapping), block_tables=list(rows.block_tables),
             seq_lens=rows.seq_lens, cu_seqlens_q=none, query_tiles=none, sample_tiles=none,
             seq_lens_host=[] if slots.is_cuda else rows.seq_lens.tolist(), variant=self._variant,
         )  # fmt: skip
-        return step, rows.positions, has_room
+        return step, rows.positions
 
 
 def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int) -> torch.Tensor:

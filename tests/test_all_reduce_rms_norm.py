@@ -360,7 +360,7 @@ def test_no_step_makes_more_calls_than_it_has_numbers(
         shape.head_dim = getattr(shape, "head_dim", shape.hidden_size // shape.num_attention_heads)
         head = write_eagle3(tmp_path, shape, eagle3_tensors(shape, 100), eagle_aux_hidden_state_layer_ids=[0, 1, 1])
         speculative_config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 15}
-    settings = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 80}
+    settings: dict[str, Any] = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 80}
     with LLM(
         folder, device="cpu", max_num_seqs=16, max_num_batched_tokens=120, speculative_config=speculative_config,
         **settings,

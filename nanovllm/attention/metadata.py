@@ -13,17 +13,14 @@ from typing import Any
 
 import torch
 
-from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
+from nanovllm.kernels.mixers.states import StateRows, StateTiles
 
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens.
+    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens."""
 
-    Engines with drafts have `DraftedStateRows` in all steps.
-    """
-
-    rows: StateRows | DraftedStateRows
+    rows: StateRows
     tiles: StateTiles
 
 

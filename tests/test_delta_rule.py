@@ -18,9 +18,8 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from nanovllm.kernels.mixers import causal_conv
 from nanovllm.kernels.mixers import gated_delta_rule as delta
-from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule
-from nanovllm.kernels.mixers.states import TILE, StatePool, StateRows, StateTiles
+from nanovllm.kernels.mixers.states import TILE, ConvState, StatePool, StateRows, StateTiles
 from tests.test_kernels import DEVICE, GPU, check_error
 
 WIDTH = 4

@@ -11,9 +11,8 @@ import torch
 from transformers.models.bamba import modeling_bamba as bamba
 
 from nanovllm.kernels.mixers import causal_conv
-from nanovllm.kernels.mixers.causal_conv import ConvState
 from nanovllm.kernels.mixers.mamba2 import StateSpace
-from nanovllm.kernels.mixers.states import StatePool, StateRows
+from nanovllm.kernels.mixers.states import ConvState, StatePool, StateRows
 from tests.test_delta_rule import (
     DTYPES,
     LENGTHS,

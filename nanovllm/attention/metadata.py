@@ -9,11 +9,12 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.kernels.mixers.states import StateRows, StateTiles
+if TYPE_CHECKING:
+    from nanovllm.kernels.mixers.states import StateRows, StateTiles
 
 
 @dataclass(frozen=True)

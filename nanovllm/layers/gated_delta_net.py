@@ -15,7 +15,7 @@ from typing_extensions import override
 from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule
 from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.state import ConvFilters, RecurrentLayer
+from nanovllm.layers.short_conv import ConvFilters, RecurrentLayer
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from nanovllm.kernels.mixers.mamba2 import StateSpace
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.state import ConvFilters, RecurrentLayer
+from nanovllm.layers.short_conv import ConvFilters, RecurrentLayer
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget

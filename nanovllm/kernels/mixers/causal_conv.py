@@ -7,33 +7,16 @@ a filter, and for each draft of a row: a wrong draft is overwritten, and overwri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.mixers.states import TILE, StatePool, StateRows, StateTiles, place
+from nanovllm.kernels.mixers.states import TILE, ConvState, StateRows, StateTiles
 
 _BLOCK = 64
 """Channels of a program with prompt tokens."""
 _ROW_BLOCK = 256
 """Channels of a program with a row of one token."""
-
-
-@dataclass(frozen=True)
-class ConvState:
-    """A layer's ring of inputs in the states of a pool.
-
-    Attributes:
-        pool: in elements of the inputs.
-        first: index of the ring's first element in a state.
-        size: entries of the ring, which is [size, channels].
-    """
-
-    pool: StatePool
-    first: int
-    size: int
 
 
 def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
@@ -88,6 +71,13 @@ def store_rings_ref(x: torch.Tensor, width: int, state: ConvState, tiles: StateT
             rings.append((write, position + first - start + count, inputs))
     for write, end, inputs in rings:
         write_inputs(inputs, state, tiles.tables[write], end - width + 1)
+
+
+@jit
+def place(index, block, part_stride, PARTS: tl.constexpr, PART_SIZE: tl.constexpr):
+    """Return the offsets in a pool of elements of a state; block: from its table, at `index // (PARTS * PART_SIZE)`."""
+    part = (index // PART_SIZE % PARTS).to(tl.int64)
+    return part * part_stride + block.to(tl.int64) * PART_SIZE + index % PART_SIZE
 
 
 @jit

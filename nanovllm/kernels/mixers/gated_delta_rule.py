@@ -24,9 +24,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.mixers.causal_conv import store_ring
+from nanovllm.kernels.mixers.causal_conv import place, store_ring
 from nanovllm.kernels.mixers.recurrence import Recurrence
-from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles, place
+from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""

@@ -21,9 +21,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.mixers.causal_conv import store_rings
+from nanovllm.kernels.mixers.causal_conv import place, store_rings
 from nanovllm.kernels.mixers.recurrence import Recurrence
-from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles, place
+from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 
 _STEP_COLUMNS, _SCAN_COLUMNS = 32, 64
 """Inputs of a head in a program, at most."""

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import uses_triton
-from nanovllm.kernels.mixers.causal_conv import ConvState, causal_conv, causal_conv_rows, store_rings_ref
-from nanovllm.kernels.mixers.states import StatePool, StateRows, StateTiles
+from nanovllm.kernels.mixers.causal_conv import causal_conv, causal_conv_rows, store_rings_ref
+from nanovllm.kernels.mixers.states import ConvState, StatePool, StateRows, StateTiles
 
 
 @dataclass(frozen=True, kw_only=True)

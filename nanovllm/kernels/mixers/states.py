@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import jit, tl
-
 TILE = 64
 """Prompt tokens of a tile, at most."""
 
@@ -34,7 +32,7 @@ class StatePool:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Arguments of a kernel that calls `place`."""
+        """Arguments of a kernel that calls `causal_conv.place`."""
         parts, num_blocks, part_size = self.elements.shape
         return {"part_stride": num_blocks * part_size, "PARTS": parts, "PART_SIZE": part_size}
 
@@ -55,11 +53,19 @@ class StatePool:
         self.elements.view(-1)[self.offsets(index, table)] = values.reshape(-1)
 
 
-@jit
-def place(index, block, part_stride, PARTS: tl.constexpr, PART_SIZE: tl.constexpr):
-    """Return the offsets in a pool of elements of a state; block: from its table, at `index // (PARTS * PART_SIZE)`."""
-    part = (index // PART_SIZE % PARTS).to(tl.int64)
-    return part * part_stride + block.to(tl.int64) * PART_SIZE + index % PART_SIZE
+@dataclass(frozen=True)
+class ConvState:
+    """The ring of a layer's convolution in the states of a pool, see `causal_conv.py`.
+
+    Attributes:
+        pool: in elements of the inputs.
+        first: index of the ring's first element in a state.
+        size: entries of the ring, which is [size, channels].
+    """
+
+    pool: StatePool
+    first: int
+    size: int
 
 
 @dataclass

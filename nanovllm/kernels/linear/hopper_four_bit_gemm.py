@@ -5,11 +5,12 @@ the inputs of rows, in shared memory, its second one. While one warpgroup widens
 warp (`_load_tiles`) copies inputs and packed weights of the next steps into the stages by TMA. A run of 16 bytes has
 two operands, low and high halves; of each the four threads of an output read bytes 2 i, 2 i + 1, 2 i + 8 and 2 i + 9.
 
-The same loop multiplies rows that are sorted by expert: a tile has rows of one expert, and a linear layer is one expert.
+The same loop multiplies rows that are sorted by expert: a tile has rows of one, and a linear layer is one expert.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from typing import NamedTuple
 
 import torch
@@ -83,9 +84,7 @@ def _outputs(first_out, out_features, LAYOUT: gl.constexpr, GATED: gl.constexpr)
 
 
 @gluon.jit
-def _load_scales(
-    scale_ptrs, zero_ptrs, first, in_features, INS: gl.constexpr, SCALE_INS: gl.constexpr
-):
+def _load_scales(scale_ptrs, zero_ptrs, first, in_features, INS: gl.constexpr, SCALE_INS: gl.constexpr):
     """Load a step's scales, the ones of bytes' high halves, and zeros, [64], for each run or group, if that is larger.
 
     High scales and zeros are the scales where a format has none.
@@ -283,63 +282,110 @@ def _hopper_four_bit_kernel(
     ring = (xs, units, full, empty)
     gdc_wait()
     gdc_launch_dependents()
-    A: gl.constexpr = 0
-    B: gl.constexpr = 1
-    C: gl.constexpr = 2
-    D: gl.constexpr = 3
+    FIRST: gl.constexpr = 0
+    SECOND: gl.constexpr = 1
+    THIRD: gl.constexpr = 2
     sizes = (num_experts, num_rows, in_features, out_features, steps, parts)
     pointers = (starts_ptr, slots_ptr, weights_ptr, bias_ptr, out_ptr)
     scaling = (scale_ptr, zero_ptr, factor_ptr)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (A, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (B, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (FIRST, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (SECOND, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
                 (_load_tiles, (x_desc, units_desc, starts_ptr, sizes, ring, _halves(ACTIVATION))),
             ],
             worker_num_warps=[4, 1],
             worker_num_regs=[240, 24],
         )
-    elif GROUPS == 3:
+    else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (A, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (B, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (C, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (FIRST, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (SECOND, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (THIRD, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
                 (_load_tiles, (x_desc, units_desc, starts_ptr, sizes, ring, _halves(ACTIVATION))),
             ],
             worker_num_warps=[4, 4, 1],
             worker_num_regs=[160, 160, 24],
         )
-    else:
-        gl.warp_specialize(
-            [
-                (_multiply_tiles, (A, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (B, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (C, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (D, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_load_tiles, (x_desc, units_desc, starts_ptr, sizes, ring, _halves(ACTIVATION))),
-            ],
-            worker_num_warps=[4, 4, 4, 1],
-            worker_num_regs=[112, 112, 112, 24],
-        )
 
 
 class HopperTile(NamedTuple):
-    """Rows, inputs of a step, warpgroups and stages."""
+    """Rows of a tile, inputs of a step, and warpgroups, each of 64 weight rows; if gated, half of them the gate's."""
 
     rows: int
-    ins: int
-    groups: int
-    stages: int
+    ins: int = 128
+    groups: int = 2
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a step's inputs and weights."""
+        return (2 * self.rows + _GROUP_OUTS.value * self.groups // 2) * self.ins
 
 
-def multiply(x, weight, bias, out, activation, parts, tile, starts=None, slots=None, weights=None):
+_TILES = (
+    HopperTile(32),
+    HopperTile(32, groups=3),
+    HopperTile(64),
+    HopperTile(64, groups=3),
+    HopperTile(128),
+    HopperTile(128, groups=3),
+    HopperTile(256, ins=64),
+)
+_BARRIER_BYTES = 2048
+
+
+def choose_tile(num_rows: int, num_outs: int, parts: int, num_experts: int, num_programs: int) -> HopperTile:
+    """Return the tile whose programs take the least time; num_rows: of each expert; num_outs: weight rows."""
+
+    def cost(tile: HopperTile) -> tuple[float, int]:
+        tiles = num_experts * ceil(num_rows / tile.rows) * ceil(num_outs / (64 * tile.groups)) * parts
+        # Widening a weight takes as long as its products with 48 rows.
+        return ceil(tiles / num_programs) * tile.groups * max(tile.rows, 48), -tile.rows * tile.groups
+
+    return min(_TILES, key=cost)
+
+
+def multiply_rows(
+    x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None, out: torch.Tensor,
+    activation: Activation | None, parts: int, tile: HopperTile,
+    starts: torch.Tensor | None = None, slots: torch.Tensor | None = None, weights: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Multiply rows; of experts, from each one's start on, and for down with slots and their weights."""
+    assert x.is_contiguous() and weight.values.is_contiguous() and weight.scales.is_contiguous()
+    num_processors, shared_bytes = device_limits(x.device)
     units = weight.values.flatten(0, -2).view(torch.int16)
-    halves = 2 if is_gated(activation) else 1
-    _hopper_four_bit_kernel[(device_limits(x.device)[0],)](
-        descriptor(x, [tile.rows, tile.ins]), descriptor(units, [64 // halves, tile.ins // 4]),
-        starts, slots, weights, bias, out, 1 if weight.values.dim() == 2 else len(weight.values), len(x), x.shape[1],
-        out.shape[-1], -(-x.shape[1] // (tile.ins * parts)), parts, ROWS=tile.rows, INS=tile.ins, GROUPS=tile.groups,
-        STAGES=tile.stages, ACTIVATION=activation, num_warps=4, launch_pdl=True, **weight.scaling,
+    box = _GROUP_OUTS.value // (2 if is_gated(activation) else 1)
+    _hopper_four_bit_kernel[(num_processors,)](
+        descriptor(x, [tile.rows, tile.ins]), descriptor(units, [box, tile.ins // 4]),
+        starts, slots, weights, bias, out, 1 if starts is None else len(starts) - 1, len(x), x.shape[1], out.shape[-1],
+        ceil(x.shape[1] / (tile.ins * parts)), parts, ROWS=tile.rows, INS=tile.ins, GROUPS=tile.groups,
+        STAGES=min(12, (shared_bytes - _BARRIER_BYTES) // tile.stage_bytes), ACTIVATION=activation, num_warps=4,
+        launch_pdl=True, **weight.scaling,
     )  # fmt: skip
+
+
+def hopper_four_bit_gemm(
+    x: torch.Tensor,
+    weight: FourBitMatrix,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    *,
+    parts: int = 1,
+    tile: HopperTile | None = None,
+) -> torch.Tensor:
+    """Compute `norm_linear` of 16-bit rows without a norm; the inputs must be a multiple of RUN.
+
+    With parts, which have whole steps of inputs, outputs are the parts of a sum, [parts, num_rows, out_features]
+    float32, without bias or gate.
+    """
+    num_rows, out_features = len(x), len(weight.values) // (2 if gated else 1)
+    out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
+    if parts > 1:
+        assert bias is None and not gated
+        out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
+    tile = tile or choose_tile(num_rows, len(weight.values), parts, 1, device_limits(x.device)[0])
+    assert parts == 1 or x.shape[1] % (parts * tile.ins) == 0
+    multiply_rows(x, weight, bias, out, "silu" if gated else None, parts, tile)
+    return out

@@ -348,11 +348,22 @@ def choose_tile(num_rows: int, num_outs: int, parts: int, num_experts: int, num_
 
 
 def multiply_rows(
-    x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None, out: torch.Tensor,
-    activation: Activation | None, parts: int, tile: HopperTile,
-    starts: torch.Tensor | None = None, slots: torch.Tensor | None = None, weights: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """Multiply rows; of experts, from each one's start on, and for down with slots and their weights."""
+    x: torch.Tensor,
+    weight: FourBitMatrix,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    activation: Activation | None,
+    *,
+    tile: HopperTile,
+    parts: int = 1,
+    starts: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> None:
+    """Multiply 16-bit rows with a matrix, or with the matrices of experts, each from its start on.
+
+    slots, weights: of the rows, where outputs go to slots, and are weighted.
+    """
     assert x.is_contiguous() and weight.values.is_contiguous() and weight.scales.is_contiguous()
     num_processors, shared_bytes = device_limits(x.device)
     units = weight.values.flatten(0, -2).view(torch.int16)
@@ -387,5 +398,5 @@ def hopper_four_bit_gemm(
         out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
     tile = tile or choose_tile(num_rows, len(weight.values), parts, 1, device_limits(x.device)[0])
     assert parts == 1 or x.shape[1] % (parts * tile.ins) == 0
-    multiply_rows(x, weight, bias, out, "silu" if gated else None, parts, tile)
+    multiply_rows(x, weight, bias, out, "silu" if gated else None, tile=tile, parts=parts)
     return out

@@ -58,4 +58,4 @@ def hopper_four_bit_experts(
     # Experts have different numbers of rows: most of them fit into a tile of one and a half times the average.
     most = ceil(1.5 * policy.rows_per_expert(routing.experts.numel(), routing.num_experts))
     tile = tile or choose_tile(most, num_outs, 1, num_experts, device_limits(x.device)[0])
-    multiply_rows(x, weight, bias, out, activation, 1, tile, order.starts, slots, weights)
+    multiply_rows(x, weight, bias, out, activation, tile=tile, starts=order.starts, slots=slots, weights=weights)

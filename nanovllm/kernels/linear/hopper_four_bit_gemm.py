@@ -344,8 +344,8 @@ def choose_tile(num_rows: int, num_outs: int, parts: int, num_experts: int, num_
         # Widening a weight takes as long as its products with 48 rows.
         return ceil(tiles / num_programs) * tile.groups * max(tile.rows, 48), -tile.rows * tile.groups
 
-    # Where outputs go to slots, and are weighted, a larger tile has no registers left.
-    return min(_TILES if num_experts == 1 else _TILES[:-1], key=cost)
+    # Beside what finds an expert's tiles, the two largest have no registers left.
+    return min(_TILES if num_experts == 1 else _TILES[:-2], key=cost)
 
 
 def multiply_rows(

@@ -127,6 +127,24 @@ def test_four_bits_are_widened_for_many_rows_later_with_many_outputs(monkeypatch
     assert own == [True, True, False, False, False, True, True, True, True, False]
 
 
+def test_more_rows_beside_four_bits_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("uses_triton", "is_hopper"):
+        monkeypatch.setattr(policy, name, lambda device: True)
+    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
+    matrix = FourBitMatrix(
+        torch.empty(4096, 512, dtype=torch.uint8), torch.empty(4096, 8), None, None, 128, "int4", 1024
+    )
+    kernels = [FASTEST.four_bit_linear(rows, torch.bfloat16, matrix) for rows in (16, 17, 512, 513)]
+    assert kernels == [
+        LinearKernel.SKINNY_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM,
+        LinearKernel.CUBLAS,
+    ]  # fmt: skip
+    parts = [FASTEST.four_bit_parts(rows, torch.bfloat16, matrix) for rows in (17, 128, 129, 256, 257, 513)]
+    assert parts == [4, 4, 2, 2, 1, 1]
+    odd = matrix._replace(in_features=1040)
+    assert FASTEST.four_bit_linear(64, torch.bfloat16, odd) is LinearKernel.FOUR_BIT_GEMM
+
+
 def test_few_rows_beside_four_bits_leave_parts_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "uses_triton", lambda device: True)
     monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))

@@ -472,7 +472,7 @@ def stacked(matrices: list[FourBitMatrix]) -> FourBitMatrix:
 @pytest.mark.parametrize("case", [("int4", 32), ("mxfp4", 32), ("nvfp4", 16)])
 @pytest.mark.parametrize("activation", ["clamped", "silu", "relu2"])
 def test_experts_of_more_rows_on_hopper(activation: Any, case: tuple[str, int], tile: Any) -> None:
-    """Of five experts one has no rows, one more than fit into a tile, and the last one is another rank's."""
+    """One of five experts has no rows, one more than fit into a tile, and the last one is another rank's."""
     from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile  # noqa: PLC0415
     from nanovllm.kernels.moe.hopper_four_bit_experts import hopper_four_bit_experts  # noqa: PLC0415
 

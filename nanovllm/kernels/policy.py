@@ -56,7 +56,7 @@ MAX_FOUR_BIT_ROWS = 64
 rows on an H200: [4096, 12288] 195 us by `four_bit_gemm` and 92, [24576, 4096] 107 and 161."""
 _MANY_FOUR_BIT_OUTS = 8192
 MAX_HOPPER_FOUR_BIT_ROWS = 512
-"""The same on Hopper. 8B's gate and up in integers at 512 and 1,024 rows, H200: 142 and 280 us, dequantised 230 and 363."""
+"""The same on Hopper. 8B's gate and up in integers at 512 rows, H200: 142 us, dequantised 230."""
 
 MAX_EXPERT_ROWS = 16
 """Up to this many rows `expert_gemm` multiplies each by its own experts; more are sorted by expert."""

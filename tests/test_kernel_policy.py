@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -143,6 +144,18 @@ def test_more_rows_beside_four_bits_on_hopper(monkeypatch: pytest.MonkeyPatch) -
     assert parts == [4, 4, 2, 2, 1, 1]
     odd = matrix._replace(in_features=1040)
     assert FASTEST.four_bit_linear(64, torch.bfloat16, odd) is LinearKernel.FOUR_BIT_GEMM
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(("num_experts", "top_k", "outs"), [(32, 4, 5760), (128, 4, 2880), (128, 8, 1536)])
+def test_tiles_of_experts_change_where_kernels_are_compiled(num_experts: int, top_k: int, outs: int) -> None:
+    """Otherwise a step of a running server waits for a compiler."""
+    from nanovllm.kernels.moe.hopper_four_bit_experts import choose_expert_tile  # noqa: PLC0415
+
+    tiles = [choose_expert_tile(rows * top_k / num_experts, outs, num_experts, 132) for rows in range(5000)]
+    changes = {rows for rows in range(17, 5000) if tiles[rows] != tiles[rows - 1]}
+    assert changes <= set(FASTEST.expert_rows(num_experts, top_k)), changes
+    assert changes
 
 
 def test_few_rows_beside_four_bits_leave_parts_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:

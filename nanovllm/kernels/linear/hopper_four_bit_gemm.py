@@ -1,11 +1,12 @@
-"""Products of more rows with weights in four bits on Hopper, whose tensor cores read the other operand themselves.
+"""Products of 17 rows and more with four-bit weights on Hopper: a persistent, warp-specialised kernel (`wgmma`).
 
-Outputs are the rows of the instruction: weights, which each warpgroup widens in registers, are its first operand, and
-the inputs of rows, in shared memory, its second one. While one warpgroup widens weights, another's products run. One
-warp (`_load_tiles`) copies inputs and packed weights of the next steps into the stages by TMA. A run of 16 bytes has
-two operands, low and high halves; of each the four threads of an output read bytes 2 i, 2 i + 1, 2 i + 8 and 2 i + 9.
+The transposed product is computed: weights are operand A, 64 outputs of it for each consumer warpgroup, which
+dequantises them in registers; the rows of inputs are operand B, in shared memory. A producer warp (`_load_tiles`)
+copies inputs and packed weights of the next steps there by TMA. One warpgroup dequantises while the tensor cores work
+for another. In a run of 16 bytes low halves are one operand of 16 inputs and high halves another; of each, thread i of
+the four of an output reads bytes 2 i, 2 i + 1, 2 i + 8 and 2 i + 9.
 
-The same loop multiplies rows that are sorted by expert: a tile has rows of one, and a linear layer is one expert.
+The same kernel multiplies rows that are sorted by expert: a tile has rows of one expert. A linear layer is one expert.
 """
 
 from __future__ import annotations
@@ -53,17 +54,17 @@ _WORDS = gl.constexpr(
 
 
 @gluon.constexpr_function
-def _units_layout(halves):
-    """Return the layout in which units of 16 bits, [64, 8], are read; the second half is up's if there is one."""
+def _packed_layout(halves):
+    """Return the layout in which a run, [64, 8] int16, is read; if gated, the second half of its rows is up's."""
     second, warps = (32, 8) if halves == 2 else (8, 16)
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[0, 4], [second, 0]], lanes, [[warps, 0], [2 * warps, 0]], [], [64, 8])
 
 
 @gluon.jit
-def _read_words(units, HALVES: gl.constexpr):
+def _read_words(packed, HALVES: gl.constexpr):
     """Read a run of each output of a warpgroup, [64, 4] int32."""
-    own = units.load(_units_layout(HALVES))
+    own = packed.load(_packed_layout(HALVES))
     if HALVES == 2:
         own = gl.reshape(gl.permute(gl.reshape(own, [2, 4, 8, 8]), (1, 0, 2, 3)), [64, 8])
     low, high = gl.split(gl.permute(gl.reshape(own, [64, 2, 4]), (0, 2, 1)))
@@ -108,11 +109,11 @@ def _load_scales(scale_ptrs, zero_ptrs, first, in_features, INS: gl.constexpr, S
 
 @gluon.jit
 def _multiply_tile(
-    GROUP: gl.constexpr, first_in, steps, in_features, outs, scale_ptr, zero_ptr, turn, ring,
+    GROUP: gl.constexpr, first_in, steps, in_features, outs, scale_ptr, zero_ptr, steps_before, buffers,
     HALVES: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Return a warpgroup's part of a tile, [64, ROWS] float32; the tiles before it took `turn` steps."""
-    xs, units, full, empty = ring
+    """Return a warpgroup's part of a tile, [64, ROWS] float32; the tiles before it took `steps_before` steps."""
+    xs, packed, full, empty = buffers
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     INS: gl.constexpr = xs.shape[2]
@@ -125,9 +126,9 @@ def _multiply_tile(
     scales = _load_scales(scale_ptrs, zero_ptrs, first_in, in_features, INS, SCALE_INS)
     acc = gl.zeros([_GROUP_OUTS, ROWS], gl.float32, MMA)
     for step in range(steps):
-        stage = (turn + step) % STAGES
-        mbarrier.wait(full.index(stage), (turn + step) // STAGES & 1)
-        own = units.index(stage * (units.shape[0] // STAGES) + GROUP)
+        stage = (steps_before + step) % STAGES
+        mbarrier.wait(full.index(stage), (steps_before + step) // STAGES & 1)
+        own = packed.index(stage * (packed.shape[0] // STAGES) + GROUP)
         for run in gl.static_range(INS // _RUN):
             words = _read_words(own.slice(run * 8, 8, 1), HALVES)
             low_scales, high_scales, zeros = scales[run * len(scales) * _RUN // INS]
@@ -145,59 +146,56 @@ def _multiply_tile(
 
 
 @gluon.jit
-def _rows_of(starts_ptr, expert, num_experts, num_rows):
+def _rows_of(starts_ptr, expert, num_rows):
     """Return where an expert's rows begin and end."""
     start = 0
     stop = num_rows
     if starts_ptr is not None:
-        expert = gl.minimum(expert, num_experts - 1)
         start = gl.load(starts_ptr + expert)
         stop = gl.load(starts_ptr + expert + 1)
     return start, stop
 
 
 @gluon.jit
-def _load_tiles(x_desc, units_desc, starts_ptr, sizes, ring, HALVES: gl.constexpr):
+def _load_tiles(x_desc, packed_desc, starts_ptr, sizes, buffers, HALVES: gl.constexpr):
     """Run the copying warp: load inputs and weights of all tiles into the stages."""
     num_experts, num_rows, _in_features, out_features, steps, parts = sizes
-    xs, units, full, empty = ring
+    xs, packed, full, empty = buffers
     STAGES: gl.constexpr = xs.shape[0]
     ROWS: gl.constexpr = xs.shape[1]
     INS: gl.constexpr = xs.shape[2]
-    GROUPS: gl.constexpr = units.shape[0] // xs.shape[0]
+    GROUPS: gl.constexpr = packed.shape[0] // xs.shape[0]
     OUTS: gl.constexpr = GROUPS * _GROUP_OUTS // HALVES
     BOX: gl.constexpr = _GROUP_OUTS // HALVES
     columns = gl.cdiv(out_features, OUTS)
-    turn, expert, passed, tile = 0, 0, 0, gl.program_id(0)
-    start, stop = _rows_of(starts_ptr, 0, num_experts, num_rows)
-    while expert < num_experts:
+    steps_before, first_tile, tile = 0, 0, gl.program_id(0)
+    for expert in range(num_experts):
+        start, stop = _rows_of(starts_ptr, expert, num_rows)
         row_tiles = gl.cdiv(stop - start, ROWS)
-        if tile < passed + row_tiles * columns * parts:
-            place = tile - passed
-            row, column = start + place % row_tiles * ROWS, place // row_tiles
+        end_tile = first_tile + row_tiles * columns * parts
+        while tile < end_tile:
+            index = tile - first_tile
+            row, column = start + index % row_tiles * ROWS, index // row_tiles
             first_in = column // columns * steps * INS
             first = expert * out_features * HALVES + column % columns * OUTS
             for step in range(steps):
-                stage = turn % STAGES
-                mbarrier.wait(empty.index(stage), turn // STAGES & 1 ^ 1)
+                stage = steps_before % STAGES
+                mbarrier.wait(empty.index(stage), steps_before // STAGES & 1 ^ 1)
                 ready = full.index(stage)
                 mbarrier.expect(ready, ROWS * 2 * INS + OUTS * HALVES * INS // 2)
                 tma_load(x_desc, [row, first_in + step * INS], ready, xs.index(stage))
                 for box in gl.static_range(GROUPS * HALVES):
                     own = [first + box // HALVES * BOX + box % HALVES * out_features, (first_in + step * INS) // 4]
-                    region = units.index(stage * GROUPS + box // HALVES).slice(box % HALVES * BOX, BOX)
-                    tma_load(units_desc, own, ready, region)
-                turn += 1
+                    region = packed.index(stage * GROUPS + box // HALVES).slice(box % HALVES * BOX, BOX)
+                    tma_load(packed_desc, own, ready, region)
+                steps_before += 1
             tile += gl.num_programs(0)
-        else:
-            passed += row_tiles * columns * parts
-            expert += 1
-            start, stop = _rows_of(starts_ptr, expert, num_experts, num_rows)
+        first_tile = end_tile
 
 
 @gluon.jit
 def _store_tile(
-    acc, expert, part, row, stop, first_out, outs, sizes, pointers, scaling, dtype: gl.constexpr,
+    acc, part, row, stop, first_out, outs, sizes, pointers, scaling, dtype: gl.constexpr,
     ACTIVATION: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Store a warpgroup's part of a tile, after factors, bias and activation."""
@@ -229,57 +227,53 @@ def _store_tile(
 
 @gluon.jit
 def _multiply_tiles(
-    GROUP: gl.constexpr, pointers, scaling, sizes, ring,
+    GROUP: gl.constexpr, pointers, scaling, sizes, buffers,
     ACTIVATION: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """Run one warpgroup: multiply and store 64 weight rows of each tile."""
     num_experts, num_rows, in_features, out_features, steps, parts = sizes
     starts_ptr, _slots_ptr, _weights_ptr, _bias_ptr, _out_ptr = pointers
     scale_ptr, zero_ptr, _factor_ptr = scaling
-    xs, units, _full, _empty = ring
+    xs, packed, _full, _empty = buffers
     dtype: gl.constexpr = xs.dtype
     ROWS: gl.constexpr = xs.shape[1]
     INS: gl.constexpr = xs.shape[2]
     HALVES: gl.constexpr = _halves(ACTIVATION)
-    GROUPS: gl.constexpr = units.shape[0] // xs.shape[0]
+    GROUPS: gl.constexpr = packed.shape[0] // xs.shape[0]
     OUTS: gl.constexpr = GROUPS * _GROUP_OUTS // HALVES
     OUT: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16]))
     columns = gl.cdiv(out_features, OUTS)
-    turn, expert, passed, tile = 0, 0, 0, gl.program_id(0)
-    start, stop = _rows_of(starts_ptr, 0, num_experts, num_rows)
-    while expert < num_experts:
+    steps_before, first_tile, tile = 0, 0, gl.program_id(0)
+    for expert in range(num_experts):
+        start, stop = _rows_of(starts_ptr, expert, num_rows)
         row_tiles = gl.cdiv(stop - start, ROWS)
-        if tile < passed + row_tiles * columns * parts:
-            place = tile - passed
-            row, column = start + place % row_tiles * ROWS, place // row_tiles
+        end_tile = first_tile + row_tiles * columns * parts
+        while tile < end_tile:
+            index = tile - first_tile
+            row, column = start + index % row_tiles * ROWS, index // row_tiles
             part, first_out = column // columns, column % columns * OUTS + GROUP * (_GROUP_OUTS // HALVES)
             outs = _outputs(first_out, out_features, OUT, HALVES == 2) + expert * out_features * HALVES
             acc = _multiply_tile(
-                GROUP, part * steps * INS, steps, in_features, outs, scale_ptr, zero_ptr, turn, ring, HALVES,
+                GROUP, part * steps * INS, steps, in_features, outs, scale_ptr, zero_ptr, steps_before, buffers, HALVES,
                 SCALE_INS, FORMAT,
             )  # fmt: skip
-            turn += steps
-            _store_tile(
-                acc, expert, part, row, stop, first_out, outs, sizes, pointers, scaling, dtype, ACTIVATION, FORMAT
-            )
+            steps_before += steps
+            _store_tile(acc, part, row, stop, first_out, outs, sizes, pointers, scaling, dtype, ACTIVATION, FORMAT)
             tile += gl.num_programs(0)
-        else:
-            passed += row_tiles * columns * parts
-            expert += 1
-            start, stop = _rows_of(starts_ptr, expert, num_experts, num_rows)
+        first_tile = end_tile
 
 
 @kernel(do_not_specialize=["num_rows", "steps", "parts"])
 def _hopper_four_bit_kernel(
-    x_desc, units_desc, starts_ptr, slots_ptr, weights_ptr, bias_ptr, out_ptr, num_experts, num_rows, in_features,
+    x_desc, packed_desc, starts_ptr, slots_ptr, weights_ptr, bias_ptr, out_ptr, num_experts, num_rows, in_features,
     out_features, steps, parts, scale_ptr, zero_ptr, factor_ptr,
     ROWS: gl.constexpr, INS: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
     SCALE_INS: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, ROWS, INS], x_desc.layout)
-    units = gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, _GROUP_OUTS, INS // 4], units_desc.layout)
+    packed = gl.allocate_shared_memory(gl.int16, [STAGES * GROUPS, _GROUP_OUTS, INS // 4], packed_desc.layout)
     full, empty = make_barriers(STAGES, GROUPS)
-    ring = (xs, units, full, empty)
+    buffers = (xs, packed, full, empty)
     gdc_wait()
     gdc_launch_dependents()
     FIRST: gl.constexpr = 0
@@ -291,9 +285,9 @@ def _hopper_four_bit_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (FIRST, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (SECOND, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_load_tiles, (x_desc, units_desc, starts_ptr, sizes, ring, _halves(ACTIVATION))),
+                (_multiply_tiles, (FIRST, pointers, scaling, sizes, buffers, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (SECOND, pointers, scaling, sizes, buffers, ACTIVATION, SCALE_INS, FORMAT)),
+                (_load_tiles, (x_desc, packed_desc, starts_ptr, sizes, buffers, _halves(ACTIVATION))),
             ],
             worker_num_warps=[4, 1],
             worker_num_regs=[240, 24],
@@ -301,10 +295,10 @@ def _hopper_four_bit_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, (FIRST, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (SECOND, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_multiply_tiles, (THIRD, pointers, scaling, sizes, ring, ACTIVATION, SCALE_INS, FORMAT)),
-                (_load_tiles, (x_desc, units_desc, starts_ptr, sizes, ring, _halves(ACTIVATION))),
+                (_multiply_tiles, (FIRST, pointers, scaling, sizes, buffers, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (SECOND, pointers, scaling, sizes, buffers, ACTIVATION, SCALE_INS, FORMAT)),
+                (_multiply_tiles, (THIRD, pointers, scaling, sizes, buffers, ACTIVATION, SCALE_INS, FORMAT)),
+                (_load_tiles, (x_desc, packed_desc, starts_ptr, sizes, buffers, _halves(ACTIVATION))),
             ],
             worker_num_warps=[4, 4, 1],
             worker_num_regs=[160, 160, 24],
@@ -367,10 +361,10 @@ def multiply_rows(
     """
     assert x.is_contiguous() and weight.values.is_contiguous() and weight.scales.is_contiguous()
     num_processors, shared_bytes = device_limits(x.device)
-    units = weight.values.flatten(0, -2).view(torch.int16)
+    packed = weight.values.flatten(0, -2).view(torch.int16)
     box = _GROUP_OUTS.value // (2 if is_gated(activation) else 1)
     _hopper_four_bit_kernel[(num_processors,)](
-        descriptor(x, [tile.rows, tile.ins]), descriptor(units, [box, tile.ins // 4]),
+        descriptor(x, [tile.rows, tile.ins]), descriptor(packed, [box, tile.ins // 4]),
         starts, slots, weights, bias, out, 1 if starts is None else len(starts) - 1, len(x), x.shape[1], out.shape[-1],
         ceil(x.shape[1] / (tile.ins * parts)), parts, ROWS=tile.rows, INS=tile.ins, GROUPS=tile.groups,
         STAGES=min(12, (shared_bytes - _BARRIER_BYTES) // tile.stage_bytes), ACTIVATION=activation, num_warps=4,

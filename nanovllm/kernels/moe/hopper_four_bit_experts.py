@@ -5,8 +5,6 @@ It copies tiles of inputs by TMA, whose rows must be next to each other: for the
 
 from __future__ import annotations
 
-from math import ceil
-
 import torch
 
 from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, wait_for_previous
@@ -15,7 +13,7 @@ from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile, choose_tile
 from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.grouped_gemm import SortedSlots
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.policy import FASTEST, KernelPolicy
+from nanovllm.kernels.policy import EXPERT_TILE_ROWS, FASTEST, KernelPolicy
 
 
 @jit
@@ -31,6 +29,15 @@ def _gather_kernel(
         x = tl.load(x_ptr + row * in_features + columns, mask=columns < in_features)
         place = tl.program_id(0).to(tl.int64) * in_features
         tl.store(out_ptr + place + columns, x, mask=columns < in_features)
+
+
+def choose_expert_tile(rows_per_expert: float, num_outs: int, num_experts: int, num_programs: int) -> HopperTile:
+    """Return the tile for some rows of an expert on average; see `choose_tile`.
+
+    It changes where `KernelPolicy.expert_rows` says, since only kernels for these numbers are compiled at the start.
+    """
+    most = next((rows for rows in EXPERT_TILE_ROWS if rows_per_expert <= rows), EXPERT_TILE_ROWS[-1])
+    return choose_tile(most, num_outs, 1, num_experts, num_programs)
 
 
 def hopper_four_bit_experts(
@@ -55,7 +62,6 @@ def hopper_four_bit_experts(
             BLOCK=triton.next_power_of_2(in_features), num_warps=4, **pdl_options(x.device),
         )  # fmt: skip
         x = rows
-    # Experts have different numbers of rows: most of them fit into a tile of one and a half times the average.
-    most = ceil(1.5 * policy.rows_per_expert(routing.experts.numel(), routing.num_experts))
-    tile = tile or choose_tile(most, num_outs, 1, num_experts, device_limits(x.device)[0])
+    average = policy.rows_per_expert(routing.experts.numel(), routing.num_experts)
+    tile = tile or choose_expert_tile(average, num_outs, num_experts, device_limits(x.device)[0])
     multiply_rows(x, weight, bias, out, activation, tile=tile, starts=order.starts, slots=slots, weights=weights)

@@ -186,17 +186,17 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 45_780,
-    "files": 214,
+    "lines": 45_930,
+    "files": 216,
     "loaded by `import nanovllm.llm`": 10_930,
-    "the core with all that it imports": 8_990,
+    "the core with all that it imports": 8_910,
 }
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
-Models with states took 3,000 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
+Models with states took 2,650 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
 and states in blocks of the cache. Drafting heads took 850 and 2 files, and 180 more to draft only where that pays;
 kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms, and attention's;
-weights in four bits with gpt-oss 1,350 and 3, and their products of few rows, in Gluon, 790 and 2.
+weights in four bits with gpt-oss 1,350 and 3, and their products in Gluon, of few rows 790 and 2, of more 500 and 2.
 """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,23 +18,13 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from nanovllm.kernels.mixers import causal_conv
 from nanovllm.kernels.mixers import gated_delta_rule as delta
-from nanovllm.kernels.mixers.causal_conv import ConvState
-from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule, delta_rule_prompt, delta_rule_step
-from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles, drafted_state_rows
+from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule
+from nanovllm.kernels.mixers.states import TILE, ConvState, StatePool, StateRows, StateTiles
 from tests.test_kernels import DEVICE, GPU, check_error
 
 WIDTH = 4
 NUM_STATES = 24
 SAME_BITS = 0.0
-
-
-@pytest.fixture
-def by_triton() -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in (delta, causal_conv):
-            stack.enter_context(patch.object(module, "uses_triton", lambda device: True))
-        yield
 
 
 class Layer:
@@ -61,11 +51,13 @@ class Layer:
         self.tables = order.view(NUM_STATES, self.blocks).to(DEVICE)
         # A large eps, so that the norm does not blow up the errors of small outputs.
         self.rule = DeltaRule(
-            key_heads, size, heads, size, (randn(self.channels, WIDTH) * 0.5).to(dtype),
+            num_key_heads=key_heads, shape=(heads, size, size),
+            conv_weight=(randn(self.channels, WIDTH) * 0.5).to(dtype),
             # Decays near 1, which remember, and some that forget.
-            torch.linspace(-4, 1, heads, device=DEVICE), randn(heads), 1 + 0.1 * randn(size), 0.1,
-            ConvState(self.pool.view(dtype), ring_first, ring), self.pool.view(torch.float32), first,
-            torch.full(kept, torch.nan, dtype=dtype, device=DEVICE),
+            a_log=torch.linspace(-4, 1, heads, device=DEVICE), dt_bias=randn(heads),
+            norm_weight=1 + 0.1 * randn(size), eps=0.1, conv=ConvState(self.pool.view(dtype), ring_first, ring),
+            pool=self.pool.view(torch.float32), first=first,
+            kept=torch.full(kept, torch.nan, dtype=dtype, device=DEVICE),
         )  # fmt: skip
 
     def copy(self, dtype: torch.dtype) -> Layer:
@@ -141,9 +133,9 @@ def transformers_outputs(layer: Layer, inputs: Inputs, recurrent: bool) -> torch
     rule, (x, gates, z) = layer.rule, inputs.at(slice(None))
     b, a = gates.split(layer.heads, 1)
     mixed = qwen3_5.causal_conv1d_fn(x.T[None], rule.conv_weight, None, "silu")[0].T
-    key_dim = rule.num_key_heads * rule.key_size
+    key_dim = rule.num_key_heads * layer.size
     q, k, v = mixed.split([key_dim, key_dim, layer.heads * layer.size], -1)
-    q, k = (part.reshape(1, len(x), rule.num_key_heads, rule.key_size) for part in (q, k))
+    q, k = (part.reshape(1, len(x), rule.num_key_heads, layer.size) for part in (q, k))
     # Older versions want a head of queries and keys for each head of values.
     q, k = (part.repeat_interleave(layer.heads // rule.num_key_heads, 2) for part in (q, k))
     decay = -rule.a_log.float().exp() * functional.softplus(a.float() + rule.dt_bias)
@@ -162,18 +154,15 @@ def test_tokens_in_chunks_and_steps(cuts: list[int], recurrent: bool) -> None:
     layer = Layer(torch.float32, 2, 3, 16)
     inputs = Inputs.random(layer, 200)
     expected = transformers_outputs(layer, inputs, recurrent)
-    # The last 8 tokens are decoded, in place and into another state by turns.
+    # The last 8 tokens are decoded.
     outs, ends = [], [0, *cuts, 192]
     for number, (start, end) in enumerate(pairwise(ends)):
         chunk = Chunk(start, end - start, number - 1, {end - start: number})
-        outs.append(delta_rule_prompt(layer.rule, *inputs.at(slice(start, end)), make_tiles([chunk], layer.tables)))
+        outs.append(layer.rule.prompt(*inputs.at(slice(start, end)), make_tiles([chunk], layer.tables)))
     state = len(ends) - 2
     for position in range(192, 200):
-        new = state + position % 2
         at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
-        rows = StateRows(at, layer.tables[state : state + 1], layer.tables[new : new + 1])
-        outs.append(delta_rule_step(layer.rule, *inputs.at([position]), rows))
-        state = new
+        outs.append(layer.rule.step(*inputs.at([position]), StateRows(at, layer.tables[state : state + 1])))
     torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)
 
 
@@ -197,7 +186,7 @@ def check_states(layer: Layer, same_dtype: Layer, exact: Layer, written: set[int
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, PUBLISHED, *([32, 64] if GPU else [])])
-def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
+def test_prompts(dtype: torch.dtype, size: int, mixers_by_triton: None) -> None:
     torch.manual_seed(0)
     layer = Layer(dtype, 2, 2, size)
     lengths = LENGTHS if (size == 16 and dtype == torch.float32) or GPU else [2, 70]
@@ -214,10 +203,10 @@ def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
     same_dtype, exact = layer.copy(dtype), layer.copy(torch.float32)
     wide = Inputs(*(part.float() for part in inputs.at(slice(None))))
     tiles = [make_tiles(chunks, each.tables, padding=2) for each in (layer, same_dtype, exact)]
-    out = delta_rule_prompt(layer.rule, *inputs.at(slice(None)), tiles[0])
+    out = layer.rule.prompt(*inputs.at(slice(None)), tiles[0])
     with patch.object(causal_conv, "uses_triton", lambda device: False):
-        rounded = delta.delta_rule_prompt_ref(same_dtype.rule, *inputs.at(slice(None)), tiles[1])
-        expected = delta.delta_rule_prompt_ref(exact.rule, *wide.at(slice(None)), tiles[2])
+        rounded = same_dtype.rule.prompt_ref(*inputs.at(slice(None)), tiles[1])
+        expected = exact.rule.prompt_ref(*wide.at(slice(None)), tiles[2])
     check_error(out, rounded, expected)
     check_states(layer, same_dtype, exact, {write for chunk in chunks for write in chunk.writes.values()})
 
@@ -225,27 +214,30 @@ def test_prompts(dtype: torch.dtype, size: int, by_triton: None) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, PUBLISHED])
 @pytest.mark.parametrize("in_turn", [False, True])
-def test_decode_rows(dtype: torch.dtype, size: int, in_turn: bool, by_triton: None, monkeypatch: Any) -> None:
+def test_decode_rows(dtype: torch.dtype, size: int, in_turn: bool, mixers_by_triton: None, monkeypatch: Any) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(delta, "_FEWEST_HEADS", 1 if in_turn else 10**9)
     monkeypatch.setattr(delta, "_COLUMNS", size // 4)
     layer = Layer(dtype, 2, 3, size)
     for index in range(8):
         layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))
-    reads, writes, positions = [0, 1, 2, 3, 0, 5], [0, 11, 2, 13, 0, 5], [5, 64, 1, 2, 0, 1023]
+    states, positions = [0, 1, 2, 3, 7, 5], [5, 64, 1, 2, 0, 1023]
     inputs = Inputs.random(layer, 6)
     same_dtype, exact = layer.copy(dtype), layer.copy(torch.float32)
     outs = []
-    ref = delta.delta_rule_step_ref
-    for each, op in ((layer, delta_rule_step), (same_dtype, ref), (exact, ref)):
-        targets = each.tables[writes]
-        targets[4] = -1
-        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), each.tables[reads], targets)
+    for each in (layer, same_dtype, exact):
+        tables = each.tables[states]
+        tables[4] = -1
+        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), tables)
         given = inputs if each is not exact else Inputs(*(part.float() for part in inputs.at(slice(None))))
-        outs.append(op(each.rule, *given.at(slice(None)), rows))
+        with ExitStack() as stack:
+            if each is not layer:
+                stack.enter_context(patch.object(causal_conv, "uses_triton", lambda device: False))
+            op = each.rule.step if each is layer else each.rule.step_ref
+            outs.append(op(*given.at(slice(None)), rows))
     assert not outs[0][4].any()
     check_error(*outs)
-    check_states(layer, same_dtype, exact, {0, 11, 2, 13, 5})
+    check_states(layer, same_dtype, exact, {0, 1, 2, 3, 5})
 
 
 def check_rings(layer: Layer, exact: Layer, written: set[int]) -> None:
@@ -257,7 +249,7 @@ def check_rings(layer: Layer, exact: Layer, written: set[int]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("silu", [False, True])
-def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> None:
+def test_convolutions_alone(dtype: torch.dtype, silu: bool, mixers_by_triton: None) -> None:
     """Prompts and decode rows, without a scan that stores their inputs."""
     torch.manual_seed(0)
     layer = Layer(dtype, 1, 3, 16)
@@ -266,30 +258,31 @@ def test_convolutions_alone(dtype: torch.dtype, silu: bool, by_triton: None) -> 
     same_dtype, exact, bias = layer.copy(dtype), layer.copy(torch.float32), torch.randn(layer.channels, device=DEVICE)
     # A chunk of three tokens that keeps a state after the first; states overwritten and not; no state.
     chunks = [Chunk(9, 3, 1, {1: 11, 3: 1}), Chunk(0, 130, -1, {64: 12, 130: 8}), Chunk(2, 70, 2, {70: 9})]
-    reads, writes, positions = [3, 4, 5, 0, 6], [3, 13, 5, 0, 14], [5, 64, 1, 0, 1023]
+    states, positions = [3, 4, 5, 0, 6], [5, 64, 1, 0, 1023]
     x = torch.randn(203, layer.channels, device=DEVICE).to(dtype)
     prompts, decodes = [], []
     for each, uses_triton in ((layer, True), (same_dtype, False), (exact, False)):
         given, rule, tiles = x.to(each.dtype), each.rule, make_tiles(chunks, each.tables, padding=2)
-        targets = each.tables[writes]
-        targets[3] = -1
-        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), each.tables[reads], targets)
+        tables = each.tables[states]
+        tables[3] = -1
+        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), tables)
         args = rule.conv_weight, bias.to(dtype).to(each.dtype), rule.conv
         with patch.object(causal_conv, "uses_triton", lambda device, value=uses_triton: value):
             prompts.append(causal_conv.causal_conv(given, *args, tiles, silu))
             causal_conv.store_rings(given, WIDTH, rule.conv, tiles)
-            decodes.append(causal_conv.causal_conv_step(given[:5], *args, rows, silu))
+            decodes.append(causal_conv.causal_conv_rows(given[:5], *args, rows, silu=silu))
     check_error(*prompts)
     check_error(*decodes)
     assert not decodes[0][3].any()
-    check_rings(layer, exact, {*range(15)} - {10})
+    check_rings(layer, exact, {*range(13)} - {10})
 
 
 @dataclass
 class Stepped:
-    """A layer's step, the tables of its states, and what the tokens from a position on read of one."""
+    """A layer's step, its states and their tables, and what the tokens from a position on read of one."""
 
     step: Callable[..., torch.Tensor]
+    pool: StatePool
     tables: torch.Tensor
     read: Callable[[int, int], list[torch.Tensor]]
 
@@ -309,7 +302,7 @@ def check_drafted_rows(
         ints = torch.tensor([slots, [positions[s] for s in slots], [pending[s] for s in slots]], device=DEVICE).int()
         is_new = torch.arange(per_row, device=DEVICE) >= per_row - torch.tensor(counts, device=DEVICE).unsqueeze(1)
         new = draw(len(slots) * per_row)
-        rows = drafted_state_rows(ints[0], ints[1], ints[2], is_new, drafted.tables[slots])
+        rows = StateRows(ints[1], drafted.tables[slots], per_row, ints[0], ints[2], is_new.sum(1, dtype=torch.int32))
         out = drafted.step(*new, rows).view(*is_new.shape, -1)
         assert not out[~is_new].any()
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
@@ -321,10 +314,12 @@ def check_drafted_rows(
             own = [part.unflatten(0, is_new.shape)[row, per_row - count :] for part in new]
             pending[slot] = rng.randint(1, count)
             for i in range(count):
-                # What is accepted is decoded in place.
-                reads, writes = slot + 10 * (i > pending[slot]), slot + 10 * (i >= pending[slot])
+                # What is not accepted is decoded in a copy.
+                state = slot + 10 * (i >= pending[slot])
+                if i == pending[slot]:
+                    plain.pool.elements[:, plain.tables[state]] = plain.pool.elements[:, plain.tables[slot]]
                 at = torch.tensor([positions[slot] + i], dtype=torch.int32, device=DEVICE)
-                one = StateRows(at, plain.tables[reads : reads + 1], plain.tables[writes : writes + 1])
+                one = StateRows(at, plain.tables[state : state + 1])
                 expected = plain.step(*(part[i : i + 1] for part in own), one)
                 close(out[row, per_row - count + i], expected.flatten())
             positions[slot] += pending[slot]
@@ -346,7 +341,7 @@ def layer_with_drafts(num_drafts: int) -> Layer:
 @pytest.mark.parametrize(("num_drafts", "by_kernels"), [(1, True), (3, True), (3, False)])
 def test_drafted_rows_are_decoded_tokens(num_drafts: int, by_kernels: bool, request: pytest.FixtureRequest) -> None:
     if by_kernels:
-        request.getfixturevalue("by_triton")
+        request.getfixturevalue("mixers_by_triton")
     layer = layer_with_drafts(num_drafts)
     assert layer.rule.kept is not None
     layer.rule.kept[3] = 1
@@ -355,7 +350,7 @@ def test_drafted_rows_are_decoded_tokens(num_drafts: int, by_kernels: bool, requ
         def read(index: int, position: int) -> list[torch.Tensor]:
             return [layer.inputs_before(position, index), layer.read(index)[1]]
 
-        return Stepped(partial(delta_rule_step, layer.rule), layer.tables, read)
+        return Stepped(layer.rule.step, layer.pool, layer.tables, read)
 
     def draw(num_tokens: int) -> tuple[torch.Tensor, ...]:
         return Inputs.random(layer, num_tokens).at(slice(None))
@@ -368,18 +363,17 @@ def test_drafted_rows_are_decoded_tokens(num_drafts: int, by_kernels: bool, requ
 @pytest.mark.parametrize("by_kernels", [True, False])
 def test_drafted_rows_of_a_convolution_alone(by_kernels: bool, request: pytest.FixtureRequest) -> None:
     if by_kernels:
-        request.getfixturevalue("by_triton")
+        request.getfixturevalue("mixers_by_triton")
     layer = layer_with_drafts(num_drafts=4)
     bias = torch.randn(layer.channels, device=DEVICE)
 
     def stepped(layer: Layer) -> Stepped:
-        def step(x: torch.Tensor, rows: StateRows | DraftedStateRows) -> torch.Tensor:
-            weight, conv = layer.rule.conv_weight, layer.rule.conv
-            if isinstance(rows, StateRows):
-                return causal_conv.causal_conv_step(x, weight, bias, conv, rows, silu=False)
-            return causal_conv.causal_conv_drafts(x, weight, bias, conv, rows, silu=False)
-
-        return Stepped(step, layer.tables, lambda index, position: [layer.inputs_before(position, index)])
+        rule = layer.rule
+        step = partial(causal_conv.causal_conv_rows, weight=rule.conv_weight, bias=bias, state=rule.conv, silu=False)
+        return Stepped(
+            lambda x, rows: step(x, rows=rows), layer.pool, layer.tables,
+            lambda index, position: [layer.inputs_before(position, index)],
+        )  # fmt: skip
 
     def draw(num_tokens: int) -> list[torch.Tensor]:
         return [torch.randn(num_tokens, layer.channels, device=DEVICE)]

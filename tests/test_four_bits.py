@@ -24,6 +24,7 @@ from nanovllm import LLM
 from nanovllm.configs.model import ModelConfig
 from nanovllm.configs.quantization import FourBits, QuantizationConfig
 from nanovllm.kernels import four_bits
+from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.four_bits import (
     E2M1,
     FourBitMatrix,
@@ -33,6 +34,9 @@ from nanovllm.kernels.four_bits import (
 )
 from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm, four_bit_gemm_ref
 from nanovllm.kernels.linear.norm_linear import norm_linear_ref
+from nanovllm.kernels.moe.fused_experts import fused_experts_ref
+from nanovllm.kernels.moe.grouped_gemm import sort_slots
+from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.shard import Shard
@@ -378,6 +382,11 @@ def test_inputs_in_another_order_and_zeros_are_refused(base: Path, tmp_path: Pat
 CASES = [("int4", 128), ("int4", 64), ("int4", 32), ("int4", 304), ("mxfp4", 32), ("nvfp4", 16)]
 
 
+def skip_unless_hopper() -> None:
+    if not is_hopper(torch.device(DEVICE)):
+        pytest.skip("needs Hopper's matrix instructions")
+
+
 def make_matrix(outs: int, ins: int, kind: Any, group: int, dtype: torch.dtype, has_zeros: bool) -> FourBitMatrix:
     spread = torch.linspace(0.5, 2, outs, device=DEVICE)[:, None] * torch.linspace(2, 0.5, ins, device=DEVICE)
     made = quantize_four_bits(randn(outs, ins) * ins**-0.5 * spread, group, kind, dtype)
@@ -425,6 +434,69 @@ def test_products_of_few_rows(rows: int, tile: Any, dtype: torch.dtype, case: tu
         wide_norm = None if norm is None else Norm(norm.weight.float(), norm.eps)
         exact, _ = norm_linear_ref(same_total.float(), wide, bias.float(), wide_norm, None, gated)
         check_error(out, same, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES[:3], ("int4", 256), ("int4", 2048), *CASES[4:]])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("tile", [None, (32, 128, 3), (64,), (128, 128, 3), (256, 64)])
+@pytest.mark.parametrize("rows", [17, 63, 130, 256])
+def test_products_of_more_rows_on_hopper(rows: int, tile: Any, dtype: torch.dtype, case: tuple[str, int]) -> None:
+    """Outputs and rows end within tiles, and there are several tiles for a program; inputs end within a step."""
+    from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile, hopper_four_bit_gemm  # noqa: PLC0415
+
+    skip_unless_hopper()
+    chosen = None if tile is None else HopperTile(*tile)
+    for has_zeros, gated, ins, parts in ((False, True, 1312, 1), (case[0] == "int4", False, 2048, 2)):
+        outs = 5002 if gated else 1034
+        matrix, x = make_matrix(outs, ins, *case, dtype, has_zeros), randn(rows, ins, dtype=dtype)
+        bias = None if parts > 1 else randn(outs, dtype=dtype)
+        out = hopper_four_bit_gemm(x, matrix, bias, gated, parts=parts, tile=chosen)
+        same, _ = norm_linear_ref(x, matrix, bias, gated=gated)
+        wide = dequantize_four_bits_ref(matrix, torch.float32)
+        exact, _ = norm_linear_ref(x.float(), wide, None if bias is None else bias.float(), gated=gated)
+        check_error(out.sum(0) if parts > 1 else out, same, exact)
+
+
+def stacked(matrices: list[FourBitMatrix]) -> FourBitMatrix:
+    factors = [matrix.factors for matrix in matrices if matrix.factors is not None]
+    return matrices[0]._replace(
+        values=torch.stack([matrix.values for matrix in matrices]),
+        scales=torch.stack([matrix.scales for matrix in matrices]),
+        factors=torch.stack(factors) if factors else None,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [None, (32, 128, 3), (64,), (128, 128, 3)])
+@pytest.mark.parametrize("case", [("int4", 32), ("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("activation", ["clamped", "silu", "relu2"])
+def test_experts_of_more_rows_on_hopper(activation: Any, case: tuple[str, int], tile: Any) -> None:
+    """One of five experts has no rows, one more than fit into a tile, and the last one is another rank's."""
+    from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile  # noqa: PLC0415
+    from nanovllm.kernels.moe.hopper_four_bit_experts import hopper_four_bit_experts  # noqa: PLC0415
+
+    skip_unless_hopper()
+    dtype, chosen = torch.bfloat16, None if tile is None else HopperTile(*tile)
+    experts = torch.tensor([[0, 1], [3, 0], [0, 4], [0, 1], [0, 3]], dtype=torch.int32, device=DEVICE).repeat(40, 1)
+    routing = Routing(experts, torch.rand(200, 2, device=DEVICE), 5)
+    order, size = sort_slots(routing, 0, 4), 416 * (1 if activation == "relu2" else 2)
+    matrices = [
+        [make_matrix(outs, ins, *case, dtype, False) for _ in range(4)] for outs, ins in ((size, 608), (608, 416))
+    ]
+    up, down = (stacked(own) for own in matrices)
+    biases, x = (randn(4, size, dtype=dtype), randn(4, 608, dtype=dtype)), randn(200, 608, dtype=dtype)
+    activated = torch.empty(400, 416, dtype=dtype, device=DEVICE)
+    parts = torch.zeros(200, 2, 608, dtype=dtype, device=DEVICE)
+    hopper_four_bit_experts(x, routing, order, up, activated, activation, bias=biases[0], tile=chosen)
+    hopper_four_bit_experts(activated, routing, order, down, parts.flatten(0, 1), None, bias=biases[1], tile=chosen)
+    same = fused_experts_ref(x, routing, up, down, activation=activation, biases=biases)
+    wide_up, wide_down = (
+        torch.stack([dequantize_four_bits_ref(matrix, torch.float32) for matrix in own]) for own in matrices
+    )
+    wide_biases = biases[0].float(), biases[1].float()
+    exact = fused_experts_ref(x.float(), routing, wide_up, wide_down, activation=activation, biases=wide_biases)
+    check_error(parts.sum(1), same, exact)
 
 
 def test_rounding_has_the_least_error_among_clips(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,7 @@ from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels import gates, qkv_rope_store
 from nanovllm.kernels.e4m3 import dequantize_ref
-from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.mixers.state_rows import StateRows, StateTiles
+from nanovllm.kernels.mixers.states import StatePool, StateRows, StateTiles
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.state import StateLayer
@@ -216,7 +215,7 @@ class States:
         """Mix decode rows, given as positions and states, and a chunk: its position, and states read and written."""
         length, (position, read, write) = len(x) - len(decodes), chunk
         tables = torch.stack([self.tables[state] for _, state in decodes]) if decodes else self.tables[:0]
-        rows = StateRows(torch.tensor([at for at, _ in decodes], dtype=torch.int32), tables, tables)
+        rows = StateRows(torch.tensor([at for at, _ in decodes], dtype=torch.int32), tables)
         tiles = [[at, min(64, length - at), 0, -1] for at in range(0, length, 64)]
         if tiles:
             tiles[-1][3] = write
@@ -494,6 +493,6 @@ def test_slices_of_states_lie_in_one_part_of_a_block(references: dict[str, tuple
     with torch.device("meta"):
         layer = make_model(ModelConfig.from_folder(str(references[name][0])), Communicator()).state_layers[0]
     view = SimpleNamespace(elements=torch.empty(1, 1, 24))
-    pool: Any = SimpleNamespace(bytes=SimpleNamespace(is_cuda=True), view=lambda dtype: view)
+    pool: Any = SimpleNamespace(elements=SimpleNamespace(is_cuda=True), view=lambda dtype: view)
     with pytest.raises(ValueError, match="kvcache_block_size is too small"):
         layer.bind(pool, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -125,6 +126,36 @@ def test_four_bits_are_widened_for_many_rows_later_with_many_outputs(monkeypatch
             kernel = FASTEST.four_bit_linear(rows, torch.bfloat16, matrix)
             own.append(kernel is LinearKernel.FOUR_BIT_GEMM)
     assert own == [True, True, False, False, False, True, True, True, True, False]
+
+
+def test_more_rows_beside_four_bits_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("uses_triton", "is_hopper"):
+        monkeypatch.setattr(policy, name, lambda device: True)
+    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
+    matrix = FourBitMatrix(
+        torch.empty(4096, 512, dtype=torch.uint8), torch.empty(4096, 8), None, None, 128, "int4", 1024
+    )
+    kernels = [FASTEST.four_bit_linear(rows, torch.bfloat16, matrix) for rows in (16, 17, 512, 513)]
+    assert kernels == [
+        LinearKernel.SKINNY_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM,
+        LinearKernel.CUBLAS,
+    ]  # fmt: skip
+    parts = [FASTEST.four_bit_parts(rows, torch.bfloat16, matrix) for rows in (17, 128, 129, 256, 257, 513)]
+    assert parts == [4, 4, 2, 2, 1, 1]
+    odd = matrix._replace(in_features=1040)
+    assert FASTEST.four_bit_linear(64, torch.bfloat16, odd) is LinearKernel.FOUR_BIT_GEMM
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(("num_experts", "top_k", "outs"), [(32, 4, 5760), (128, 4, 2880), (128, 8, 1536)])
+def test_tiles_of_experts_change_where_kernels_are_compiled(num_experts: int, top_k: int, outs: int) -> None:
+    """Otherwise a step of a running server waits for a compiler."""
+    from nanovllm.kernels.moe.hopper_four_bit_experts import choose_expert_tile  # noqa: PLC0415
+
+    tiles = [choose_expert_tile(rows * top_k / num_experts, outs, num_experts, 132) for rows in range(5000)]
+    changes = {rows for rows in range(17, 5000) if tiles[rows] != tiles[rows - 1]}
+    assert changes <= set(FASTEST.expert_rows(num_experts, top_k)), changes
+    assert changes
 
 
 def test_few_rows_beside_four_bits_leave_parts_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:

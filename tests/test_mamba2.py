@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
@@ -12,11 +10,9 @@ import pytest
 import torch
 from transformers.models.bamba import modeling_bamba as bamba
 
-from nanovllm.kernels.mixers import causal_conv, mamba2
-from nanovllm.kernels.mixers.causal_conv import ConvState
-from nanovllm.kernels.mixers.mamba2 import StateSpace, mamba2_prompt, mamba2_step
-from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.mixers.state_rows import StateRows
+from nanovllm.kernels.mixers import causal_conv
+from nanovllm.kernels.mixers.mamba2 import StateSpace
+from nanovllm.kernels.mixers.states import ConvState, StatePool, StateRows
 from tests.test_delta_rule import (
     DTYPES,
     LENGTHS,
@@ -31,14 +27,6 @@ from tests.test_delta_rule import (
 from tests.test_kernels import DEVICE, GPU, check_error
 
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture
-def by_triton() -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in (mamba2, causal_conv):
-            stack.enter_context(patch.object(module, "uses_triton", lambda device: True))
-        yield
 
 
 def make_space(
@@ -60,21 +48,23 @@ def make_space(
     pool = torch.full((parts, blocks * NUM_STATES, part_bytes), 255, dtype=torch.uint8, device=DEVICE)
     tables = torch.randperm(blocks * NUM_STATES, generator=generator).to(DEVICE, torch.int32).view(NUM_STATES, blocks)
     space = StateSpace(
-        num_heads, size, num_groups, keys, (randn(channels, WIDTH) * 0.5).to(dtype), randn(channels).to(dtype),
+        num_groups=num_groups, shape=(num_heads, keys, size), conv_weight=(randn(channels, WIDTH) * 0.5).to(dtype),
+        conv_bias=randn(channels).to(dtype),
         # Decays near 1, which remember, and some that forget.
-        torch.linspace(-4, 1, num_heads, device=DEVICE), randn(num_heads), randn(num_heads), (0.2, 1.5),
-        (1 + 0.1 * randn(inner)).to(dtype) if has_norm else None, 0.1,
-        ConvState(StatePool(pool).view(dtype), ring, entries), StatePool(pool).view(torch.float32), first,
-        torch.full((4, 2 * (1 + num_drafts), channels + num_heads), torch.nan, dtype=dtype, device=DEVICE),
+        a_log=torch.linspace(-4, 1, num_heads, device=DEVICE), dt_bias=randn(num_heads), d=randn(num_heads),
+        step_limits=(0.2, 1.5), norm_weight=(1 + 0.1 * randn(inner)).to(dtype) if has_norm else None, eps=0.1,
+        conv=ConvState(StatePool(pool).view(dtype), ring, entries), pool=StatePool(pool).view(torch.float32),
+        first=first,
+        kept=torch.full((4, 2 * (1 + num_drafts), channels + num_heads), torch.nan, dtype=dtype, device=DEVICE),
     )  # fmt: skip
     return space, tables
 
 
 def random_inputs(space: StateSpace, num_tokens: int) -> Inputs:
     """Draw the outputs of a layer's projections, slices of one product."""
-    inner, channels = space.num_heads * space.head_size, len(space.conv_weight)
-    made = torch.randn(num_tokens, inner + channels + space.num_heads, device=DEVICE).to(space.conv_weight.dtype)
-    z, x, dt = made.split([inner, channels, space.num_heads], 1)
+    (heads, _, size), channels = space.shape, len(space.conv_weight)
+    made = torch.randn(num_tokens, heads * size + channels + heads, device=DEVICE).to(space.conv_weight.dtype)
+    z, x, dt = made.split([heads * size, channels, heads], 1)
     return x, dt, z
 
 
@@ -91,12 +81,12 @@ def wide(inputs: Inputs) -> Inputs:
 def transformers_outputs(space: StateSpace, inputs: Inputs) -> torch.Tensor:
     """The outputs of a whole sequence by transformers' functions."""
     x, dt, z = inputs
-    inner, keys = space.num_heads * space.head_size, space.num_groups * space.state_size
+    inner, keys = space.shape[0] * space.shape[2], space.num_groups * space.shape[1]
     mixed = bamba.causal_conv1d_fn(x.T[None], space.conv_weight, space.conv_bias, "silu")[0].T
     x, b, c = (one[None] for one in mixed.split([inner, keys, keys], 1))
     b, c = (one.unflatten(2, (space.num_groups, -1)) for one in (b, c))
     out = bamba.mamba2_chunk_scan(
-        x.unflatten(2, (space.num_heads, -1)), dt[None], -space.a_log.exp(), b, c, chunk_size=16, D=space.d,
+        x.unflatten(2, (space.shape[0], -1)), dt[None], -space.a_log.exp(), b, c, chunk_size=16, D=space.d,
         dt_bias=space.dt_bias, dt_softplus=True, dt_limit=space.step_limits,
     )  # fmt: skip
     if space.norm_weight is None:
@@ -113,18 +103,16 @@ def test_tokens_in_chunks_and_steps(cuts: list[int], has_norm: bool) -> None:
     space, tables = make_space(torch.float32, (6, 16), (2, 32), has_norm)
     inputs = random_inputs(space, 150)
     expected = transformers_outputs(space, inputs)
-    # The last 8 tokens are decoded, in place and into another state by turns.
+    # The last 8 tokens are decoded.
     outs, ends = [], [0, *cuts, 142]
     for number, (start, end) in enumerate(pairwise(ends)):
         tiles = make_tiles([Chunk(start, end - start, number - 1, {end - start: number})], tables)
-        outs.append(mamba2_prompt(space, *part(inputs, slice(start, end)), tiles))
+        outs.append(space.prompt(*part(inputs, slice(start, end)), tiles))
     state = len(ends) - 2
     for position in range(142, 150):
-        new = state + position % 2
         at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
-        rows = StateRows(at, tables[state : state + 1], tables[new : new + 1])
-        outs.append(mamba2_step(space, *part(inputs, slice(position, position + 1)), rows))
-        state = new
+        rows = StateRows(at, tables[state : state + 1])
+        outs.append(space.step(*part(inputs, slice(position, position + 1)), rows))
     torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)
 
 
@@ -171,7 +159,7 @@ SIZES = [((6, 16), (2, 32), True), ((2, 80), (2, 16), False), ((3, 64), (1, 128)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "groups", "has_norm"), SIZES)
 def test_prompts(
-    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, by_triton: None
+    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, mixers_by_triton: None
 ) -> None:
     torch.manual_seed(0)
     run, chunks = Run(dtype, heads, groups, has_norm), []
@@ -183,10 +171,10 @@ def test_prompts(
         chunks.append(Chunk(7 * number if continued else 0, length, number if continued else -1, writes))
     inputs = random_inputs(run.spaces[0], sum(lengths))
     tiles = [make_tiles(chunks, tables, padding=2) for tables in run.tables]
-    out = mamba2_prompt(run.spaces[0], *inputs, tiles[0])
+    out = run.spaces[0].prompt(*inputs, tiles[0])
     with patch.object(causal_conv, "uses_triton", lambda device: False):
-        rounded = mamba2.mamba2_prompt_ref(run.spaces[1], *inputs, tiles[1])
-        expected = mamba2.mamba2_prompt_ref(run.spaces[2], *wide(inputs), tiles[2])
+        rounded = run.spaces[1].prompt_ref(*inputs, tiles[1])
+        expected = run.spaces[2].prompt_ref(*wide(inputs), tiles[2])
     check_error(out, rounded, expected)
     run.check_states({write for chunk in chunks for write in chunk.writes.values()})
 
@@ -194,30 +182,29 @@ def test_prompts(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "groups", "has_norm"), SIZES)
 def test_decode_rows(
-    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, by_triton: None
+    dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, mixers_by_triton: None
 ) -> None:
     torch.manual_seed(0)
     run = Run(dtype, heads, groups, has_norm)
     run.start(range(8))
-    reads, writes, positions = [0, 1, 2, 3, 0, 5], [0, 11, 2, 13, 0, 5], [5, 64, 1, 2, 0, 1023]
+    states, positions = [0, 1, 2, 3, 7, 5], [5, 64, 1, 2, 0, 1023]
     inputs, outs = random_inputs(run.spaces[0], 6), []
-    for i, op in enumerate((mamba2_step, mamba2.mamba2_step_ref, mamba2.mamba2_step_ref)):
-        targets = run.tables[i][writes]
-        targets[4] = -1
-        at = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
-        rows = StateRows(at, run.tables[i][reads], targets)
+    for i, space in enumerate(run.spaces):
+        tables, op = run.tables[i][states], space.step_ref if i else space.step
+        tables[4] = -1
+        rows = StateRows(torch.tensor(positions, dtype=torch.int32, device=DEVICE), tables)
         given = wide(inputs) if i == 2 else inputs
         with patch.object(causal_conv, "uses_triton", lambda device, number=i: number == 0):
-            outs.append(op(run.spaces[i], *given, rows))
+            outs.append(op(*given, rows))
     assert not outs[0][4].any()
     check_error(*outs)
-    run.check_states({0, 11, 2, 13, 5})
+    run.check_states({0, 1, 2, 3, 5})
 
 
 @pytest.mark.parametrize("by_kernels", [True, False])
 def test_drafted_rows_are_decoded_tokens(by_kernels: bool, request: pytest.FixtureRequest) -> None:
     if by_kernels:
-        request.getfixturevalue("by_triton")
+        request.getfixturevalue("mixers_by_triton")
     torch.manual_seed(0)
     num_drafts = 2
     made = [make_space(torch.float32, (2, 48), (2, 16), num_drafts=num_drafts) for _ in range(2)]
@@ -233,7 +220,7 @@ def test_drafted_rows_are_decoded_tokens(by_kernels: bool, request: pytest.Fixtu
             inputs = causal_conv.conv_inputs(before, space.conv, tables[index], position, WIDTH)
             return [inputs, space.pool.read(space.first, space.shape, tables[index])]
 
-        return Stepped(partial(mamba2_step, space), tables, read)
+        return Stepped(space.step, space.pool, tables, read)
 
     rtol = 2e-4 if GPU or not by_kernels else SAME_BITS
     draw = partial(random_inputs, made[0][0])

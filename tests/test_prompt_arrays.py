@@ -11,7 +11,6 @@ import torch
 from nanovllm.attention import AttentionSetup, make_backend
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.kernels.mixers.state_rows import StateRows
 from nanovllm.runner.batch import BatchBuilder, PromptArrays, StateSizes, StepShape, make_prompt_arrays
 from nanovllm.runner.messages import Chunk, KeptState, NewRequest, Rows, ScheduledBatch
 
@@ -138,5 +137,4 @@ def test_padding_has_no_state() -> None:
     batch = ScheduledBatch(new_requests=[request], rows=Rows.of_one_token(np.array([1], np.int32)))
     step = builder.send(batch, StepShape(3))
     states = builder.gather(step).metadata.states
-    assert states is not None and isinstance(states.rows, StateRows)
-    assert states.rows.writes.tolist() == [[6, 7, 8], [-1] * 3, [-1] * 3]
+    assert states is not None and states.rows.tables.tolist() == [[6, 7, 8], [-1] * 3, [-1] * 3]

@@ -9,21 +9,19 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
+if TYPE_CHECKING:
+    from nanovllm.kernels.mixers.states import StateRows, StateTiles
 
 
 @dataclass(frozen=True)
 class StateMetadata:
-    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens.
+    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens."""
 
-    Engines with drafts have `DraftedStateRows` in all steps.
-    """
-
-    rows: StateRows | DraftedStateRows
+    rows: StateRows
     tiles: StateTiles
 
 

@@ -103,11 +103,6 @@ class QuantizationConfig:
             return max(_RUN, self.four_bits.group or 0)
         return BLOCK if self.granularity == "block" else 1
 
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of a weight, without scales."""
-        return 1.0 if self.four_bits is None else 0.5
-
     @classmethod
     def from_hf(cls, hf: Any) -> QuantizationConfig | None:
         """Convert the `quantization_config` of a transformers config; None if it has none.

@@ -55,6 +55,8 @@ MAX_FOUR_BIT_ROWS = 64
 """Of more rows, weights in four bits become 16-bit before the product, and with many outputs of twice the rows; 128
 rows on an H200: [4096, 12288] 195 us by `four_bit_gemm` and 92, [24576, 4096] 107 and 161."""
 _MANY_FOUR_BIT_OUTS = 8192
+MAX_HOPPER_FOUR_BIT_ROWS = 512
+"""The same on Hopper. 8B's gate and up in integers at 512 rows, H200: 142 us, dequantised 230."""
 
 MAX_EXPERT_ROWS = 16
 """Up to this many rows `expert_gemm` multiplies each by its own experts; more are sorted by expert."""
@@ -87,6 +89,7 @@ class LinearKernel(Enum):
     SCALED_MM = auto()
     SKINNY_FOUR_BIT_GEMM = auto()
     FOUR_BIT_GEMM = auto()
+    HOPPER_FOUR_BIT_GEMM = auto()
     CUBLAS = auto()
 
 
@@ -169,7 +172,8 @@ class KernelPolicy:
     )  # fmt: skip
     fp8_tokens: tuple[int, ...] = (MAX_OWN_FP8_ROWS + 1,)
     four_bit_rows: tuple[int, ...] = (
-        1, 2, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1
+        1, 2, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1,
+        MAX_SPLITK_ROWS + 1, MAX_HOPPER_FOUR_BIT_ROWS + 1,
     )  # fmt: skip
     # With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do.
     attention_rows: tuple[int, ...] = (1, 17, FEW_SEQS + 1)
@@ -274,6 +278,8 @@ class KernelPolicy:
         """Return the kernel for rows of a dtype and weights in four bits."""
         if num_rows <= MAX_SKINNY_ROWS and self.uses_skinny_four_bits(dtype, weight):
             return LinearKernel.SKINNY_FOUR_BIT_GEMM
+        if num_rows <= MAX_HOPPER_FOUR_BIT_ROWS and self.uses_hopper_four_bits(dtype, weight):
+            return LinearKernel.HOPPER_FOUR_BIT_GEMM
         most = MAX_FOUR_BIT_ROWS * (2 if weight.values.shape[-2] > _MANY_FOUR_BIT_OUTS else 1)
         is_own = num_rows <= most and dtype.itemsize == 2 and uses_triton(weight.values.device)
         return LinearKernel.FOUR_BIT_GEMM if is_own else LinearKernel.CUBLAS
@@ -285,16 +291,23 @@ class KernelPolicy:
         has_runs = weight.in_features % 32 == 0 and (weight.format != "int4" or weight.group >= 32)
         return is_device and dtype.itemsize == 2 and has_runs
 
+    def uses_hopper_four_bits(self, dtype: torch.dtype, weight: FourBitMatrix) -> bool:
+        """Return whether `hopper_four_bit_gemm` supports rows of a dtype and the weight's inputs and groups."""
+        return is_hopper(weight.values.device) and self.uses_skinny_four_bits(dtype, weight)
+
     def four_bit_parts(self, num_rows: int, dtype: torch.dtype, weight: FourBitMatrix) -> int:
-        """Return the parts in which `skinny_four_bit_gemm` leaves the sums of a layer to the next norm; 1 for sums.
+        """Return the parts in which a layer's sums are left to the next norm by kernels that can; 1 for sums.
 
         One row's norm is a part of the next product, which adds up no parts.
         """
-        is_skinny = self.four_bit_linear(num_rows, dtype, weight) is LinearKernel.SKINNY_FOUR_BIT_GEMM
+        kernel = self.four_bit_linear(num_rows, dtype, weight)
+        can = kernel in (LinearKernel.SKINNY_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM)
         # Parts have whole steps and groups.
         is_even = weight.in_features % (SPLITK_PARTS * weight.unit(FP8_INS)) == 0
         few_outs = weight.values.shape[-2] <= _MANY_FOUR_BIT_OUTS
-        return SPLITK_PARTS if num_rows > 1 and is_skinny and is_even and few_outs else 1
+        if num_rows == 1 or num_rows > MAX_SPLITK_ROWS or not (can and is_even and few_outs):
+            return 1
+        return SPLITK_PARTS if num_rows <= MAX_SPLITK_ROWS // 2 else SPLITK_PARTS // 2
 
     def rounds_rows(self, num_rows: int, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether rows are rounded to e4m3 beside weights of e4m3, and multiplied in 8 bits."""

@@ -6,31 +6,23 @@ among the ranks by groups of heads, which share keys and queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.attention.kv_cache_spec import State
-from nanovllm.kernels.mixers.causal_conv import ConvState
-from nanovllm.kernels.mixers.mamba2 import StateSpace, mamba2_prompt, mamba2_step
-from nanovllm.kernels.mixers.state_pool import StatePool
+from nanovllm.kernels.mixers.mamba2 import StateSpace
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from nanovllm.layers.short_conv import ConvFilters
-from nanovllm.layers.state import StateLayer
+from nanovllm.layers.short_conv import ConvFilters, RecurrentLayer
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
-from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
-    from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
-
-_HEAD_PARAMS = ("A_log", "dt_bias", "D")
 
 
 class ShardedNorm(LoadableModule):
@@ -46,16 +38,12 @@ class ShardedNorm(LoadableModule):
         return {WeightTarget(f"{name}.weight"): WeightSlice.of((self.shard,), self.weight.data)}
 
 
-class Mamba(StateLayer, LoadableModule):
-    """The token mixer of one layer.
+class Mamba(RecurrentLayer):
+    """The token mixer of one layer."""
 
-    Attributes:
-        A_log, dt_bias, D: [heads of this rank] float32; see `StateSpace`. They have the names that they have in
-            checkpoints.
-        space: the layer as kernels take it, between `bind` and `unbind`.
-    """
+    HEAD_PARAMS = ("A_log", "dt_bias", "D")
 
-    space: StateSpace
+    D: nn.Parameter
 
     def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
         super().__init__()
@@ -65,67 +53,30 @@ class Mamba(StateLayer, LoadableModule):
         self.heads = groups.times(sizes.num_heads // sizes.num_groups)
         inner, keys = self.heads.times(sizes.head_size), groups.times(sizes.state_size)
         channels: dict[str | None, Shard] = {"x": inner, "b": keys, "c": keys}
-        self.channels = inner.size + 2 * keys.size
-        self.kept_size = self.channels + self.heads.size
+        self.state_shape = self.heads.size, sizes.state_size, sizes.head_size
         self.in_proj = MergedColumnParallelLinear(
             config.hidden_size, {"z": inner, **channels, "dt": self.heads}, quant_config=quant_config,
             prefix=f"{prefix}.in_proj",
         )  # fmt: skip
         self.conv1d = ConvFilters(channels, sizes.conv_width, sizes.has_conv_bias)
-        self.A_log, self.dt_bias, self.D = (
-            nn.Parameter(torch.empty(self.heads.size), requires_grad=False) for _ in _HEAD_PARAMS
-        )
+        self.kept_size = self.conv1d.channels + self.heads.size
+        self.make_head_params()
         self.norm = ShardedNorm(inner) if sizes.has_norm else None
         self.o_proj = RowParallelLinear(
             inner, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
         )
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.float32, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        return {
-            WeightTarget(f"{name}.{param}"): Float32Slice.of((self.heads,), getattr(self, param).data)
-            for param in _HEAD_PARAMS
-        }
-
-    @override
-    def state_spec(self, dtype: torch.dtype) -> State:
-        sizes = self.sizes
-        return State({
-            "recurrent": ((self.heads.size, sizes.state_size, sizes.head_size), torch.float32),
-            "conv": ((sizes.conv_width + self.num_drafts, self.channels), dtype),
-        })  # fmt: skip
-
-    @override
-    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        super().bind(pool, places)
-        sizes, filters = self.sizes, self.conv1d.weight.squeeze(1)
-        self.space = StateSpace(
-            num_heads=self.heads.size, head_size=sizes.head_size, num_groups=self.groups.size,
-            state_size=sizes.state_size, conv_weight=filters, conv_bias=self.conv1d.bias, a_log=self.A_log,
-            dt_bias=self.dt_bias, d=self.D, step_limits=sizes.step_limits,
-            norm_weight=None if self.norm is None else self.norm.weight, eps=sizes.norm_eps,
-            conv=ConvState(pool.view(filters.dtype), places["conv"], sizes.conv_width + self.num_drafts),
-            pool=pool.view(torch.float32), first=places["recurrent"], kept=self.kept,
+    def make_recurrence(self, common: Mapping[str, Any]) -> StateSpace:
+        norm_weight = None if self.norm is None else self.norm.weight
+        return StateSpace(
+            num_groups=self.groups.size, d=self.D, step_limits=self.sizes.step_limits, norm_weight=norm_weight,
+            eps=self.sizes.norm_eps, **common,
         )  # fmt: skip
-
-    @override
-    def unbind(self) -> None:
-        super().unbind()
-        del self.space
 
     @override
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
         projected, total = self.in_proj(x, norm, residual)
-        return self.run([projected], partial(self._scan, mamba2_step), partial(self._scan, mamba2_prompt)), total
-
-    def _scan(
-        self, scan: Callable[..., torch.Tensor], projected: torch.Tensor,
-        states: StateRows | DraftedStateRows | StateTiles,
-    ) -> torch.Tensor:  # fmt: skip
         heads, size = self.heads.size, self.sizes.head_size
-        z, channels, dt = projected.split([heads * size, self.channels, heads], 1)
-        return scan(self.space, channels, dt, z, states)
+        z, channels, dt = projected.split([heads * size, self.conv1d.channels, heads], 1)
+        return self.run((channels, dt, z), self.recurrence.step, self.recurrence.prompt), total

@@ -1,33 +1,31 @@
-"""The gated short convolution of LFM2, which takes attention's place; its channels are divided among the ranks."""
+"""Short convolutions, which take attention's place: alone with gates (LFM2), or before a recurrence of heads.
+
+Channels are divided among the ranks.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
-from nanovllm.kernels.mixers.causal_conv import (
-    ConvState,
-    causal_conv,
-    causal_conv_drafts,
-    causal_conv_step,
-    store_rings,
-)
-from nanovllm.kernels.mixers.state_pool import StatePool
-from nanovllm.kernels.mixers.state_rows import DraftedStateRows, StateRows, StateTiles
+from nanovllm.kernels.mixers.causal_conv import causal_conv, causal_conv_rows, store_rings
+from nanovllm.kernels.mixers.states import ConvState, StatePool, StateRows, StateTiles
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import StateLayer
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import MatrixShard, Stream
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
+    from nanovllm.kernels.mixers.recurrence import Recurrence
 
 
 class ConvFilters(LoadableModule):
@@ -36,9 +34,9 @@ class ConvFilters(LoadableModule):
     def __init__(self, parts: Mapping[str | None, Shard], width: int, has_bias: bool = False) -> None:
         super().__init__()
         self.shard = MatrixShard(parts, Shard.whole(width))
-        channels = self.shard.size[0]
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(channels), requires_grad=False) if has_bias else None
+        self.channels, self.width = self.shard.size
+        self.weight = nn.Parameter(torch.empty(self.channels, 1, width), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(self.channels), requires_grad=False) if has_bias else None
 
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
@@ -52,14 +50,34 @@ class ConvFilters(LoadableModule):
         return slices
 
 
-class ShortConv(StateLayer):
-    """The token mixer of one layer: `o_proj(c * conv(b * x))`, where b, c and x are projections of its input.
+class ConvLayer(StateLayer):
+    """A layer with a short convolution.
 
     Attributes:
+        conv1d: its filters.
         conv: where inputs of the convolution are kept, between `bind` and `unbind`.
     """
 
+    conv1d: ConvFilters
     conv: ConvState
+
+    @override
+    def state_spec(self, dtype: torch.dtype) -> State:
+        return State({"conv": ((self.conv1d.width + self.num_drafts, self.conv1d.channels), dtype)})
+
+    @override
+    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
+        super().bind(pool, places)
+        filters = self.conv1d
+        self.conv = ConvState(pool.view(filters.weight.dtype), places["conv"], filters.width + self.num_drafts)
+
+    @override
+    def unbind(self) -> None:
+        del self.conv
+
+
+class ShortConv(ConvLayer):
+    """The token mixer of one layer: `o_proj(c * conv(b * x))`, where b, c and x are projections of its input."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
         super().__init__()
@@ -75,36 +93,71 @@ class ShortConv(StateLayer):
         )
 
     @override
-    def state_spec(self, dtype: torch.dtype) -> State:
-        channels, width = self.conv1d.shard.size
-        return State({"conv": ((width + self.num_drafts, channels), dtype)})
-
-    @override
-    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        super().bind(pool, places)
-        ring = self.conv1d.shard.size[1] + self.num_drafts
-        self.conv = ConvState(pool.view(self.conv1d.weight.dtype), places["conv"], ring)
-
-    @override
-    def unbind(self) -> None:
-        super().unbind()
-        del self.conv
-
-    @override
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
         projected, total = self.in_proj(x, norm, residual)
         b, c, inner = projected.chunk(3, 1)
         gated = b * inner
         return c * self.run([gated], self._step, self._prompt), total
 
-    def _step(self, x: torch.Tensor, states: StateRows | DraftedStateRows) -> torch.Tensor:
-        weight = self.conv1d.weight.squeeze(1)
-        if isinstance(states, StateRows):
-            return causal_conv_step(x, weight, None, self.conv, states, silu=False)
-        return causal_conv_drafts(x, weight, None, self.conv, states, silu=False)
+    def _step(self, x: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        return causal_conv_rows(x, self.conv1d.weight.squeeze(1), None, self.conv, rows, silu=False)
 
-    def _prompt(self, x: torch.Tensor, states: StateTiles) -> torch.Tensor:
-        weight = self.conv1d.weight.squeeze(1)
-        out = causal_conv(x, weight, None, self.conv, states, silu=False)
-        store_rings(x, weight.shape[1], self.conv, states)
+    def _prompt(self, x: torch.Tensor, tiles: StateTiles) -> torch.Tensor:
+        out = causal_conv(x, self.conv1d.weight.squeeze(1), None, self.conv, tiles, silu=False)
+        store_rings(x, self.conv1d.width, self.conv, tiles)
         return out
+
+
+class RecurrentLayer(ConvLayer, LoadableModule):
+    """A layer with a recurrence of heads after the convolution.
+
+    Attributes:
+        heads: of this rank; each has an element of `HEAD_PARAMS`, parameters that are kept in float32 and have the
+            names that they have in checkpoints.
+        state_shape: of a sequence's state, see `Recurrence`.
+        recurrence: the layer as kernels take it, between `bind` and `unbind`.
+    """
+
+    HEAD_PARAMS: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    heads: Shard
+    state_shape: tuple[int, int, int]
+    recurrence: Recurrence
+
+    def make_head_params(self) -> None:
+        """Create the parameters of heads."""
+        for name in self.HEAD_PARAMS:
+            setattr(self, name, nn.Parameter(torch.empty(self.heads.size), requires_grad=False))
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(torch.float32, device)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        return {
+            WeightTarget(f"{name}.{param}"): Float32Slice.of((self.heads,), getattr(self, param).data)
+            for param in self.HEAD_PARAMS
+        }
+
+    @override
+    def state_spec(self, dtype: torch.dtype) -> State:
+        return State({"recurrent": (self.state_shape, torch.float32), **super().state_spec(dtype).tensors})
+
+    @abstractmethod
+    def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:
+        """Return the layer as kernels take it; common: arguments that all recurrences have."""
+
+    @override
+    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
+        super().bind(pool, places)
+        self.recurrence = self.make_recurrence({
+            "conv_weight": self.conv1d.weight.squeeze(1), "conv_bias": self.conv1d.bias, "a_log": self.A_log,
+            "dt_bias": self.dt_bias, "conv": self.conv, "pool": pool.view(torch.float32),
+            "first": places["recurrent"], "shape": self.state_shape, "kept": self.kept,
+        })  # fmt: skip
+
+    @override
+    def unbind(self) -> None:
+        super().unbind()
+        del self.recurrence

@@ -16,24 +16,20 @@ from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.mixers.state_pool import StatePool
+    from nanovllm.kernels.mixers.states import StatePool
 
 
 class StateLayer(nn.Module, ABC):
     """A layer that keeps a state of each sequence, as the runner sees it.
 
     Attributes:
-        pool: the memory of all states; bound by the runner.
-        places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
         slice_size: float32 elements that kernels read from one part of a block, at multiples of this number.
         num_drafts: of a row of the engine, at most.
         kept_size: elements that the recurrence reads of a token.
-        kept: in engines with drafts, [num_slots + 1, 2 * (1 + num_drafts), kept_size]; see `DraftedStateRows`.
+        kept: in engines with drafts, [num_slots + 1, 2 * (1 + num_drafts), kept_size]; see `StateRows`.
         o_proj: the last product.
     """
 
-    pool: StatePool
-    places: Mapping[str, int]
     slice_size = 1
     num_drafts = kept_size = 0
     kept: torch.Tensor | None = None
@@ -62,14 +58,19 @@ class StateLayer(nn.Module, ABC):
         return self.o_proj(out, residual)
 
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        """Give the layer the memory of states, and its places in each; a ValueError if blocks are too small for it."""
-        if pool.bytes.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
-            raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
-        self.pool, self.places = pool, places
+        """Give the layer the memory of states.
 
+        places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
+
+        Raises:
+            ValueError: blocks are too small for the layer.
+        """
+        if pool.elements.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
+            raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
+
+    @abstractmethod
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
-        del self.pool, self.places
 
     def keep_tokens(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate `kept`, if it is needed; dtype: of the activations."""

@@ -174,6 +174,8 @@ class PackedSlice(WeightSlice):
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
+        # A GPU checks and converts faster.
+        values = values.to(self.region.device)
         self.check_values(name, values)
         if self.convert is not None:
             self.region.copy_(self.convert(values))

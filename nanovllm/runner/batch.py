@@ -19,7 +19,7 @@ from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StateMetadata, StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.kernels.drafts import gather_drafted_rows
-from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles, drafted_state_rows
+from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
 from nanovllm.runner.slot_state import SlotState
@@ -333,7 +333,7 @@ class BatchBuilder:
 
     Attributes:
         num_pending: [num_slots + 1] int32; of each slot, accepted tokens that are not in its state yet, if the model
-            keeps states and the engine drafts; else None. See `DraftedStateRows`.
+            keeps states and the engine drafts; else None. See `StateRows`.
     """
 
     def __init__(
@@ -531,12 +531,13 @@ class BatchBuilder:
         prompt_tables = torch.cat((self.slots.tensors.block_tables[prompts.slots, -1, :num_blocks], kept))
         chunks = prompts.state_chunks.view(len(prompts.slots), 5)
         tiles = StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, prompt_tables)
-        rows: StateRows | DraftedStateRows = StateRows(decodes.positions, tables, tables)
-        if self.num_pending is not None:
-            # A chunk stores its states at once.
-            self.num_pending.index_fill_(0, prompts.slots.long(), 0)
-            is_row = (slots != self.slots.padding_slot).unsqueeze(1)
-            positions, num_pending = self.slots.tensors.num_computed[slots], self.num_pending[slots]
-            is_new = is_row if is_new is None else is_new & is_row
-            rows = drafted_state_rows(slots, positions, num_pending, is_new, tables)
+        if self.num_pending is None:
+            return StateMetadata(StateRows(decodes.positions, tables), tiles)
+        # A chunk stores its states at once.
+        self.num_pending.index_fill_(0, prompts.slots.long(), 0)
+        is_row = (slots != self.slots.padding_slot).unsqueeze(1)
+        positions, is_new = self.slots.tensors.num_computed[slots], is_row if is_new is None else is_new & is_row
+        rows = StateRows(
+            positions, tables, is_new.shape[1], slots, self.num_pending[slots], is_new.sum(1, dtype=torch.int32)
+        )
         return StateMetadata(rows, tiles)

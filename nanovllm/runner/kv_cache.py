@@ -12,7 +12,7 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup
 from nanovllm.attention.kv_cache_spec import NO_STATES, Paged, StateLayout
-from nanovllm.kernels.mixers.state_pool import StatePool
+from nanovllm.kernels.mixers.states import StatePool
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.state import StateLayer

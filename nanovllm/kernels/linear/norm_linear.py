@@ -106,6 +106,10 @@ def _multiply(
 ) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear` without a norm by a kernel that has none."""
     if isinstance(weight, FourBitMatrix):
+        if kernel is LinearKernel.HOPPER_FOUR_BIT_GEMM:
+            from nanovllm.kernels.linear.hopper_four_bit_gemm import hopper_four_bit_gemm  # noqa: PLC0415
+
+            return hopper_four_bit_gemm(x, weight, bias, gated)
         if kernel is LinearKernel.FOUR_BIT_GEMM:
             from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm  # noqa: PLC0415
 
@@ -166,6 +170,10 @@ def linear_into(  # noqa: PLR0911 - one for each kind of weight and kernel
         parts = policy.four_bit_parts(len(x), x.dtype, weight)
         if parts == 1:
             return norm_linear(x, weight, policy=policy)[0], residual
+        if policy.four_bit_linear(len(x), x.dtype, weight) is LinearKernel.HOPPER_FOUR_BIT_GEMM:
+            from nanovllm.kernels.linear.hopper_four_bit_gemm import hopper_four_bit_gemm  # noqa: PLC0415
+
+            return hopper_four_bit_gemm(x, weight, parts=parts), residual
         from nanovllm.kernels.linear.skinny_four_bit_gemm import skinny_four_bit_gemm  # noqa: PLC0415
 
         return skinny_four_bit_gemm(x, weight, parts=parts)[0], residual

@@ -160,7 +160,7 @@ def _pairs_of_scales(scales, words, dtype: gl.constexpr, FORMAT: gl.constexpr):
         scales = widen_scales(scales, FORMAT) * (2.0**94 if dtype == gl.bfloat16 else 2.0**6)
     else:
         scales = scales.to(gl.float32)
-    _, pairs = gl.broadcast(words, gl.expand_dims(pack_pair(scales, scales, dtype), 3))
+    _, pairs = gl.broadcast(words, gl.expand_dims(pack_pair(scales, scales, dtype), len(scales.shape)))
     return pairs
 
 
@@ -185,24 +185,27 @@ def _assemble(to_bf16: gl.constexpr, to_f16: gl.constexpr, words, first, second,
 
 
 @gluon.jit
-def _widen(loaded, dtype: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
-    """Return a step's values as `dtype`, [WARPS, OUTS, 4, 4, halves, pairs, 2]: integers minus zeros.
+def widen_words(
+    loaded, dtype: gl.constexpr, IS_SCALED: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr,
+    FORMAT: gl.constexpr,
+):  # fmt: skip
+    """Return values of words, [..., a run's words], as `dtype`, [..., words, halves, pairs, 2]: integers minus zeros.
 
-    They are scaled if sums are not.
+    loaded: see `_load_step`, scales and zeros without the last dimension; IS_SCALED: whether values of integers are.
     """
     words, scales, high_scales, zeros = loaded
     if FORMAT == "int4":
         # The number's sign and exponent, with the zero as its last bits, twice.
         BASE: gl.constexpr = -0x3CFF3D00 if dtype == gl.bfloat16 else -0x1BFF1C00
         if HAS_ZEROS:
-            _, minus = gl.broadcast(words, gl.expand_dims(zeros.to(gl.int32) * 0x10001 + BASE, 3))
+            _, minus = gl.broadcast(words, gl.expand_dims(zeros.to(gl.int32) * 0x10001 + BASE, len(zeros.shape)))
         else:
             minus = gl.full(words.shape, 8 * 0x10001 + BASE, gl.int32, words.type.layout)
-        if _is_summed(SCALE_INS, FORMAT):
-            values = _assemble(_INT4_TO_BF16, _INT4_TO_F16, words, minus, minus, dtype)
-        else:
+        if IS_SCALED:
             pairs = _pairs_of_scales(scales, words, dtype, FORMAT)
             values = _assemble(_SCALED_INT4_TO_BF16, _SCALED_INT4_TO_F16, words, minus, pairs, dtype)
+        else:
+            values = _assemble(_INT4_TO_BF16, _INT4_TO_F16, words, minus, minus, dtype)
     else:
         pairs = _pairs_of_scales(scales, words, dtype, FORMAT)
         high_pairs = pairs
@@ -236,9 +239,10 @@ def _row_operand(x, MMA: gl.constexpr):
 def _multiply_step(acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
     """Return sums, [WARPS, OUTS, ROWS], plus the product of a step."""
     MMA: gl.constexpr = acc.type.layout
-    values = _widen(loaded, x.dtype, HAS_ZEROS, SCALE_INS, FORMAT)
+    IS_SUMMED: gl.constexpr = _is_summed(SCALE_INS, FORMAT)
+    values = widen_words(loaded, x.dtype, not IS_SUMMED, HAS_ZEROS, SCALE_INS, FORMAT)
     weight, rows = _weight_operand(values, MMA), _row_operand(x, MMA)
-    if _is_summed(SCALE_INS, FORMAT):
+    if IS_SUMMED:
         _words, scales, _high_scales, _zeros = loaded
         part = mma_v2(weight, rows, gl.zeros(acc.shape, gl.float32, MMA))
         acc += part * gl.expand_dims(scales.to(gl.float32), 2)

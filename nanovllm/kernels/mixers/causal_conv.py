@@ -7,34 +7,16 @@ a filter, and for each draft of a row: a wrong draft is overwritten, and overwri
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.mixers.state_pool import PoolView, place
-from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles
+from nanovllm.kernels.mixers.states import TILE, ConvState, StateRows, StateTiles
 
 _BLOCK = 64
 """Channels of a program with prompt tokens."""
-_STEP_BLOCK = 256
-"""Channels of a program with one token."""
-
-
-@dataclass(frozen=True)
-class ConvState:
-    """A layer's ring of inputs in the states of a pool.
-
-    Attributes:
-        pool: in elements of the inputs.
-        first: index of the ring's first element in a state.
-        size: entries of the ring, which is [size, channels].
-    """
-
-    pool: PoolView
-    first: int
-    size: int
+_ROW_BLOCK = 256
+"""Channels of a program with a row of one token."""
 
 
 def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
@@ -89,6 +71,13 @@ def store_rings_ref(x: torch.Tensor, width: int, state: ConvState, tiles: StateT
             rings.append((write, position + first - start + count, inputs))
     for write, end, inputs in rings:
         write_inputs(inputs, state, tiles.tables[write], end - width + 1)
+
+
+@jit
+def place(index, block, part_stride, PARTS: tl.constexpr, PART_SIZE: tl.constexpr):
+    """Return the offsets in a pool of elements of a state; block: from its table, at `index // (PARTS * PART_SIZE)`."""
+    part = (index // PART_SIZE % PARTS).to(tl.int64)
+    return part * part_stride + block.to(tl.int64) * PART_SIZE + index % PART_SIZE
 
 
 @jit
@@ -227,184 +216,108 @@ def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out
 
 
-def causal_conv_step_ref(
+def causal_conv_rows_ref(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
-    silu: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """Plain torch form of `causal_conv_step`."""
-    out, width, positions = torch.zeros_like(x), weight.shape[1], rows.positions.tolist()
-    index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
-    # All rows read before one writes.
-    before = {i: conv_inputs(x, state, rows.reads[i], positions[i], width) for i in index}
-    for i in index:
-        window = torch.cat((before[i], x[i : i + 1]))
-        out[i] = convolve(window.T, weight, bias, silu)
-        write_inputs(window, state, rows.writes[i], positions[i] - width + 1)
-    return out
-
-
-@jit(unaligned=["positions_ptr", "reads_ptr", "writes_ptr"])
-def _causal_conv_step_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, positions_ptr, reads_ptr, writes_ptr, first, x_stride,
-    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, SILU: tl.constexpr,
-    BLOCK: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = channels < CHANNELS
-    read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
-    position, target = tl.load(positions_ptr + row), tl.load(write_ptr)
-    is_apart = tl.load(read_ptr) != target
-    total = tl.zeros([BLOCK], tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
-    # No kernel since the last step writes to the ring.
-    for back in tl.static_range(1, WIDTH):
-        index = first + tl.maximum(position - back, 0) % RING * CHANNELS + channels
-        stored = channels < tl.where((position >= back) & (target >= 0), CHANNELS, 0)
-        block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=stored, other=0)
-        before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
-        weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back), mask=mask, other=0.0)
-        total += before.to(tl.float32) * weight.to(tl.float32)
-    weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1), mask=mask, other=0.0)
-    wait_for_previous(PDL)
-    x = tl.load(x_ptr + row * x_stride + channels, mask=mask, other=0.0)
-    total += x.to(tl.float32) * weight.to(tl.float32)
-    out = tl.where(target >= 0, total / (1 + tl.exp(-total)) if SILU else total, 0.0)
-    tl.store(out_ptr + row * CHANNELS + channels, out.to(out_ptr.dtype.element_ty), mask=mask)
-    if target >= 0:
-        index = first + position % RING * CHANNELS + channels
-        block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=mask, other=0)
-        tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), x, mask=mask)
-        for back in tl.static_range(1, WIDTH):
-            index = first + tl.maximum(position - back, 0) % RING * CHANNELS + channels
-            moved = channels < tl.where((position >= back) & is_apart, CHANNELS, 0)
-            block = tl.load(read_ptr + index // (PARTS * PART_SIZE), mask=moved, other=0)
-            before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=moved, other=0.0)
-            block = tl.load(write_ptr + index // (PARTS * PART_SIZE), mask=moved, other=0)
-            tl.store(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), before, mask=moved)
-
-
-def causal_conv_step(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
-    silu: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """Convolve one token of each of several sequences, and store the tokens' inputs.
-
-    Args:
-        x: [num_rows, channels]; channels contiguous.
-        weight, bias, silu: as of `causal_conv`.
-        state: the inputs before the tokens, and after them.
-        rows: the states.
-
-    Returns:
-        [num_rows, channels]; zeros for padding.
-    """
-    if not uses_triton(x.device):
-        return causal_conv_step_ref(x, weight, bias, state, rows, silu)
-    channels, width = weight.shape
-    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
-    assert x.stride(1) == 1 and weight.is_contiguous()
-    _causal_conv_step_kernel[(len(x), triton.cdiv(channels, _STEP_BLOCK))](
-        x, weight, bias, out, state.pool.elements, rows.positions, rows.reads, rows.writes, state.first,
-        x.stride(0), rows.reads.stride(0), CHANNELS=channels, WIDTH=width, RING=state.size, SILU=silu,
-        BLOCK=_STEP_BLOCK, num_warps=4, **state.pool.sizes, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
-
-
-def causal_conv_drafts_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: DraftedStateRows,
     *, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None, silu: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Plain torch form of `causal_conv_drafts`."""
+    """Plain torch form of `causal_conv_rows`."""
     out, width = torch.zeros_like(x), weight.shape[1]
-    for row, (slot, position, _, num_new) in enumerate(rows.rows.tolist()):
-        if num_new:
-            new = rows.new_tokens(row)
-            before = conv_inputs(x, state, rows.tables[row], position, width)
-            out[new] = convolve(torch.cat((before, x[new])).unfold(0, width, 1), weight, bias, silu)
-            write_inputs(x[new], state, rows.tables[row], position)
-            if kept is not None:
-                entries = torch.arange(position, position + num_new, device=x.device) % kept.shape[1]
-                kept[slot, entries] = out[new] if gates is None else torch.cat((out[new], gates[new]), 1)
+    for table, position, new in rows.present():
+        before = conv_inputs(x, state, table, position, width)
+        out[new] = convolve(torch.cat((before, x[new])).unfold(0, width, 1), weight, bias, silu)
+        write_inputs(x[new], state, table, position)
+        if kept is not None:
+            assert rows.slots is not None and gates is not None
+            entries = torch.arange(position, position + new.stop - new.start, device=x.device) % kept.shape[1]
+            kept[rows.slots[new.start // rows.per_row].long(), entries] = torch.cat((out[new], gates[new]), 1)
     return out if kept is None else kept
 
 
-@jit(unaligned=["rows_ptr", "tables_ptr", "gates_ptr"])
-def _causal_conv_drafts_kernel(
-    x_ptr, gates_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, rows_ptr, tables_ptr, first, x_stride, gates_stride,
-    table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, GATES: tl.constexpr,
-    ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, TOKENS: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
-    PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
+@jit(unaligned=["slots_ptr", "positions_ptr", "num_new_ptr", "tables_ptr", "gates_ptr"])
+def _causal_conv_rows_kernel(
+    x_ptr, gates_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, slots_ptr, positions_ptr, num_new_ptr, tables_ptr,
+    first, x_stride, gates_stride, table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    RING: tl.constexpr, GATES: tl.constexpr, ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, TOKENS: tl.constexpr,
+    SILU: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row, index = tl.program_id(0), tl.arange(0, TOKENS)[:, None]
+    row, index = tl.program_id(0).to(tl.int64), tl.arange(0, TOKENS)[:, None]
     channels = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    slot, position = tl.load(rows_ptr + row * 4), tl.load(rows_ptr + row * 4 + 1)
-    num_new = tl.load(rows_ptr + row * 4 + 3)
-    first_new = (row + 1) * PER_ROW - num_new
-    tokens, is_new = first_new + index, index < num_new
-    mask = is_new & (channels < CHANNELS)
+    position, table_ptr, mask = tl.load(positions_ptr + row), tables_ptr + row * table_stride, channels < CHANNELS
+    num_new = tl.where(tl.load(table_ptr) >= 0, 1, 0) if num_new_ptr is None else tl.load(num_new_ptr + row)
+    is_new = index < num_new
+    tokens = row * PER_ROW + (PER_ROW - num_new) + index
     total = tl.zeros([TOKENS, BLOCK], tl.float32)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + channels, mask=channels < CHANNELS, other=0.0).to(tl.float32)
+        total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
+    # No kernel since the last step writes to the ring. Inputs are added in the order of their positions.
+    for tap in tl.static_range(WIDTH - 1):
+        back = WIDTH - 1 - tap
+        at = first + tl.maximum(position + index - back, 0) % RING * CHANNELS + channels
+        stored = channels < tl.where(is_new & (index < back) & (position + index >= back), CHANNELS, 0)
+        block = tl.load(table_ptr + at // (PARTS * PART_SIZE), mask=stored, other=0)
+        before = tl.load(state_ptr + place(at, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
+        weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=mask, other=0.0)
+        total += before.to(tl.float32) * weight.to(tl.float32)
     wait_for_previous(PDL)
-    # In the order of `_causal_conv_step_kernel`, for the same bits.
-    for step in tl.static_range(1, WIDTH + 1):
-        back = step % WIDTH
-        x = inputs_at(x_ptr, state_ptr, tables_ptr, tokens - back, channels, mask, first_new, position, row, first,
-                      x_stride, table_stride, part_stride, CHANNELS, RING, PARTS, PART_SIZE)  # fmt: skip
-        weight = tl.load(weight_ptr + channels * WIDTH + (WIDTH - 1 - back), mask=channels < CHANNELS, other=0.0)
-        total += x * weight.to(tl.float32)
+    for tap in tl.static_range(WIDTH):
+        if WIDTH - tap <= TOKENS:
+            back = WIDTH - 1 - tap
+            x_ptrs = x_ptr + (tokens - back) * x_stride + channels
+            x = tl.load(x_ptrs, mask=mask & is_new & (index >= back), other=0.0)
+            weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=mask, other=0.0)
+            total += x.to(tl.float32) * weight.to(tl.float32)
     # The last one has the tokens' own inputs, for entries that no token of the row reads.
+    mask &= is_new
     at = first + (position + index) % RING * CHANNELS + channels
-    block = tl.load(tables_ptr + row * table_stride + at // (PARTS * PART_SIZE), mask=mask, other=0)
-    offsets = place(at, block, part_stride, PARTS, PART_SIZE)
-    tl.store(state_ptr + offsets, x.to(state_ptr.dtype.element_ty), mask=mask)
+    block = tl.load(table_ptr + at // (PARTS * PART_SIZE), mask=mask, other=0)
+    tl.store(state_ptr + place(at, block, part_stride, PARTS, PART_SIZE), x, mask=mask)
     out = (total / (1 + tl.exp(-total)) if SILU else total).to(out_ptr.dtype.element_ty)
     if ENTRIES > 0:
-        entry = slot.to(tl.int64) * ENTRIES + (position + index) % ENTRIES
+        entry = tl.load(slots_ptr + row).to(tl.int64) * ENTRIES + (position + index) % ENTRIES
         out_ptrs = out_ptr + entry * (CHANNELS + GATES) + channels
         tl.store(out_ptrs, out, mask=mask)
         is_gate = is_new & (channels < GATES)
-        gates = tl.load(gates_ptr + tokens.to(tl.int64) * gates_stride + channels, mask=is_gate, other=0.0)
+        gates = tl.load(gates_ptr + tokens * gates_stride + channels, mask=is_gate, other=0.0)
         tl.store(out_ptrs + CHANNELS, gates, mask=is_gate)
     else:
         # What is not new comes first.
         tokens = row * PER_ROW + (index + PER_ROW - num_new) % PER_ROW
         out = tl.where(is_new, out, tl.zeros_like(out))
-        out_ptrs = out_ptr + tokens.to(tl.int64) * CHANNELS + channels
-        tl.store(out_ptrs, out, mask=(index < PER_ROW) & (channels < CHANNELS))
+        tl.store(out_ptr + tokens * CHANNELS + channels, out, mask=(index < PER_ROW) & (channels < CHANNELS))
 
 
-def causal_conv_drafts(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: DraftedStateRows,
+def causal_conv_rows(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
     *, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None, silu: bool = True,
 ) -> torch.Tensor:  # fmt: skip
-    """Convolve the new tokens of drafted rows, and store their inputs.
+    """Convolve the new tokens of decode rows, and store their inputs.
 
     Args:
         x: [num_rows * per_row, channels]; channels contiguous.
         weight, bias, silu: as of `causal_conv`.
         state: the inputs before the tokens, and of them.
         rows: the tokens.
-        gates: [num_rows * per_row, size]; what a recurrence reads of a token besides; with `kept` only.
-        kept: see `DraftedStateRows`; takes each token's outputs, and then its gates.
+        gates: [num_rows * per_row, size]; what a recurrence reads of a token besides; read with `kept` only.
+        kept: see `StateRows`; takes each token's outputs, and then its gates.
 
     Returns:
         `kept`; without it [num_rows * per_row, channels], zeros for what is not new.
     """
     if not uses_triton(x.device):
-        return causal_conv_drafts_ref(x, weight, bias, state, rows, gates=gates, kept=kept, silu=silu)
+        return causal_conv_rows_ref(x, weight, bias, state, rows, gates=gates, kept=kept, silu=silu)
     channels, width = weight.shape
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device) if kept is None else kept
     tokens = triton.next_power_of_2(rows.per_row)
-    block = max(_BLOCK, _STEP_BLOCK // tokens)
-    assert x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous() and rows.rows.is_contiguous()
-    _causal_conv_drafts_kernel[(len(rows.rows), triton.cdiv(channels, block))](
-        x, gates, weight, bias, out, state.pool.elements, rows.rows, rows.tables, state.first, x.stride(0),
-        0 if gates is None else gates.stride(0), rows.tables.stride(0), CHANNELS=channels, WIDTH=width,
-        RING=state.size, GATES=0 if gates is None else gates.shape[1], ENTRIES=0 if kept is None else kept.shape[1],
+    block = max(_BLOCK, _ROW_BLOCK // tokens)
+    gates_stride, num_gates, entries = 0, 0, 0
+    if kept is not None:
+        assert gates is not None
+        gates_stride, num_gates, entries = gates.stride(0), gates.shape[1], kept.shape[1]
+    assert x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous()
+    _causal_conv_rows_kernel[(len(rows.tables), triton.cdiv(channels, block))](
+        x, gates, weight, bias, out, state.pool.elements, rows.slots, rows.positions, rows.num_new, rows.tables,
+        state.first, x.stride(0), gates_stride, rows.tables.stride(0), CHANNELS=channels,
+        WIDTH=width, RING=state.size, GATES=num_gates, ENTRIES=entries,
         PER_ROW=rows.per_row, TOKENS=tokens, SILU=silu, BLOCK=block, num_warps=4, **state.pool.sizes,
         **pdl_options(x.device),
     )  # fmt: skip

@@ -21,18 +21,12 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
+from typing_extensions import override
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.mixers.causal_conv import (
-    ConvState,
-    causal_conv,
-    causal_conv_drafts,
-    causal_conv_step,
-    store_ring,
-    store_rings_ref,
-)
-from nanovllm.kernels.mixers.state_pool import PoolView, place
-from nanovllm.kernels.mixers.state_rows import TILE, DraftedStateRows, StateRows, StateTiles
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.mixers.causal_conv import place, store_ring
+from nanovllm.kernels.mixers.recurrence import Recurrence
+from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 
 _EPS = 1e-6
 """Added to the squared length of queries and keys."""
@@ -44,161 +38,123 @@ _FEWEST_HEADS = 128
 """Heads of all rows from which on a program takes all slices of its head, of twice the values, one after the other."""
 
 
-@dataclass(frozen=True)
-class DeltaRule:
-    """A layer's parameters and the places of its states, for one rank.
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule(Recurrence):
+    """The rule of a layer; channels are queries, keys, values, and gates are step sizes, then decays, of heads.
+
+    The decay of a token is exp(-exp(a_log) * softplus(a + dt_bias)), its step size sigmoid(b). A state is
+    [heads of values, key_size, value_size].
 
     Attributes:
-        num_key_heads, key_size, num_value_heads, value_size: heads of queries and keys, each for a group of consecutive
-            heads of values.
-        conv_weight: [channels, width]; channels are queries, keys, values.
-        a_log, dt_bias: [num_value_heads]; the decay of a token is exp(-exp(a_log) * softplus(a + dt_bias)).
-        norm_weight: [value_size], eps: of the output's norm.
-        conv: where the convolution's inputs are kept.
-        pool: the states' memory as float32.
-        first: index of the layer's first element in a state; its states are [num_value_heads, key_size, value_size].
-        kept: in engines with drafts, the convolution's outputs and the gates of tokens; see `DraftedStateRows`.
+        num_key_heads: heads of queries and keys, each for a group of consecutive heads of values.
+        norm_weight: [value_size].
     """
 
     num_key_heads: int
-    key_size: int
-    num_value_heads: int
-    value_size: int
-    conv_weight: torch.Tensor
-    a_log: torch.Tensor
-    dt_bias: torch.Tensor
     norm_weight: torch.Tensor
-    eps: float
-    conv: ConvState
-    pool: PoolView
-    first: int
-    kept: torch.Tensor | None = None
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Shape of a sequence's state in the layer."""
-        return self.num_value_heads, self.key_size, self.value_size
-
-    def log_decay(self, a: torch.Tensor) -> torch.Tensor:
-        """Return the logarithms of decays in float32; a: [num_tokens, num_value_heads]."""
-        return -self.a_log.float().exp() * functional.softplus(a.float() + self.dt_bias.float())
-
-    def gates(self, gates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return logarithms of decays, and step sizes, [num_tokens, num_value_heads] float32."""
-        b, a = gates.split(self.num_value_heads, 1)
-        return self.log_decay(a), b.float().sigmoid()
+    def sizes(self) -> dict[str, int]:
+        """Arguments of kernels."""
+        heads, key, value = self.shape
+        return {"KEY_HEADS": self.num_key_heads, "GROUP": heads // self.num_key_heads, "KEY": key, "VALUE": value}
 
     def heads(self, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries and keys, normalised and scaled, and values, [num_tokens, num_value_heads, size] float32."""
-        key_dim, value_dim = self.num_key_heads * self.key_size, self.num_value_heads * self.value_size
-        q, k, v = channels.float().split([key_dim, key_dim, value_dim], -1)
-        q, k = (x.view(len(x), self.num_key_heads, self.key_size) for x in (q, k))
+        """Return queries and keys, normalised and scaled, and values, [heads of values, num_tokens, size] float32."""
+        heads, key_size, value_size = self.shape
+        key_dim = self.num_key_heads * key_size
+        q, k, v = channels.float().split([key_dim, key_dim, heads * value_size], 1)
+        q, k = (x.unflatten(1, (self.num_key_heads, key_size)) for x in (q, k))
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS) for x in (q, k))
-        group = self.num_value_heads // self.num_key_heads
-        q, k = (x.repeat_interleave(group, 1) for x in (q * self.key_size**-0.5, k))
-        return q, k, v.view(len(v), self.num_value_heads, self.value_size)
+        q, k = (x.repeat_interleave(heads // self.num_key_heads, 1) for x in (q * key_size**-0.5, k))
+        return q.transpose(0, 1), k.transpose(0, 1), v.unflatten(1, (heads, value_size)).transpose(0, 1)
 
-    def gated_norm(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """Return `norm(out) * silu(z)`; both [num_tokens, num_value_heads, value_size], z's dtype."""
+    @override
+    def scan(
+        self, channels: torch.Tensor, gates: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.heads(channels)
+        b, a = gates.float().chunk(2, 1)
+        b, log_decay = b.sigmoid().T.unsqueeze(-1), -self.a_log.exp() * functional.softplus(a + self.dt_bias)
+        total = log_decay.T.cumsum(-1)
+        ratios = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+        decays = total.exp().unsqueeze(-1)
+        system = (b * (k @ k.transpose(1, 2)) * ratios).tril(-1)
+        target = b * (v - decays * (k @ state))
+        updates = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+        out = decays * (q @ state) + ((q @ k.transpose(1, 2)) * ratios) @ updates
+        to_end = (total[:, -1:] - total).exp().unsqueeze(-1)
+        return out.transpose(0, 1), decays[:, -1:] * state + (k * to_end).transpose(1, 2) @ updates
+
+    @override
+    def gated_norm_ref(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        # `norm(out) * silu(z)`
         wide = out.to(z.dtype).float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * self.norm_weight.float() * functional.silu(z.float())).to(z.dtype)
 
+    @override
+    def run_rows(self, tokens: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, rows: StateRows) -> None:
+        assert gates.stride(1) == 1
+        if rows.slots is not None:
+            self._run_drafted(tokens, out, rows)
+            return
+        num_rows, (heads, _, value) = len(out), self.shape
+        takes_all = num_rows * heads >= _FEWEST_HEADS
+        columns = min(value, 2 * _COLUMNS if takes_all else _COLUMNS)
+        num_slices = value // columns
+        in_turn = num_slices if takes_all else 1
+        b, a = gates.split(heads, 1)
+        _delta_rule_step_kernel[(num_rows, heads, num_slices // in_turn)](
+            tokens, a, b, out, self.a_log, self.dt_bias, self.pool.elements, rows.tables, self.first, a.stride(0),
+            b.stride(0), rows.tables.stride(0), COLUMNS=columns, SLICES=in_turn, num_warps=4, **self.sizes,
+            **self.pool.sizes, **pdl_options(out.device),
+        )  # fmt: skip
 
-def delta_rule_step_ref(
-    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: StateRows | DraftedStateRows
-) -> torch.Tensor:
-    """Plain torch form of `delta_rule_step`."""
-    if isinstance(rows, DraftedStateRows):
-        return _plain_drafts(rule, x, gates, z, rows)
-    out = torch.zeros_like(z)
-    conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
-    index = (rows.writes[:, 0] >= 0).nonzero().squeeze(1).tolist()
-    if not index:
-        return out
-    state = torch.stack([rule.pool.read(rule.first, rule.shape, rows.reads[i]) for i in index])
-    q, k, v = rule.heads(conv[index])
-    log_decay, beta = rule.gates(gates[index])
-    state = state * log_decay.exp()[..., None, None]
-    update = beta.unsqueeze(-1) * (v - torch.einsum("rhkv,rhk->rhv", state, k))
-    state = state + k.unsqueeze(-1) * update.unsqueeze(-2)
-    out[index] = rule.gated_norm(torch.einsum("rhkv,rhk->rhv", state, q), z[index])
-    for i, new in zip(index, state, strict=True):
-        rule.pool.write(rule.first, new, rows.writes[i])
-    return out
+    def _run_drafted(self, kept: torch.Tensor, out: torch.Tensor, rows: StateRows) -> None:
+        heads, _, value = self.shape
+        columns = min(value, _COLUMNS)
+        _delta_rule_drafts_kernel[(len(rows.tables), heads, value // columns)](
+            kept, out, self.a_log, self.dt_bias, self.pool.elements, rows.slots, rows.positions, rows.num_pending,
+            rows.num_new, rows.tables, self.first, rows.tables.stride(0), COLUMNS=columns, PER_ROW=rows.per_row,
+            ENTRIES=kept.shape[1], num_warps=4, **self.sizes, **self.pool.sizes, **pdl_options(out.device),
+        )  # fmt: skip
 
+    @override
+    def run_tiles(
+        self, x: torch.Tensor, channels: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, tiles: StateTiles
+    ) -> None:
+        # For each tile and head what needs no state; then the scan of each chunk, head and slice over its tiles.
+        num_tiles, pdl = len(tiles.tiles), pdl_options(x.device)
+        heads, _, value = self.shape
+        b, a = gates.split(heads, 1)
+        columns = min(value, _COLUMNS)
+        options = {**self.sizes, "TILE": TILE, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
+        inverse = torch.empty(num_tiles, heads, TILE, TILE, dtype=torch.float32, device=x.device)
+        scores, factors = torch.empty_like(inverse, dtype=x.dtype), torch.empty_like(inverse[:, :, :4])
+        _delta_rule_tiles_kernel[(num_tiles, heads)](
+            channels, a, b, self.a_log, self.dt_bias, inverse, scores, factors, tiles.tiles, a.stride(0), b.stride(0),
+            num_warps=4, **options, **pdl,
+        )  # fmt: skip
+        num_slices, ring = heads * (value // columns), self.conv.pool.sizes
+        _delta_rule_scan_kernel[(value // columns, heads, len(tiles.chunks))](
+            x, channels, inverse, scores, factors, out, self.conv.pool.elements, self.pool.elements,
+            tiles.tiles, tiles.chunks, tiles.tables, self.conv.first, self.first, x.stride(0), tiles.tables.stride(0),
+            ring["part_stride"], COLUMNS=columns, SLICE=triton.next_power_of_2(-(-x.shape[1] // num_slices)),
+            WIDTH=self.conv_weight.shape[1], RING=self.conv.size, RING_PART=ring["PART_SIZE"],
+            num_warps=4, **options, **self.pool.sizes, **pdl,
+        )  # fmt: skip
 
-def _plain_drafts(
-    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: DraftedStateRows
-) -> torch.Tensor:
-    out, kept = torch.zeros_like(z), rule.kept
-    assert kept is not None
-    causal_conv_drafts(x, rule.conv_weight, None, rule.conv, rows, gates=gates, kept=kept)
-    for row, (_, _, num_pending, num_new) in enumerate(rows.rows.tolist()):
-        if num_new:
-            tokens, new = rows.kept_tokens(kept, row), rows.new_tokens(row)
-            state = rule.pool.read(rule.first, rule.shape, rows.tables[row])
-            if num_stored := rows.num_stored(row):
-                rule.pool.write(rule.first, _go_on(rule, tokens[:num_stored], state)[1], rows.tables[row])
-            out[new] = rule.gated_norm(_go_on(rule, tokens, state)[0][num_pending:], z[new])
-    return out
-
-
-def _go_on(rule: DeltaRule, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute tokens as they are kept; see `delta_rule_chunk`."""
-    channels, gates = tokens.split([len(rule.conv_weight), 2 * rule.num_value_heads], 1)
-    return delta_rule_chunk(*rule.heads(channels), *rule.gates(gates), state)
-
-
-def delta_rule_chunk(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the tokens of a tile.
-
-    Args:
-        q, k, v: [num_tokens, heads, size]; queries and keys normalised, queries scaled.
-        log_decay, beta: [num_tokens, heads].
-        state: [heads, key_size, value_size]; before the first token.
-
-    Returns:
-        [num_tokens, heads, value_size], and the state after the last token.
-    """
-    # [heads, tokens, size] each.
-    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    b, total = beta.T.unsqueeze(-1), log_decay.T.cumsum(-1)
-    ratios = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
-    decays = total.exp().unsqueeze(-1)
-    system = (b * (k @ k.transpose(1, 2)) * ratios).tril(-1)
-    target = b * (v - decays * (k @ state))
-    updates = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
-    out = decays * (q @ state) + ((q @ k.transpose(1, 2)) * ratios) @ updates
-    to_end = (total[:, -1:] - total).exp().unsqueeze(-1)
-    return out.transpose(0, 1), decays[:, -1:] * state + (k * to_end).transpose(1, 2) @ updates
-
-
-def delta_rule_prompt_ref(
-    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, tiles: StateTiles
-) -> torch.Tensor:
-    """Plain torch form of `delta_rule_prompt`."""
-    out = torch.zeros(len(x), rule.num_value_heads, rule.value_size, device=x.device)
-    q, k, v = rule.heads(causal_conv(x, rule.conv_weight, None, rule.conv, tiles))
-    log_decay, beta = rule.gates(gates)
-    chunks = tiles.chunks.tolist()
-    # All chunks read what they start from before a state is written.
-    states = [
-        rule.pool.read(rule.first, rule.shape, tiles.tables[chunk[2]]) if chunk[2] >= 0
-        else torch.zeros(rule.shape, device=x.device) for chunk in chunks
-    ]  # fmt: skip
-    store_rings_ref(x, rule.conv_weight.shape[1], rule.conv, tiles)
-    for first, count, chunk, write in tiles.tiles.tolist():
-        if count:
-            part = slice(first, first + count)
-            out[part], states[chunk] = delta_rule_chunk(
-                q[part], k[part], v[part], log_decay[part], beta[part], states[chunk]
-            )
-            if write >= 0:
-                rule.pool.write(rule.first, states[chunk], tiles.tables[write])
-    return rule.gated_norm(out, z)
+    @override
+    def gated_norm(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        normed, (num_tokens, heads, value) = torch.empty_like(out), out.shape
+        block = 4 if num_tokens <= _FEW_TOKENS else 16
+        assert z.stride(2) == 1 and z.stride(1) == value
+        _gated_norm_kernel[(num_tokens, triton.cdiv(heads, block))](
+            out, z, self.norm_weight, normed, self.eps, z.stride(0), HEADS=heads, BLOCK=block, SIZE=value,
+            num_warps=4, **pdl_options(out.device),
+        )  # fmt: skip
+        return normed
 
 
 @jit
@@ -206,10 +162,10 @@ def _softplus(x):
     return tl.where(x > 20, x, tl.log(1 + tl.exp(x)))
 
 
-@jit(unaligned=["a_ptr", "b_ptr", "reads_ptr", "writes_ptr"])
+@jit(unaligned=["a_ptr", "b_ptr", "tables_ptr"])
 def _delta_rule_step_kernel(
-    conv_ptr, a_ptr, b_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, reads_ptr, writes_ptr, first,
-    a_stride, b_stride, table_stride, part_stride,
+    conv_ptr, a_ptr, b_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, tables_ptr, first, a_stride, b_stride,
+    table_stride, part_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
     SLICES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -217,22 +173,18 @@ def _delta_rule_step_kernel(
     key_head = head // GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + KEY_HEADS * GROUP * VALUE
     keys, values = tl.arange(0, KEY), part * (SLICES * COLUMNS) + tl.arange(0, COLUMNS)
-    read_ptr, write_ptr = reads_ptr + row * table_stride, writes_ptr + row * table_stride
-    places = (row * (KEY_HEADS * GROUP) + head) * VALUE + values
-    if tl.load(write_ptr) < 0:
+    table_ptr, places = tables_ptr + row * table_stride, (row * (KEY_HEADS * GROUP) + head) * VALUE + values
+    if tl.load(table_ptr) < 0:
         wait_for_previous(PDL)
         for index in tl.static_range(SLICES):
             tl.store(out_ptr + places + index * COLUMNS, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
     else:
         # Rows of a state, which begin anywhere in a block. No kernel since the last step writes to it.
         state_rows = first + (head * KEY + keys) * VALUE
-        blocks = tl.load(read_ptr + state_rows // (PARTS * PART_SIZE))
-        sources = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        source_ptrs = pool_ptr + sources[:, None] + values[None, :]
-        following = tl.load(source_ptrs)
-        blocks = tl.load(write_ptr + state_rows // (PARTS * PART_SIZE))
-        targets = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        target_ptrs = pool_ptr + targets[:, None] + values[None, :]
+        blocks = tl.load(table_ptr + state_rows // (PARTS * PART_SIZE))
+        starts = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
+        state_ptrs = pool_ptr + starts[:, None] + values[None, :]
+        following = tl.load(state_ptrs)
         wait_for_previous(PDL)
         conv_ptr += row * CHANNELS
         value_ptrs = conv_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values
@@ -247,18 +199,19 @@ def _delta_rule_step_kernel(
             state = following * decay
             if index + 1 < SLICES:
                 # A slice is on its way while the one before is computed.
-                following = tl.load(source_ptrs + (index + 1) * COLUMNS)
+                following = tl.load(state_ptrs + (index + 1) * COLUMNS)
             v = tl.load(value_ptrs + index * COLUMNS).to(tl.float32)
             update = beta * (v - tl.sum(state * k[:, None], axis=0))
             state += k[:, None] * update[None, :]
-            tl.store(target_ptrs + index * COLUMNS, state)
+            tl.store(state_ptrs + index * COLUMNS, state)
             out = tl.sum(state * q[:, None], axis=0)
             tl.store(out_ptr + places + index * COLUMNS, out.to(out_ptr.dtype.element_ty))
 
 
-@jit(unaligned=["rows_ptr", "tables_ptr"])
+@jit(unaligned=["slots_ptr", "positions_ptr", "num_pending_ptr", "num_new_ptr", "tables_ptr"])
 def _delta_rule_drafts_kernel(
-    kept_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, rows_ptr, tables_ptr, first, table_stride, part_stride,
+    kept_ptr, out_ptr, a_log_ptr, dt_bias_ptr, pool_ptr, slots_ptr, positions_ptr, num_pending_ptr, num_new_ptr,
+    tables_ptr, first, table_stride, part_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, COLUMNS: tl.constexpr,
     PER_ROW: tl.constexpr, ENTRIES: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -266,8 +219,8 @@ def _delta_rule_drafts_kernel(
     HEADS: tl.constexpr = KEY_HEADS * GROUP
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     keys, values = tl.arange(0, KEY), part * COLUMNS + tl.arange(0, COLUMNS)
-    slot, position = tl.load(rows_ptr + row * 4).to(tl.int64), tl.load(rows_ptr + row * 4 + 1)
-    num_pending, num_new = tl.load(rows_ptr + row * 4 + 2), tl.load(rows_ptr + row * 4 + 3)
+    slot, position = tl.load(slots_ptr + row).to(tl.int64), tl.load(positions_ptr + row)
+    num_pending, num_new = tl.load(num_pending_ptr + row), tl.load(num_new_ptr + row)
     num_absent = PER_ROW - num_new
     num_stored = num_pending + (num_new if PER_ROW == 1 else 0)
     if num_new == 0:
@@ -304,64 +257,6 @@ def _delta_rule_drafts_kernel(
     for index in range(num_absent):
         out_ptrs = out_ptr + ((row * PER_ROW + index) * HEADS + head) * VALUE + values
         tl.store(out_ptrs, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
-
-
-def delta_rule_step(
-    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: StateRows | DraftedStateRows
-) -> torch.Tensor:
-    """Compute one token of each of several sequences, or several drafted ones, and their states.
-
-    Three kernels: the convolution; the rule, by a program for each row and head, or slice of its values; and the norm
-    of the outputs.
-
-    Args:
-        rule: the layer's.
-        x: [num_tokens, channels]; the convolution's inputs.
-        gates: [num_tokens, 2 * num_value_heads]; step sizes, then decays, before their functions.
-        z: [num_tokens, num_value_heads, value_size]; the output's gate.
-        rows: the states.
-
-    Returns:
-        Like z; zeros for padding, and for what is not new.
-    """
-    if not uses_triton(x.device):
-        return delta_rule_step_ref(rule, x, gates, z, rows)
-    out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
-    assert gates.stride(1) == z.stride(2) == 1 and z.stride(1) == rule.value_size
-    if isinstance(rows, StateRows):
-        _step_rows(rule, x, gates, out, rows)
-    else:
-        _step_drafts(rule, x, gates, out, rows)
-    return _gated_norm(rule, out, z)
-
-
-def _step_rows(rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, rows: StateRows) -> None:
-    conv = causal_conv_step(x, rule.conv_weight, None, rule.conv, rows)
-    takes_all = len(x) * rule.num_value_heads >= _FEWEST_HEADS
-    columns = min(rule.value_size, 2 * _COLUMNS if takes_all else _COLUMNS)
-    num_slices = rule.value_size // columns
-    in_turn = num_slices if takes_all else 1
-    b, a = gates.split(rule.num_value_heads, 1)
-    _delta_rule_step_kernel[(len(x), rule.num_value_heads, num_slices // in_turn)](
-        conv, a, b, out, rule.a_log, rule.dt_bias, rule.pool.elements, rows.reads, rows.writes, rule.first,
-        a.stride(0), b.stride(0), rows.reads.stride(0), KEY_HEADS=rule.num_key_heads,
-        GROUP=rule.num_value_heads // rule.num_key_heads, KEY=rule.key_size, VALUE=rule.value_size, COLUMNS=columns,
-        SLICES=in_turn, num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
-    )  # fmt: skip
-
-
-def _step_drafts(
-    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, rows: DraftedStateRows
-) -> None:
-    assert rule.kept is not None
-    kept = causal_conv_drafts(x, rule.conv_weight, None, rule.conv, rows, gates=gates, kept=rule.kept)
-    columns = min(rule.value_size, _COLUMNS)
-    _delta_rule_drafts_kernel[(len(rows.rows), rule.num_value_heads, rule.value_size // columns)](
-        kept, out, rule.a_log, rule.dt_bias, rule.pool.elements, rows.rows, rows.tables, rule.first,
-        rows.tables.stride(0), KEY_HEADS=rule.num_key_heads, GROUP=rule.num_value_heads // rule.num_key_heads,
-        KEY=rule.key_size, VALUE=rule.value_size, COLUMNS=columns, PER_ROW=rows.per_row, ENTRIES=kept.shape[1],
-        num_warps=4, **rule.pool.sizes, **pdl_options(x.device),
-    )  # fmt: skip
 
 
 @jit
@@ -509,52 +404,3 @@ def _gated_norm_kernel(
     x = x * tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)[:, None] * weight
     out = x * z / (1 + tl.exp(-z))
     tl.store(out_ptr + token * (HEADS * SIZE) + places, out.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def delta_rule_prompt(
-    rule: DeltaRule, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, tiles: StateTiles
-) -> torch.Tensor:
-    """Compute the prompt tokens of a step, and the states after them; arguments as of `delta_rule_step`.
-
-    Four kernels: the convolution; for each tile and head what needs no state; the scan of each chunk, head and slice of
-    values over its tiles; and the norm of the outputs.
-    """
-    if not uses_triton(x.device):
-        return delta_rule_prompt_ref(rule, x, gates, z, tiles)
-    conv = causal_conv(x, rule.conv_weight, None, rule.conv, tiles)
-    num_tiles, dtype, device = len(tiles.tiles), x.dtype, x.device
-    heads, key, value = rule.shape
-    b, a = gates.split(heads, 1)
-    columns = min(value, _COLUMNS)
-    shape = {
-        "KEY_HEADS": rule.num_key_heads, "GROUP": heads // rule.num_key_heads, "KEY": key, "VALUE": value, "TILE": TILE,
-        "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-    }  # fmt: skip
-    inverse = torch.empty(num_tiles, heads, TILE, TILE, dtype=torch.float32, device=device)
-    scores, factors = torch.empty_like(inverse, dtype=dtype), torch.empty_like(inverse[:, :, :4])
-    _delta_rule_tiles_kernel[(num_tiles, heads)](
-        conv, a, b, rule.a_log, rule.dt_bias, inverse, scores, factors, tiles.tiles, a.stride(0), b.stride(0),
-        num_warps=4, **shape, **pdl_options(device),
-    )  # fmt: skip
-    out = torch.empty(len(x), heads, value, dtype=dtype, device=device)
-    num_slices, ring = heads * (value // columns), rule.conv.pool.sizes
-    _delta_rule_scan_kernel[(value // columns, heads, len(tiles.chunks))](
-        x, conv, inverse, scores, factors, out, rule.conv.pool.elements, rule.pool.elements,
-        tiles.tiles, tiles.chunks, tiles.tables, rule.conv.first, rule.first, x.stride(0), tiles.tables.stride(0),
-        ring["part_stride"], COLUMNS=columns, SLICE=triton.next_power_of_2(-(-x.shape[1] // num_slices)),
-        WIDTH=rule.conv_weight.shape[1], RING=rule.conv.size, RING_PART=ring["PART_SIZE"],
-        num_warps=4, **shape, **rule.pool.sizes, **pdl_options(device),
-    )  # fmt: skip
-    return _gated_norm(rule, out, z)
-
-
-def _gated_norm(rule: DeltaRule, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Compute `DeltaRule.gated_norm` of contiguous outputs."""
-    normed = torch.empty_like(out)
-    num_tokens, heads, value = out.shape
-    block = 4 if num_tokens <= _FEW_TOKENS else 16
-    _gated_norm_kernel[(num_tokens, triton.cdiv(heads, block))](
-        out, z, rule.norm_weight, normed, rule.eps, z.stride(0), HEADS=heads, BLOCK=block, SIZE=value,
-        num_warps=4, **pdl_options(out.device),
-    )  # fmt: skip
-    return normed

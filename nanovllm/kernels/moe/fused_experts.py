@@ -134,6 +134,11 @@ def fused_experts(
     order, by_slot = sort_slots(routing, first_expert, num_experts), activated.flatten(0, 1)
     products = (x, up, by_slot, activation, up_bias), (by_slot, down, parts.flatten(0, 1), None, down_bias)
     for rows, weight, out, own, bias in products:
+        if isinstance(weight, FourBitMatrix) and policy.uses_hopper_four_bits(x.dtype, weight):
+            from nanovllm.kernels.moe.hopper_four_bit_experts import hopper_four_bit_experts  # noqa: PLC0415
+
+            hopper_four_bit_experts(rows, routing, order, weight, out, own, policy, bias=bias)
+            continue
         given: torch.Tensor | Fp8Rows = rows
         if isinstance(weight, Fp8Matrix) and bias is None and policy.rounds_rows(num_tokens, x.dtype, x.device):
             given = quantize_rows(rows, Rounding(weight.block_ins))[0]

@@ -1,0 +1,121 @@
+"""States of sequences in blocks of the paged cache, and the ones that the tokens of a step start from and leave.
+
+A state is the bytes of `blocks_per_state` blocks, one after the other: first a block's part in the first layer's keys,
+then its part in the second layer's, and so on, as the cache divides it. A layer's tensors lie at fixed offsets in a
+state, and a table gives the blocks of each sequence's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+TILE = 64
+"""Prompt tokens of a tile, at most."""
+
+
+@dataclass(frozen=True)
+class StatePool:
+    """The memory of a cache, as states see it.
+
+    Attributes:
+        elements: [parts, num_blocks, part_size], contiguous; a block has a part in each layer's keys and values.
+    """
+
+    elements: torch.Tensor
+
+    def view(self, dtype: torch.dtype) -> StatePool:
+        """Return the pool in elements of another dtype."""
+        return StatePool(self.elements.view(dtype))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Arguments of a kernel that calls `causal_conv.place`."""
+        parts, num_blocks, part_size = self.elements.shape
+        return {"part_stride": num_blocks * part_size, "PARTS": parts, "PART_SIZE": part_size}
+
+    def offsets(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Return the offsets in the pool of elements of a state, int64; table: [blocks_per_state]."""
+        parts, num_blocks, part_size = self.elements.shape
+        block, part = index // (parts * part_size), index // part_size % parts
+        return (part * num_blocks + table.long()[block]) * part_size + index % part_size
+
+    def read(self, first: int, shape: tuple[int, ...], table: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of a state that begins at element `first`."""
+        index = torch.arange(first, first + torch.Size(shape).numel(), device=table.device)
+        return self.elements.view(-1)[self.offsets(index, table)].view(shape)
+
+    def write(self, first: int, values: torch.Tensor, table: torch.Tensor) -> None:
+        """Overwrite a tensor of a state that begins at element `first`."""
+        index = torch.arange(first, first + values.numel(), device=table.device)
+        self.elements.view(-1)[self.offsets(index, table)] = values.reshape(-1)
+
+
+@dataclass(frozen=True)
+class ConvState:
+    """The ring of a layer's convolution in the states of a pool, see `causal_conv.py`.
+
+    Attributes:
+        pool: in elements of the inputs.
+        first: index of the ring's first element in a state.
+        size: entries of the ring, which is [size, channels].
+    """
+
+    pool: StatePool
+    first: int
+    size: int
+
+
+@dataclass
+class StateRows:
+    """Decode rows, whose states are read and overwritten: one token each, or several in engines with drafts.
+
+    In these engines the state of a row with drafts is stored one step late, when it is known which were right. A step
+    keeps what the recurrence of a layer reads of its tokens: of each slot in a ring, `[num_slots + 1, entries, size]`,
+    in which the token at position p is entry `p % entries`. The next step computes the accepted ones again, and stores
+    the state between them and its own. Wrong drafts are overwritten, there and among the convolution's inputs. In a
+    step without drafts the row's token is right, and the state after it is stored at once.
+
+    Attributes:
+        positions: [num_rows] int32; of the first new token in its sequence.
+        tables: [num_rows, blocks_per_state] int32; -1 for padding.
+        per_row: tokens of a row, new or not; the new ones come last.
+        slots, num_pending, num_new: [num_rows] int32; the slot, the accepted tokens that are not in the state, and the
+            new ones (0: padding). None in engines without drafts, where a row has one new token.
+    """
+
+    positions: torch.Tensor
+    tables: torch.Tensor
+    per_row: int = 1
+    slots: torch.Tensor | None = None
+    num_pending: torch.Tensor | None = None
+    num_new: torch.Tensor | None = None
+
+    def present(self) -> Iterator[tuple[torch.Tensor, int, slice]]:
+        """Yield the table of each row but padding, its position, and its new tokens among the step's."""
+        counts = (self.tables[:, 0] >= 0).tolist() if self.num_new is None else self.num_new.tolist()
+        for row, (position, count) in enumerate(zip(self.positions.tolist(), counts, strict=True)):
+            if count:
+                end = (row + 1) * self.per_row
+                yield self.tables[row], position, slice(end - count, end)
+
+
+@dataclass
+class StateTiles:
+    """Prompt tokens, in tiles of at most `TILE` that end where a state is written; on the device, for CUDA graphs.
+
+    A chunk is consecutive tokens of one sequence in consecutive tiles.
+
+    Attributes:
+        tiles: [num_tiles, 4] int32; first token, number of tokens (0: padding), chunk, and row of `tables` in which the
+            state after the tile is stored, or -1.
+        chunks: [num_chunks, 5] int32; first token, position of that token in its sequence, row of `tables` of the state
+            before it, or -1 for zeros, first tile, and number of tiles (0: padding).
+        tables: [num_states, blocks_per_state] int32.
+    """
+
+    tiles: torch.Tensor
+    chunks: torch.Tensor
+    tables: torch.Tensor

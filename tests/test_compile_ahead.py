@@ -182,6 +182,17 @@ PROGRAM = """
         run()
     assert launched == kernels and sorted(loaded) == sorted(kernels), (loaded, launched)
 
+    # What a kernel would have written is zeros, since torch's kernels read at such indices.
+    def write_zeros():
+        written = torch.full((64,), 9)
+        del written
+        written = torch.empty(64, dtype=torch.int64)
+        late(0)()
+        notes.append(("written", int(written.abs().max())))
+
+    start([write_zeros])
+    assert noted("written") == [[(0,)]]
+
     # Engines that are made in two threads compile a kernel once.
     engines = [threading.Thread(target=start, args=([late(26)],)) for _ in range(2)]
     for thread in engines:

@@ -11,6 +11,8 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from nanovllm.kernels._triton import NotCompiledError, compiled_only, jit, to_compile, triton
 from nanovllm.utils.display import loading_bar
@@ -23,6 +25,22 @@ _COMPILES_LAUNCHERS = getattr(triton, "__version__", "").startswith("3.6.")
 """Whether Triton compiles a C launcher for each kernel; 3.6 does."""
 # Engines created in several threads at once would compile the same kernels.
 _one_at_a_time = Lock()
+
+
+_aten = torch.ops.aten
+_ALLOCATORS = {
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+}  # fmt: skip
+
+
+class _ZeroedMemory(TorchDispatchMode):
+    """Zeroes new tensors, since torch's and flash-attn's own kernels read at indices that no kernel has written."""
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func in _ALLOCATORS else out
 
 
 @jit
@@ -54,8 +72,8 @@ def compiler_ready(device: torch.device) -> Future[None]:
 def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]], rank: int = 0, size: int = 1) -> None:
     """Compile and load, without launching them, the kernels that `runs` would launch, the slowest to compile first.
 
-    Kernels in Triton's cache are only loaded. `rank`, `size`: this process is number `rank` of `size` that compile the
-    same kernels at the same time.
+    Their outputs are zeros if they are new. Kernels in Triton's cache are only loaded. `rank`, `size`: this process is
+    number `rank` of `size` that compile the same kernels at the same time.
     """
     kernels: dict[Any, Job] = {}
     num_workers = max(1, len(os.sched_getaffinity(0)) // size)
@@ -63,8 +81,9 @@ def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]], rank
         # A copy, so that the context variables set here end with this call.
         context = copy_context()
         context.run(to_compile.set, kernels)
-        for run in runs:
-            context.run(run)
+        with _ZeroedMemory():
+            for run in runs:
+                context.run(run)
         # Its exception is ignored: if it matters, the kernels raise it again.
         wait([compiler_ready(device)])
         context.run(compiled_only.set, True)

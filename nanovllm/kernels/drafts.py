@@ -111,11 +111,8 @@ def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.
     """Gather rows with all drafts; slots: [num_rows] int32, the last slot for padding; num_new: [num_rows], at most."""
     if not uses_triton(slots.device):
         return gather_drafted_rows_ref(state, slots, num_new, block_size)
-    num_rows, num_drafts, (num_slots, num_groups, max_blocks) = (
-        len(slots),
-        state.drafts.shape[1],
-        state.block_tables.shape,
-    )
+    num_rows, num_drafts = len(slots), state.drafts.shape[1]
+    num_slots, num_groups, max_blocks = state.block_tables.shape
     num_tokens = num_rows * (1 + num_drafts)
     token_ids, positions, output_index = (slots.new_empty(num_tokens) for _ in range(3))
     temperatures, seeds = torch.empty_like(token_ids, dtype=torch.float32), slots.new_empty(num_tokens, 2)

@@ -556,16 +556,9 @@ class ModelRunner:
             compile_ahead(self.device, runs, self.communicator.rank, self.communicator.size)
 
     def _run_without_kernels(self, shape: StepShape, is_capture_size: bool) -> None:
-        """Run an empty step for `compile_ahead`: no kernel is launched, so their outputs are undefined."""
+        """Run an empty step for `compile_ahead`."""
         self.communicator.prepare_step()
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape, is_capture_size=is_capture_size))
-        # Torch's and flash-attn's own kernels do run, and read memory at these indices.
-        inputs.token_ids.zero_()
-        inputs.positions.zero_()
-        for tables in inputs.metadata.block_tables:
-            tables[: shape.num_decodes].zero_()
-        inputs.metadata.seq_lens[: shape.num_decodes].fill_(1)
         sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
-        sampled.token_ids.zero_()
         self._scatter(inputs, sampled.token_ids)

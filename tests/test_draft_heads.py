@@ -268,6 +268,8 @@ def run_ranks(
         LLM(model, **settings, speculative_config=config, tensor_parallel_size=size) as llm,
     ):
         llm.llm_engine.scheduler.steady.costs = DraftCosts((4,), (1.0,), are_free=False)
+        # What a GPU's start measured, with tokens at random.
+        ForcedDrafter.drafted.clear()
         params = SamplingParams(0, max_tokens=40, ignore_eos=True)
         outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
         stats, runner = llm.stats(), llm.llm_engine._runner

@@ -186,7 +186,7 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 45_930,
+    "lines": 46_115,
     "files": 216,
     "loaded by `import nanovllm.llm`": 10_930,
     "the core with all that it imports": 8_910,
@@ -194,9 +194,10 @@ LIMITS = {
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
 Models with states took 2,650 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
-and states in blocks of the cache. Drafting heads took 850 and 2 files, and 180 more to draft only where that pays;
-kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms, and attention's;
-weights in four bits with gpt-oss 1,350 and 3, and their products in Gluon, of few rows 790 and 2, of more 500 and 2.
+and states in blocks of the cache. Drafting heads took 850 and 2 files, 180 more to draft only where that pays, and 180
+on several ranks; kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms, and
+attention's; weights in four bits with gpt-oss 1,350 and 3, and their products in Gluon, of few rows 790 and 2, of more
+500 and 2.
 """
 
 

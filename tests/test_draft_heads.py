@@ -306,7 +306,7 @@ def likely_eagle3(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("size", "settings"), [(2, {"quantization": "fp8"}), (3, {})])
 def test_ranks_draft_alike(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    """Of three the last has few of the tokens that are drafted; one has more heads than the others."""
+    """With three ranks the last has few of the tokens that are drafted; one has more heads than the others."""
     _, counts = check_ranks(Path(BUNDLED_MODEL), likely_eagle3(tmp_path), size, **settings)
     assert counts[2] > 10
 

@@ -195,9 +195,9 @@ LIMITS = {
 
 Models with states took 2,650 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
 and states in blocks of the cache. Drafting heads took 850 and 2 files, 180 more to draft only where that pays, and 180
-on several ranks; kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms, and
-attention's; weights in four bits with gpt-oss 1,350 and 3, and their products in Gluon, of few rows 790 and 2, of more
-500 and 2.
+on several ranks; kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms,
+and attention's; weights in four bits with gpt-oss 1,350 and 3, and their products in Gluon, of few rows 790 and 2, of
+more 500 and 2.
 """
 
 

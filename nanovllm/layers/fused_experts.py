@@ -157,7 +157,7 @@ class FusedExperts(nn.Module):
         """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
         up, down = self.weights
         out = fused_experts(
-            x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation,
+            x, routing, up.matrix, down.matrix, up.experts.start, up.policy, self.activation,
             biases=self.biases, shared=shared,
         )  # fmt: skip
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out

@@ -17,17 +17,12 @@ from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.state import StateLayer
 from nanovllm.runner.host_blocks import BlockCopies
-from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StateCache, WindowCache
+from nanovllm.runner.messages import ScheduledBatch, StateCache
 
 _INTERVAL = 16
 """Blocks of a prompt from one kept state to the next."""
 _SMALL_STATE = 0.1
 """States of less than this fraction of a block are kept at every block end."""
-
-
-def window_kind(window: int | None) -> CacheKind:
-    """Return the engine's view of layers that see `window` tokens, or all."""
-    return FullCache() if window is None else WindowCache(window)
 
 
 def state_kind(num_bytes: int, block_bytes: int) -> StateCache:

@@ -12,7 +12,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies, HostBlocks
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import prompt_batch
-from nanovllm.runner.messages import CacheKind, HostMemory, ScheduledBatch, WindowCache
+from nanovllm.runner.messages import CacheKind, HostMemory, PagedCache, ScheduledBatch
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
@@ -46,7 +46,7 @@ def make_swap_space(
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.
     """
     kind = cache_kinds[0]
-    if isinstance(kind, WindowCache):
+    if isinstance(kind, PagedCache) and kind.window is not None:
         raise ValueError(
             f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kind.window} "
             "tokens), and such a model's blocks are not kept in the host's memory"

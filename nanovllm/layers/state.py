@@ -1,4 +1,7 @@
-"""The base class of layers that keep a state of fixed size of each sequence, instead of keys and values."""
+"""The base class of layers that keep a state of fixed size of each sequence, instead of keys and values.
+
+All begin with a short convolution.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.quantization.weight import Stream
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.mixers.states import StatePool
+    from nanovllm.kernels.mixers.states import ConvState, StatePool
+    from nanovllm.layers.mixers import ConvFilters
 
 
 class StateLayer(nn.Module, ABC):
@@ -27,17 +31,21 @@ class StateLayer(nn.Module, ABC):
         num_drafts: of a row of the engine, at most.
         kept_size: elements that the recurrence reads of a token.
         kept: in engines with drafts, [num_slots + 1, 2 * (1 + num_drafts), kept_size]; see `StateRows`.
+        conv1d: filters of the convolution.
+        conv: where its inputs are kept, between `bind` and `unbind`.
         o_proj: the last product.
     """
 
     slice_size = 1
     num_drafts = kept_size = 0
     kept: torch.Tensor | None = None
+    conv1d: ConvFilters
+    conv: ConvState
     o_proj: RowParallelLinear
 
-    @abstractmethod
     def state_spec(self, dtype: torch.dtype) -> State:
         """Return what the layer keeps of each sequence; dtype: of the activations."""
+        return State({"conv": ((self.conv1d.width + self.num_drafts, self.conv1d.channels), dtype)})
 
     @abstractmethod
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
@@ -67,10 +75,14 @@ class StateLayer(nn.Module, ABC):
         """
         if pool.elements.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
             raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
+        from nanovllm.kernels.mixers.states import ConvState  # noqa: PLC0415
 
-    @abstractmethod
+        filters = self.conv1d
+        self.conv = ConvState(pool.view(filters.weight.dtype), places["conv"], filters.width + self.num_drafts)
+
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
+        del self.conv
 
     def keep_tokens(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate `kept`, if it is needed; dtype: of the activations."""

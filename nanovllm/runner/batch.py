@@ -8,7 +8,7 @@ without changes sends nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -451,13 +451,13 @@ class BatchBuilder:
         metadata = self._metadata(step, decodes)
         if self._states.num_blocks:
             metadata.states = self._state_metadata(slots, is_new, decodes, prompts)
-        token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
+        inputs = StepInputs(
+            decodes.token_ids, decodes.positions, metadata, None, slots,
+            SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index), is_new,
+            self._token_slots(slots, is_new, step) if self.num_drafts else None, prompts.successors, shape.drafts,
+        )  # fmt: skip
         if not shape.num_chunks:
-            sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
-            return StepInputs(
-                decodes.token_ids, decodes.positions, metadata, None, slots, sampling, is_new,
-                token_slots, prompts.successors, shape.drafts,
-            )  # fmt: skip
+            return inputs
         positions = torch.cat((decodes.positions, prompts.positions))
         decode_indices = torch.arange(num_row_tokens, device=slots.device)
         sample_indices = torch.cat((decode_indices, prompts.sample_indices + num_row_tokens))
@@ -467,19 +467,14 @@ class BatchBuilder:
         if shape.num_drafts:
             per_row = slots.long().repeat_interleave(1 + shape.num_drafts, output_size=num_row_tokens)
             index = torch.cat((per_row, prompts.sample_slots.long()))
-        return StepInputs(
+        output_index = positions[sample_indices] + 1 - state.num_prompt[index]
+        return replace(
+            inputs,
             token_ids=torch.cat((decodes.token_ids, prompts.token_ids)),
             positions=positions,
-            metadata=metadata,
             sample_indices=sample_indices,
             sample_slots=sample_slots,
-            sampling=SamplingInputs(
-                state.temperature[index], state.seed[index], positions[sample_indices] + 1 - state.num_prompt[index]
-            ),
-            is_new=is_new,
-            token_slots=token_slots,
-            successors=prompts.successors,
-            drafts=shape.drafts,
+            sampling=SamplingInputs(state.temperature[index], state.seed[index], output_index),
         )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:

@@ -76,7 +76,7 @@ def make_swap_space(
     if page.is_cuda:
         seconds(num_tokens)
     tokens_per_second = _prompt_rate(seconds, num_tokens, most_tokens if page.is_cuda else num_tokens)
-    bytes_per_second = _link_rate(page)
+    link_rate = _link_rate(page)
     keep_blocks(kv_cache, num_slots)
 
     def num_ready_slots() -> int:
@@ -88,13 +88,7 @@ def make_swap_space(
         return copies is not None and copies.host.has_all_slots
 
     return HostMemory(
-        num_slots,
-        num_ready_slots,
-        has_all_slots,
-        block_bytes,
-        bytes_per_second=bytes_per_second,
-        tokens_per_second=tokens_per_second,
-        step_seconds=step_seconds,
+        num_slots, num_ready_slots, has_all_slots, block_bytes, link_rate, tokens_per_second, step_seconds
     )
 
 

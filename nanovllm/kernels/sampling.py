@@ -72,14 +72,9 @@ def _gumbel(words: torch.Tensor) -> torch.Tensor:
 
 
 def sample_ref(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    output_index: torch.Tensor,
-    first_token: int = 0,
-    num_tokens: int | None = None,
-    cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor,
+    first_token: int = 0, num_tokens: int | None = None, cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain torch form of `sample`."""
     num_rows, num_columns = logits.shape
     num_tokens = num_columns if num_tokens is None else num_tokens
@@ -185,14 +180,9 @@ def _draw_kernel(
 
 
 def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    output_index: torch.Tensor,
-    first_token: int = 0,
-    num_tokens: int | None = None,
-    cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor,
+    first_token: int = 0, num_tokens: int | None = None, cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Draw one token per row; ties take the lowest id.
 
     All inputs but logits and cutoffs must be written before the kernel queued last (see `pdl_options`).

@@ -194,12 +194,9 @@ def _merge_splits_kernel(
 
 
 def merge_splits(
-    out: HeadOutputs,
-    partial: tuple[torch.Tensor, torch.Tensor],
-    of_seqs: torch.Tensor,
-    dtype: torch.dtype,
+    out: HeadOutputs, partial: tuple[torch.Tensor, torch.Tensor], of_seqs: torch.Tensor, dtype: torch.dtype,
     num_queries: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     """Merge the outputs of contexts with several splits into `out`; rows of other contexts are left unchanged.
 
     `partial`: see `DecodePlan`; `of_seqs`: see `ContextSplits`, written before the kernel queued last (see
@@ -236,17 +233,9 @@ class DecodePlan:
 
 
 def plan_decode(
-    seq_lens: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    value_dim: int,
-    tile: int,
-    shares: int,
-    *,
-    shared: CascadeGroups | None = None,
-    window: int | None = None,
-    num_queries: int = 1,
-) -> DecodePlan:
+    seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, value_dim: int, tile: int, shares: int,
+    *, shared: CascadeGroups | None = None, window: int | None = None, num_queries: int = 1,
+) -> DecodePlan:  # fmt: skip
     """Plan the attention of one step for all layers that attend alike.
 
     Args:
@@ -413,14 +402,9 @@ def _decode_kernel(
 
 
 def decode_attention(
-    query: torch.Tensor,
-    pages: KVPages,
-    out: HeadOutputs,
-    block_tables: torch.Tensor,
-    plan: DecodePlan,
-    scale: float,
+    query: torch.Tensor, pages: KVPages, out: HeadOutputs, block_tables: torch.Tensor, plan: DecodePlan, scale: float,
     options: AttentionOptions = PLAIN,
-) -> None:
+) -> None:  # fmt: skip
     """Compute attention of the last tokens of each sequence over its whole context, into `out`.
 
     query: [num_seqs * num_queries, num_heads, key_dim], rows contiguous, a sequence's in order; if it has fewer new

@@ -588,16 +588,10 @@ def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def hopper_decode_attention(
-    x: torch.Tensor,
-    pages: KVPages,
-    out: HeadOutputs,
-    block_tables: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    plan: DecodePlan,
-    scale: float,
-    *,
-    rope: NormRope | None = None,
-) -> None:
+    x: torch.Tensor, pages: KVPages, out: HeadOutputs, block_tables: torch.Tensor, slot_mapping: torch.Tensor,
+    plan: DecodePlan, scale: float,
+    *, rope: NormRope | None = None,
+) -> None:  # fmt: skip
     """Compute `decode_attention` for two-byte elements and tiles of TILE tokens, with keys and values of equal size.
 
     All inputs but x and the contents of the new tokens' KV slots must be written before the kernel queued last (see

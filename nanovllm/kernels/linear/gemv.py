@@ -139,14 +139,9 @@ def _fp8_tile(in_features: int, gated: bool, has_norm: bool) -> _GemvTile:
 
 
 def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor | Fp8Matrix,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    normed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False, normed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `norm_linear` of one row; gated layers must not have a bias.
 
     `normed`: [1, in_features], or None; filled with the normalised row, if there is a norm.

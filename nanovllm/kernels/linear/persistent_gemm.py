@@ -252,14 +252,9 @@ def persistent_gated_gemm(x: torch.Tensor, weight: torch.Tensor, num_programs: i
 
 
 def persistent_qkv_rope_store(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rope: NormRope,
-    positions: torch.Tensor,
-    pages: KVPages,
-    slot_mapping: torch.Tensor,
-    num_programs: int,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, rope: NormRope, positions: torch.Tensor, pages: KVPages,
+    slot_mapping: torch.Tensor, num_programs: int,
+) -> torch.Tensor:  # fmt: skip
     """Compute `qkv_rope_store` of `x @ weight.T` for two-byte elements, an even number of heads of 128, and norms.
 
     x: [num_tokens, hidden_size], contiguous; weight: [(num_heads + 2 * num_kv_heads) * 128, hidden_size].

@@ -92,12 +92,9 @@ class Rounding(NamedTuple):
 
 
 def quantize_rows_ref(
-    x: torch.Tensor,
-    rounding: Rounding,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, rounding: Rounding, norm: Norm | None = None, residual: torch.Tensor | None = None,
     gated: bool = False,
-) -> tuple[Fp8Rows, torch.Tensor]:
+) -> tuple[Fp8Rows, torch.Tensor]:  # fmt: skip
     """Plain torch form of `quantize_rows`."""
     total = x
     if norm is not None:
@@ -163,12 +160,9 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor,
-    rounding: Rounding,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, rounding: Rounding, norm: Norm | None = None, residual: torch.Tensor | None = None,
     gated: bool = False,
-) -> tuple[Fp8Rows, torch.Tensor]:
+) -> tuple[Fp8Rows, torch.Tensor]:  # fmt: skip
     """Return x, or RMSNorm(x + residual), or SiLU(gate) * up, in e4m3, and `x + residual`, as `rms_norm` does.
 
     x: [num_rows, size], or with a norm the parts of a sum, [num_parts, num_rows, size], or if gated, without a norm,

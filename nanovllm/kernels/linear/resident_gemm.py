@@ -136,13 +136,9 @@ def _resident_gemm_kernel(
 
 
 def resident_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `norm_linear` for up to MAX_SKINNY_ROWS rows; with a norm or a gate, for up to RESIDENT_CHUNK inputs."""
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)

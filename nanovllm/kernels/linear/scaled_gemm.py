@@ -22,13 +22,9 @@ _GROUP = 8
 
 
 def scaled_gemm_ref(
-    x: Fp8Rows,
-    weight: Fp8Matrix,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
+    x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, gated: bool = False,
     parts: int = 1,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Plain torch form of `scaled_gemm`."""
     rows = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float32)
     wide = dequantize_ref(weight, torch.float32)
@@ -154,13 +150,9 @@ def _tile(num_rows: int) -> tuple[int, int, int, int]:
 
 
 def scaled_gemm(
-    x: Fp8Rows,
-    weight: Fp8Matrix,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
+    x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, gated: bool = False,
     parts: int = 1,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear`, [num_rows, out_features], gated only for up to MAX_GATED_ROWS rows.
 
     Rows are in groups of 128 if the weight has blocks of inputs, else with one scale each. With `parts` programs per

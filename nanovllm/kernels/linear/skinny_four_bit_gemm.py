@@ -545,16 +545,10 @@ def _tile(num_rows: int, own_ins: int, out_features: int, parts: int, device: to
 
 
 def skinny_four_bit_gemm(
-    x: torch.Tensor,
-    weight: FourBitMatrix,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    *,
-    parts: int = 1,
-    tile: SkinnyTile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False,
+    *, parts: int = 1, tile: SkinnyTile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `norm_linear` of up to MAX_SKINNY_ROWS rows of 16 bits; of more than one the norm is a kernel of its own.
 
     The inputs must be a multiple of RUN. With parts, which have whole steps and groups of inputs, outputs are the parts

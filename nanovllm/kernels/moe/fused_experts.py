@@ -35,17 +35,10 @@ def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantiz
 
 
 def fused_experts_ref(
-    x: torch.Tensor,
-    routing: Routing,
-    up: ExpertsMatrices,
-    down: ExpertsMatrices,
-    first_expert: int = 0,
-    quantizes_rows: bool = False,
-    activation: Activation = "silu",
-    *,
-    biases: Biases | None = None,
-    shared: SharedExpert | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, routing: Routing, up: ExpertsMatrices, down: ExpertsMatrices, first_expert: int = 0,
+    quantizes_rows: bool = False, activation: Activation = "silu",
+    *, biases: Biases | None = None, shared: SharedExpert | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
     experts = routing.experts - first_expert
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -69,17 +62,10 @@ def _values(weight: ExpertsMatrices) -> torch.Tensor:
 
 
 def fused_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    up: ExpertsMatrices,
-    down: ExpertsMatrices,
-    first_expert: int = 0,
-    policy: KernelPolicy = FASTEST,
-    activation: Activation = "silu",
-    *,
-    biases: Biases | None = None,
-    shared: SharedExpert | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, routing: Routing, up: ExpertsMatrices, down: ExpertsMatrices, first_expert: int = 0,
+    policy: KernelPolicy = FASTEST, activation: Activation = "silu",
+    *, biases: Biases | None = None, shared: SharedExpert | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the weighted sum of the outputs of each token's experts, without experts of other ranks.
 
     Args:

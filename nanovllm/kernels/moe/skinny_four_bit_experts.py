@@ -111,16 +111,10 @@ def _skinny_experts_kernel(
 
 
 def skinny_four_bit_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    weight: FourBitMatrix,
-    out: torch.Tensor,
-    first_expert: int,
-    activation: Activation | None,
-    bias: torch.Tensor | None = None,
-    *,
-    tile: SkinnyTile | None = None,
-) -> None:
+    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, out: torch.Tensor, first_expert: int,
+    activation: Activation | None, bias: torch.Tensor | None = None,
+    *, tile: SkinnyTile | None = None,
+) -> None:  # fmt: skip
     """Compute `expert_gemm` of 16-bit rows and weights in four bits; their inputs must be a multiple of RUN."""
     num_rows, top_k = routing.experts.shape
     in_features, out_features, gated = x.shape[-1], out.shape[-1], is_gated(activation)

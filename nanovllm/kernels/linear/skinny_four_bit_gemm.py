@@ -25,7 +25,6 @@ _STEP_RUNS = gl.constexpr(4)
 """Runs of inputs of a warp and step: one for each of the four threads of an output."""
 _STEP_INS = 4 * RUN
 
-
 _REGISTERS = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
 _INT4_TO_BF16 = gl.constexpr(from_int4("bf16x2", "0x3f803f80", "0x43004300", "$5"))
 _INT4_TO_F16 = gl.constexpr(from_int4("f16x2", "0x3c003c00", "0x64006400", "$5"))

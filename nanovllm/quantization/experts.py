@@ -185,16 +185,14 @@ def make_experts_weight(
 
     alternates: see `ExpertsTensors`.
     """
-    weight = _make(quant_config, prefix, experts, shard)
-    weight.alternates = alternates
-    return weight
-
-
-def _make(quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard) -> ExpertsWeight:
     # A checkpoint has the modules of each expert; where one is stored as it is and another is not, scales are missing.
     parent, _, name = prefix.rpartition(".")
+    weight: ExpertsWeight
     if quant_config is None or quant_config.ignores(f"{parent}.0.{name}", shard.outputs):
-        return DenseExpertsWeight(experts, shard)
-    if quant_config.four_bits is not None:
-        return FourBitExpertsWeight(experts, shard, quant_config)
-    return Fp8ExpertsWeight(experts, shard, quant_config)
+        weight = DenseExpertsWeight(experts, shard)
+    elif quant_config.four_bits is not None:
+        weight = FourBitExpertsWeight(experts, shard, quant_config)
+    else:
+        weight = Fp8ExpertsWeight(experts, shard, quant_config)
+    weight.alternates = alternates
+    return weight

@@ -64,10 +64,9 @@ class FourBitValues(QuantizedMatrix):
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
-        for name, buffer in list(self.named_buffers(recurse=False)):
-            own = dtype if name == "scales" and self.four_bits.format == "int4" else buffer.dtype
-            setattr(self, name, torch.empty_like(buffer, dtype=own, device=device))
+        super().allocate(dtype, device)
+        if self.four_bits.format == "int4":
+            self.scales = self.scales.to(dtype)
 
     @override
     def part_slices(

@@ -49,11 +49,6 @@ class Fp8Values(QuantizedMatrix):
         return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
-        self.scales = torch.empty_like(self.scales, device=device)
-
-    @override
     def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> dict[WeightTarget, WeightSlice]:
         config, inputs, slices = self.config, self.shard.inputs, dict[str, WeightSlice]()
         if not config.is_stored:

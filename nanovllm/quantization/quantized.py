@@ -29,11 +29,19 @@ class QuantizedMatrix(LoadableModule, ABC):
         stack: sizes of the dimensions before the matrix's own: of experts their number.
     """
 
+    values: nn.Parameter
+
     def __init__(self, shard: MatrixShard, config: QuantizationConfig, stack: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.shard, self.config = shard, config
         if shard.inputs.start % config.input_unit:
             raise ValueError(f"inputs {shard.inputs.start} ... of a rank begin within a group of {config.input_unit}")
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.values = nn.Parameter(torch.empty_like(self.values, device=device), requires_grad=False)
+        for name, buffer in list(self.named_buffers(recurse=False)):
+            setattr(self, name, torch.empty_like(buffer, device=device))
 
     @property
     @abstractmethod

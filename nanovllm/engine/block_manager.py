@@ -95,17 +95,10 @@ class BlockManager:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        *,
-        kinds: typing.Sequence[CacheKind] = (PagedCache(),),
-        max_chunk: int = 1,
-        host: HostCache | None = None,
-        num_clean_blocks: int = 0,
-        keeps_decoded_states: bool = True,
-    ) -> None:
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+        *, kinds: typing.Sequence[CacheKind] = (PagedCache(),), max_chunk: int = 1, host: HostCache | None = None,
+        num_clean_blocks: int = 0, keeps_decoded_states: bool = True,
+    ) -> None:  # fmt: skip
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching

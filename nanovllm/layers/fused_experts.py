@@ -99,13 +99,9 @@ class _ExpertsLinear(nn.Module):
     """One projection of all experts, which holds its weight by the name that it has in checkpoints."""
 
     def __init__(
-        self,
-        experts: Shard,
-        shard: MatrixShard,
-        config: ExpertsConfig,
-        quant_config: QuantizationConfig | None,
+        self, experts: Shard, shard: MatrixShard, config: ExpertsConfig, quant_config: QuantizationConfig | None,
         prefix: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.weight = make_experts_weight(quant_config, prefix, experts, shard, config.alternates)
         self.bias = ExpertsBias(experts, shard, config.alternates) if config.has_biases else None
@@ -178,13 +174,9 @@ class SparseMLP(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        shard: ModelShard,
-        communicator: Communicator,
-        prefix: str,
+        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str,
         shared_expert: SharedMLP | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         assert config.experts is not None and shard.experts is not None
         hidden_size, latent_size, quant_config = config.hidden_size, config.experts.latent_size, config.quantization

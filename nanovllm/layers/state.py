@@ -52,13 +52,9 @@ class StateLayer(nn.Module, ABC):
         """Mix the tokens of `norm(x + residual)`; return the input of `o_proj`, and the residual that it adds to."""
 
     def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm | None,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None, positions: torch.Tensor,
         rows: torch.Tensor | None,
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
         out, residual = self.mix(x, norm, residual)
         if rows is not None:

@@ -168,16 +168,10 @@ _NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArray
 
 
 def make_prompt_arrays(
-    chunks: list[Chunk],
-    num_tokens: int,
-    num_chunks: int,
-    block_tables: np.ndarray,
-    padding_slot: int,
-    block_size: int,
-    states: StateSizes,
-    *,
-    has_drafts: bool = False,
-) -> PromptArrays:
+    chunks: list[Chunk], num_tokens: int, num_chunks: int, block_tables: np.ndarray, padding_slot: int,
+    block_size: int, states: StateSizes,
+    *, has_drafts: bool = False,
+) -> PromptArrays:  # fmt: skip
     """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
     block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host.
@@ -337,18 +331,10 @@ class BatchBuilder:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_blocks: int,
-        block_size: int,
-        max_num_batched_tokens: int,
-        backend: AttentionBackend,
+        self, num_slots: int, max_blocks: int, block_size: int, max_num_batched_tokens: int, backend: AttentionBackend,
         device: torch.device,
-        *,
-        num_groups: int,
-        num_state_blocks: int = 0,
-        num_drafts: int = 0,
-    ) -> None:
+        *, num_groups: int, num_state_blocks: int = 0, num_drafts: int = 0,
+    ) -> None:  # fmt: skip
         self.block_size, self.num_drafts = block_size, num_drafts
         self._states = StateSizes(num_state_blocks, block_size)
         self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device, num_drafts)
@@ -380,13 +366,9 @@ class BatchBuilder:
         return StepShape(len(rows), batch.num_chunk_tokens, len(batch.chunks), variant, num_drafts, batch.drafts), array
 
     def send(
-        self,
-        batch: ScheduledBatch,
-        shape: StepShape,
-        plan: np.ndarray = NO_ROWS.slots,
-        *,
-        is_capture_size: bool = False,
-    ) -> DeviceStep:
+        self, batch: ScheduledBatch, shape: StepShape, plan: np.ndarray = NO_ROWS.slots,
+        *, is_capture_size: bool = False,
+    ) -> DeviceStep:  # fmt: skip
         """Update the host's copy of the slots and send changes to the device, padded to `shape`.
 
         Equal shapes get their tensors at equal addresses, as CUDA graphs need; `plan` is from the method `plan`.

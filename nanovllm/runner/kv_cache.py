@@ -94,18 +94,10 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        layers: Sequence[CachedAttention],
-        specs: Sequence[Paged],
-        groups: Sequence[KVCacheGroup],
-        backend: AttentionBackend,
-        num_clipped: torch.Tensor,
-        *,
-        num_blocks: int,
-        block_size: int,
-        state_layers: Sequence[StateLayer] = (),
-        layout: StateLayout = NO_STATES,
-    ) -> None:
+        self, layers: Sequence[CachedAttention], specs: Sequence[Paged], groups: Sequence[KVCacheGroup],
+        backend: AttentionBackend, num_clipped: torch.Tensor,
+        *, num_blocks: int, block_size: int, state_layers: Sequence[StateLayer] = (), layout: StateLayout = NO_STATES,
+    ) -> None:  # fmt: skip
         self._layers: list[CachedAttention | StateLayer] = [*layers, *state_layers]
         self._device = num_clipped.device
         self.copies: BlockCopies | None = None

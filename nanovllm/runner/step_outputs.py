@@ -181,12 +181,9 @@ class OutputBuffers:
         self._turn = 0
 
     def copy(
-        self,
-        step: DeviceStep,
-        logprobs: DeviceLogprobs | None,
-        prompts: list[DeviceLogprobs | torch.Tensor],
+        self, step: DeviceStep, logprobs: DeviceLogprobs | None, prompts: list[DeviceLogprobs | torch.Tensor],
         num_clipped: torch.Tensor | None,
-    ) -> PendingStep:
+    ) -> PendingStep:  # fmt: skip
         """Queue the copies of the results of the last queued step; see `PendingStep` for the arguments."""
         shape, num_samples = step.shape, sum(chunk.samples for chunk in step.batch.chunks)
         sampled = self._sampled[: shape.num_decodes + num_samples]

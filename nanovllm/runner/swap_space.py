@@ -28,12 +28,9 @@ _LAUNCH_BOUND_GAIN = 1.25
 
 
 def make_swap_space(
-    config: Config,
-    communicator: Communicator,
-    current_cache: Callable[[], KVCache],
-    cache_kinds: list[CacheKind],
+    config: Config, communicator: Communicator, current_cache: Callable[[], KVCache], cache_kinds: list[CacheKind],
     run_step: Callable[[ScheduledBatch], None],
-) -> HostMemory:
+) -> HostMemory:  # fmt: skip
     """Keep a cache's blocks in host memory until it is unbound; takes some 0.2 s.
 
     Args:

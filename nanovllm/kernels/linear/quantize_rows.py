@@ -128,27 +128,27 @@ def store_rounded(x, out_ptr, scale_ptr, first_group, size, scale_group_stride, 
 def _quantize_rows_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, total_ptr, eps, size, x_stride, part_stride,
     scale_row_stride, scale_group_stride,
-    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # A row, or without a norm one of its groups.
     row, first_group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     groups = first_group + tl.arange(0, GROUPS)[:, None]
     offsets = groups * GROUP + tl.arange(0, GROUP)[None, :]
     mask = offsets < size
-    if HAS_NORM:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * part_stride + row * x_stride + offsets, mask=mask, other=0.0)
     dtype: tl.constexpr = total_ptr.dtype.element_ty
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL or PARTS > 1:
+    if residual_ptr is not None or PARTS > 1:
         x = round_to(x, dtype)
         tl.store(total_ptr + row * size + offsets, x.to(dtype), mask=mask)
-    if HAS_NORM:
+    if weight_ptr is not None:
         mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / size
         x = round_to(x * rsqrt(mean + eps) * weight, dtype)
     if GATED:
@@ -184,8 +184,7 @@ def quantize_rows(
         x, residual, None if norm is None else norm.weight, rows.values.view(torch.uint8), rows.scales, total,
         0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), rows.scales.stride(0),
         rows.scales.stride(1),
-        PARTS=parts, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, GATED=gated, GROUPS=groups,
-        GROUP=width, NATIVE=converts_e4m3(x.device),
+        PARTS=parts, GATED=gated, GROUPS=groups, GROUP=width, NATIVE=converts_e4m3(x.device),
         num_warps=min(16 if gated else 8, max(1, groups * width // 512)), **pdl_options(x.device),
     )  # fmt: skip
     return rows, total

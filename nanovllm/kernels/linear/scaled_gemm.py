@@ -103,7 +103,7 @@ def _scaled_gemm_kernel(
     x_scale_row_stride, x_scale_stride,
     EVEN: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, SCALE_OUTS: tl.constexpr, ONE_SCALE: tl.constexpr, HAS_BLOCKS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     out_tiles, row_tiles = tl.cdiv(out_features, OUTS), tl.cdiv(num_rows, ROWS)
     first_row_tile = tl.program_id(0) // (GROUP * out_tiles) * GROUP
@@ -130,7 +130,7 @@ def _scaled_gemm_kernel(
         in_features, EVEN, WEIGHTS_FIRST, HAS_BLOCKS, GATED,
     )  # fmt: skip
     acc = acc if WEIGHTS_FIRST else tl.trans(acc)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + known_outs).to(tl.float32)[:, None]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
@@ -184,7 +184,7 @@ def scaled_gemm(
         num_steps // parts, x.scales.stride(0), x.scales.stride(1),
         EVEN=in_features % FP8_INS == 0, OUTS=outs, ROWS=rows, INS=FP8_INS, GROUP=_GROUP,
         WEIGHTS_FIRST=num_rows <= MAX_SPLITK_ROWS, SCALE_OUTS=weight.block_outs, ONE_SCALE=can_share,
-        HAS_BLOCKS=has_blocks, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=num_warps, num_stages=num_stages, **pdl_options(x.values.device),
+        HAS_BLOCKS=has_blocks, GATED=gated, num_warps=num_warps, num_stages=num_stages,
+        **pdl_options(x.values.device),
     )  # fmt: skip
     return out

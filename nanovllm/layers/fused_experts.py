@@ -129,17 +129,21 @@ class FusedExperts(nn.Module):
         self.communicator = communicator
 
     @property
+    def _products(self) -> tuple[_ExpertsLinear, _ExpertsLinear]:
+        first = self.gate_up_proj or self.up_proj
+        assert first is not None
+        return first, self.down_proj
+
+    @property
     def weights(self) -> tuple[ExpertsWeight, ExpertsWeight]:
         """The weights of the first product and the last one."""
-        first = self.up_proj if self.gate_up_proj is None else self.gate_up_proj
-        assert first is not None
-        return first.weight, self.down_proj.weight
+        first, last = self._products
+        return first.weight, last.weight
 
     @property
     def biases(self) -> Biases | None:
         """The biases of both products, or None."""
-        first = self.up_proj if self.gate_up_proj is None else self.gate_up_proj
-        up, down = None if first is None else first.bias, self.down_proj.bias
+        up, down = (product.bias for product in self._products)
         return None if up is None or down is None else (up.values, down.values)
 
     def shared_expert(self, weights: tuple[Weight, Weight], gate: torch.Tensor | None) -> SharedExpert | None:

@@ -14,10 +14,10 @@ from torch.nn import functional
 from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
 from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits, dequantize_four_bits_ref
+from nanovllm.kernels.gates import silu_and_mul, silu_and_mul_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
 from nanovllm.kernels.policy import FASTEST, MAX_GATED_ROWS, SPLITK_PARTS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm, rms_norm_ref
-from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 
 WeightMatrix = torch.Tensor | Fp8Matrix | FourBitMatrix
 _CHUNK_WEIGHTS = 2**25

@@ -14,8 +14,8 @@ from torch.nn import functional
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import quantize, round_rows
 from nanovllm.kernels.fast_math import round_to, rsqrt
+from nanovllm.kernels.gates import silu_and_mul_ref
 from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm_ref
-from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 _MM_ROWS = 4
 """Of what `torch._scaled_mm` takes, rows are a multiple of this: it reads 16 bytes of scales at a time."""

@@ -13,9 +13,9 @@ from torch.nn import functional
 from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.fast_math import round_to
+from nanovllm.kernels.gates import silu_and_mul_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.policy import FP8_INS, MAX_GATED_ROWS, MAX_SPLITK_ROWS
-from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 _GROUP = 8
 """Row tiles that go through the same weights one after the other, so that these stay in the L2 cache."""

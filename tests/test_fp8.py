@@ -827,7 +827,7 @@ def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name
 @pytest.mark.parametrize(("num_rows", "kernel"), [(1, "GEMV"), (16, "SKINNY_GEMM"), (17, "CUBLAS")])
 def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    for module in ("policy", "e4m3", "rms_norm", "silu_and_mul"):
+    for module in ("policy", "e4m3", "rms_norm", "gates"):
         monkeypatch.setattr(f"nanovllm.kernels.{module}.uses_triton", lambda device: True)
     # Rows stay as they are on this GPU, too.
     monkeypatch.setattr(policy, "converts_e4m3", lambda device: False)

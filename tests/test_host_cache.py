@@ -268,6 +268,14 @@ def test_a_step_loads_what_the_link_copies_in_a_small_step(seconds: float, most:
     assert sum(loads) == 4 and max(loads) == most, loads
 
 
+def test_what_does_not_pay_is_not_loaded(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved.host, "pays", lambda num_blocks, num_loads: num_blocks < 4)
+    loads = [num_loads(batch) for batch in saved.run_beside_decoding(PROMPTS[0])]
+    assert loads == [3], "not the longest prefix that pays"
+    monkeypatch.setattr(saved.host, "pays", lambda num_blocks, num_loads: False)
+    assert not saved.run_beside_decoding(PROMPTS[1])
+
+
 def test_a_step_that_waits_for_what_it_loads_loads_no_more(saved: Saved) -> None:
     saved.slow_link(8)
     begun = len(saved.runner.batches)

@@ -11,16 +11,40 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
 from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.quantization.weight import Stream
+from nanovllm.parallel.shard import Shard
+from nanovllm.quantization.weight import MatrixShard, Stream
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.mixers.states import ConvState, StatePool
-    from nanovllm.layers.mixers import ConvFilters
+
+
+class ConvFilters(LoadableModule):
+    """The filters of a convolution of each channel: weight, [channels of this rank, 1, width], and maybe a bias."""
+
+    def __init__(self, parts: Mapping[str | None, Shard], width: int, has_bias: bool = False) -> None:
+        super().__init__()
+        self.shard = MatrixShard(parts, Shard.whole(width))
+        self.channels, self.width = self.shard.size
+        self.weight = nn.Parameter(torch.empty(self.channels, 1, width), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(self.channels), requires_grad=False) if has_bias else None
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        slices = {
+            WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
+            for part, channels, region in self.shard.split(self.weight.data)
+        }
+        if self.bias is not None:
+            for part, channels, region in self.shard.split(self.bias.data):
+                slices[WeightTarget(f"{name}.bias", part)] = WeightSlice.of((channels,), region)
+        return slices
 
 
 class StateLayer(nn.Module, ABC):

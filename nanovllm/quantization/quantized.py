@@ -1,4 +1,4 @@
-"""What weights in e4m3 and in four bits have in common: a linear layer's, and how their tensors are stored."""
+"""The parts that weights in e4m3 and in four bits share: a linear layer, and slices that are converted."""
 
 from __future__ import annotations
 

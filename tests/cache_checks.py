@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy
+from nanovllm.engine.cache_policy import PagedPolicy, StatePolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import SPENT, Block, BlockKey, BlockTable, EvictedPrefixes, PrefixCache
 from nanovllm.engine.sequence import Sequence
@@ -51,7 +51,7 @@ def check_states(manager: BlockManager) -> None:
 
 def check_table(manager: BlockManager, seq: Sequence, group: int, table: BlockTable) -> None:
     policy, held, blocks = manager.policies[group], table.held, manager.blocks
-    most_held = policy._most if isinstance(policy, WindowPolicy) else manager.num_blocks
+    most_held = policy._most if isinstance(policy, PagedPolicy) else manager.num_blocks
     assert len(held) == len(set(held)) <= most_held, f"{seq} holds a block twice, or too many"
     if isinstance(policy, StatePolicy):
         assert len(held) == policy.num_blocks, f"{seq} has a part of a state"

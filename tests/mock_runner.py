@@ -28,15 +28,14 @@ from nanovllm.runner.messages import (
     BlockTransfer,
     CacheKind,
     DraftCosts,
-    FullCache,
     HostMemory,
     KeptState,
+    PagedCache,
     Rows,
     ScheduledBatch,
     StateCache,
     StepOutput,
     TokenLogprobs,
-    WindowCache,
 )
 from tests.cache_checks import check_blocks
 
@@ -104,7 +103,7 @@ class MockHandle:
 
 def window_kinds(*windows: int | None) -> list[CacheKind]:
     """Kinds of caches by the tokens that layers see at most; None if they see all."""
-    return [FullCache() if window is None else WindowCache(window) for window in windows]
+    return [PagedCache(window) for window in windows]
 
 
 def slot_rows(*slots: int) -> Rows:

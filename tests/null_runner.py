@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from nanovllm.runner.messages import CacheKind, DraftCosts, FullCache, ScheduledBatch, StepOutput
+from nanovllm.runner.messages import CacheKind, DraftCosts, PagedCache, ScheduledBatch, StepOutput
 
 
 class NullHandle:
@@ -25,7 +25,7 @@ class NullRunner:
     pipeline_depth = 1
     num_kvcache_blocks = 4096
     num_drafts, draft_costs = 0, DraftCosts()
-    cache_kinds: ClassVar[list[CacheKind]] = [FullCache()]
+    cache_kinds: ClassVar[list[CacheKind]] = [PagedCache()]
     host_memory = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...

@@ -74,10 +74,10 @@ PROGRAM = """
     from nanovllm.kernels.attention.decode_attention import plan_decode
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention
     from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-    from nanovllm.kernels import rms_norm, silu_and_mul
+    from nanovllm.kernels import gates, rms_norm
     from nanovllm.kernels.qkv_rope_store import KVPages
 
-    rms_norm.uses_triton = silu_and_mul.uses_triton = lambda device: True
+    rms_norm.uses_triton = gates.uses_triton = lambda device: True
     x, device = torch.zeros(4, 64), torch.device("cpu")
     half = torch.zeros(256, 128, dtype=torch.bfloat16)
     heads, cache, ints = half.view(128, 4, 64), half.view(1, 256, 2, 64), torch.zeros(1, 2, dtype=torch.int32)
@@ -90,8 +90,8 @@ PROGRAM = """
         partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], whole, 1.0),
         partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], after_prefix, 1.0),
         partial(rms_norm.rms_norm, x, x[0], 1e-6, x),
-        partial(silu_and_mul.silu_and_mul, x),
-        partial(silu_and_mul.silu_and_mul, half),
+        partial(gates.silu_and_mul, x),
+        partial(gates.silu_and_mul, half),
     ]
     kernels = [
         "_splitk_gemm_kernel", "_hopper_decode_kernel", "_cascade_kernel", "_hopper_decode_kernel",

@@ -313,7 +313,7 @@ def dequantised(model: CausalLM) -> Regions:
         parent = layer.rpartition(".")[0]
         if isinstance(module, ExpertsWeight):
             for local in range(module.experts.size):
-                held: Any = module.matrices
+                held: Any = module.matrix
                 number = module.experts.start + local
                 matrix = held.expert(local) if isinstance(held, Fp8Matrix) else held[local]
                 wholes[f"{parent}.{number}."] = wide_values(matrix)
@@ -565,7 +565,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(base: Path, tmp_path: P
     name = "model.layers.0.mlp.up_proj"
     for part, tensor, message in (
         ("weight", torch.zeros(384, 640), f"'{name}.weight' is stored as torch.float32"),
-        ("weight_scale_inv", torch.ones(3, 4), rf"'{name}.weight_scale_inv' have shape \[3, 4\]; .* \[3, 5\]"),
+        ("weight_scale_inv", torch.ones(3, 4), rf"'{name}.weight_scale_inv' has shape \[3, 4\]; .* \[3, 5\]"),
         ("weight_scale_inv", torch.ones(3, 5).to(torch.float8_e8m0fnu), "is stored as F8_E8M0"),
         ("weight_scale_inv", torch.full((3, 5), torch.nan), "must be finite and not negative"),
     ):
@@ -827,7 +827,7 @@ def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name
 @pytest.mark.parametrize(("num_rows", "kernel"), [(1, "GEMV"), (16, "SKINNY_GEMM"), (17, "CUBLAS")])
 def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    for module in ("policy", "e4m3", "rms_norm", "silu_and_mul"):
+    for module in ("policy", "e4m3", "rms_norm", "gates"):
         monkeypatch.setattr(f"nanovllm.kernels.{module}.uses_triton", lambda device: True)
     # Rows stay as they are on this GPU, too.
     monkeypatch.setattr(policy, "converts_e4m3", lambda device: False)

@@ -20,7 +20,7 @@ import torch
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey, BlockTable
+from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StateCache
@@ -29,7 +29,7 @@ from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host import available_memory
 from tests.cache_checks import check_blocks, check_host
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, make_sequence, run
+from tests.mock_runner import MockRunner, check_engine, complete, greedy, make_engine, run
 from tests.rank_processes import rank_pids
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
@@ -268,6 +268,14 @@ def test_a_step_loads_what_the_link_copies_in_a_small_step(seconds: float, most:
     assert sum(loads) == 4 and max(loads) == most, loads
 
 
+def test_what_does_not_pay_is_not_loaded(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved.host, "pays", lambda num_blocks, num_loads: num_blocks < 4)
+    loads = [num_loads(batch) for batch in saved.run_beside_decoding(PROMPTS[0])]
+    assert loads == [3], "not the longest prefix that pays"
+    monkeypatch.setattr(saved.host, "pays", lambda num_blocks, num_loads: False)
+    assert not saved.run_beside_decoding(PROMPTS[1])
+
+
 def test_a_step_that_waits_for_what_it_loads_loads_no_more(saved: Saved) -> None:
     saved.slow_link(8)
     begun = len(saved.runner.batches)
@@ -459,15 +467,9 @@ def test_prefixes_are_loaded_from_the_length_at_which_that_is_faster(
     tokens_per_second: float, step_seconds: float, least: float
 ) -> None:
     memory = HostMemory(8, lambda: 8, lambda: True, 100, 100.0, tokens_per_second, step_seconds)
-    cache, tokens = HostCache(memory, 4), list(range(20))
-    seq = make_sequence(0, tokens)
-    seq.block_tables = [BlockTable([], 0, 0)]
-    for _ in range(5):
-        cache.plan_saves(cached_blocks(tokens)[:4], set(), 20, 0)
-    for end in range(1, 6):
-        found = min(end, 4)
-        assert cache.would_load(seq, 0, 0, end) == (found >= least)
-        assert len(cache.fetch(seq, 0, end)) == (found if found >= least else 0)
+    cache = HostCache(memory, 4)
+    for found in range(1, 5):
+        assert cache.pays(found, found) == (found >= least)
 
 
 def test_a_step_saves_what_the_link_copies_while_it_runs() -> None:
@@ -501,16 +503,15 @@ def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None
 
 def test_the_tail_of_a_prefix_is_dropped_before_its_head() -> None:
     cache = HostCache(HostMemory(5, lambda: 5, lambda: True, 1, 1e9, 1.0, 1.0), 4)
-    tokens = list(range(20))
-    saves = cache.plan_saves(cached_blocks(tokens), set(), 0, 0)
+    blocks = cached_blocks(list(range(20)))
+    saves = cache.plan_saves(blocks, set(), 0, 0)
     assert [save.source for save in saves] == [0, 4, 8, 12, 16] and sorted(save.destination for save in saves) == [
         *range(5)
     ]
-    seq = make_sequence(0, tokens)
-    seq.block_tables = [BlockTable([], 0, 0)]
-    assert len(cache.fetch(seq, 0, 5)) == 5
+    keys = [block.key for block in blocks if block.key is not None]
+    cache.note_loads(cache.find_all(keys))
     cache.plan_saves(cached_blocks([7] * 8), set(), 0, 0)
-    assert len(cache.fetch(seq, 0, 5)) == 3
+    assert [cache.find(key) is not None for key in keys] == [True] * 3 + [False] * 2
 
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "num_kvcache_blocks": 20}

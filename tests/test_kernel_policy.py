@@ -14,8 +14,8 @@ from nanovllm.kernels.four_bits import FourBitMatrix
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel, SplitKTile
-from nanovllm.layers.gated_delta_net import GatedDeltaNet
 from nanovllm.layers.layernorm import AllReduceRMSNorm
+from nanovllm.layers.mixers import GatedDeltaNet
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard

@@ -22,7 +22,7 @@ import torch
 
 from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import plan_cascade_groups
-from nanovllm.kernels import policy, qkv_rope_store, rms_norm, sampling, silu_and_mul, slot_tensors
+from nanovllm.kernels import gates, policy, qkv_rope_store, rms_norm, sampling, slot_tensors
 from nanovllm.kernels._triton import device_limits, is_hopper, jit, tl
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
@@ -141,10 +141,10 @@ def test_qk_norm(rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(rows: int, dtype: torch.dtype) -> None:
     gate_up = randn(rows, 2 * (3072 if GPU else 112), dtype=dtype)
-    exact = silu_and_mul.silu_and_mul_ref(gate_up.float())
+    exact = gates.silu_and_mul_ref(gate_up.float())
     gate, up = gate_up.chunk(2, dim=-1)
-    check_error(by_triton(silu_and_mul.silu_and_mul)(gate_up), torch.nn.functional.silu(gate) * up, exact)
-    check_error(silu_and_mul.silu_and_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
+    check_error(by_triton(gates.silu_and_mul)(gate_up), torch.nn.functional.silu(gate) * up, exact)
+    check_error(gates.silu_and_mul_ref(gate_up), torch.nn.functional.silu(gate) * up, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

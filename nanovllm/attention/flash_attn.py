@@ -31,35 +31,22 @@ class FlashAttnBackend(AttentionBackend):
     ) -> torch.Tensor:
         out = query.new_empty(query.shape)
         pages, options, tables, n = layer.pages, layer.options, step.block_tables[layer.group], step.num_decodes
-        window = (-1 if options.window is None else options.window - 1, 0 if options.window else -1)
+        how = {
+            "softmax_scale": layer.scale, "causal": True, "softcap": options.softcap or 0.0,
+            "window_size": (-1, -1) if options.window is None else (options.window - 1, 0),
+        }  # fmt: skip
         if n:
             decoded = flash_attn_with_kvcache(
-                query[:n].unsqueeze(1),
-                pages.k_cache,
-                pages.v_cache,
-                cache_seqlens=step.seq_lens[:n],
-                block_table=tables[:n],
-                softmax_scale=layer.scale,
-                causal=True,
-                window_size=window,
-                softcap=options.softcap or 0.0,
-            )
+                query[:n].unsqueeze(1), pages.k_cache, pages.v_cache, cache_seqlens=step.seq_lens[:n],
+                block_table=tables[:n], **how,
+            )  # fmt: skip
             out[:n] = decoded.squeeze(1)
         if step.query_lens_host:
             out[n:] = flash_attn_varlen_func(
-                query[n:],
-                pages.k_cache,
-                pages.v_cache,
-                cu_seqlens_q=step.cu_seqlens_q,
-                cu_seqlens_k=_offsets(step.seq_lens[n:]),
-                max_seqlen_q=max(step.query_lens_host),
-                max_seqlen_k=max(step.seq_lens_host[n:]),
-                softmax_scale=layer.scale,
-                causal=True,
-                window_size=window,
-                softcap=options.softcap or 0.0,
-                block_table=tables[n:],
-            )
+                query[n:], pages.k_cache, pages.v_cache, cu_seqlens_q=step.cu_seqlens_q,
+                cu_seqlens_k=_offsets(step.seq_lens[n:]), max_seqlen_q=max(step.query_lens_host),
+                max_seqlen_k=max(step.seq_lens_host[n:]), block_table=tables[n:], **how,
+            )  # fmt: skip
         return out
 
 

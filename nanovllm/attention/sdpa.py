@@ -88,14 +88,9 @@ class SdpaBackend(AttentionBackend):
         return segments
 
     def _segment(
-        self,
-        seq_lens: torch.Tensor,
-        block_tables: torch.Tensor,
-        window: int | None,
-        seqs: list[int],
-        rows: Sequence[int],
-        max_len: int,
-    ) -> Segment:
+        self, seq_lens: torch.Tensor, block_tables: torch.Tensor, window: int | None, seqs: list[int],
+        rows: Sequence[int], max_len: int,
+    ) -> Segment:  # fmt: skip
         """Return the segment of `seqs`, which have equal numbers of query `rows`, over at most `max_len` keys each."""
         device = seq_lens.device
         seq_index, row_index = (torch.tensor(list(index), device=device) for index in (seqs, rows))
@@ -161,14 +156,9 @@ def _gather(pages: KVPages, segment: Segment, dtype: torch.dtype) -> list[torch.
 
 
 def _attend_in_steps(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    scale: float,
-    options: AttentionOptions,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor,
+    *, scale: float, options: AttentionOptions,
+) -> torch.Tensor:  # fmt: skip
     """Attend with softcap and sinks; query: [num_seqs, num_kv_heads, group * num_queries, key_size]."""
     scores = (query @ key.transpose(2, 3)).float() * scale
     if options.softcap is not None:

@@ -141,17 +141,11 @@ class TritonBackend(AttentionBackend):
         plans = {}
         for spec in self._specs:
             tile, programs = self._division(spec, step, is_hopper)
+            shares = 1 if is_hopper and single_split else self._shares(n, programs, spec.num_kv_heads)
             plans[spec] = plan_decode(
-                step.seq_lens[:n],
-                self.num_heads,
-                spec.num_kv_heads,
-                spec.value_size,
-                tile,
-                1 if is_hopper and single_split else self._shares(n, programs, spec.num_kv_heads),
-                shared=groups if spec.window is None else None,
-                window=spec.window,
-                num_queries=step.num_queries,
-            )
+                step.seq_lens[:n], self.num_heads, spec.num_kv_heads, spec.value_size, tile, shares,
+                shared=groups if spec.window is None else None, window=spec.window, num_queries=step.num_queries,
+            )  # fmt: skip
         return plans
 
     def _division(self, spec: Paged, step: StepMetadata, is_hopper: bool) -> tuple[int, int]:
@@ -188,14 +182,9 @@ class TritonBackend(AttentionBackend):
         is_plain, plan = options.is_plain, cast(StepPlan, step.plan)
         if n and is_plain and self._hopper_decode is not None and n == rows:
             self._hopper_decode.hopper_decode_attention(
-                query[:n],
-                pages,
-                rows_of(out, slice(n)),
-                tables[:n],
-                step.slot_mappings[layer.group][:n],
-                plan.decodes[layer.spec],
-                scale,
-            )
+                query[:n], pages, rows_of(out, slice(n)), tables[:n], step.slot_mappings[layer.group][:n],
+                plan.decodes[layer.spec], scale,
+            )  # fmt: skip
         elif n:
             decode_attention(
                 query[:n], pages, rows_of(out, slice(n)), tables[:rows], plan.decodes[layer.spec], scale, options

@@ -25,7 +25,7 @@ from itertools import accumulate, chain, filterfalse, islice, zip_longest
 
 import numpy as np
 
-from nanovllm.engine.cache_policy import StatePolicy, WindowPolicy, make_policy
+from nanovllm.engine.cache_policy import CachePolicy, PagedPolicy, StatePolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import (
     OFTEN_USED,
@@ -43,7 +43,7 @@ from nanovllm.engine.prefix_cache import (
 )
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
-from nanovllm.runner.messages import BlockTransfer, CacheKind, FullCache, KeptState, NewBlock
+from nanovllm.runner.messages import BlockTransfer, CacheKind, KeptState, NewBlock, PagedCache, StateCache
 
 _MOST_REPEATS = 32
 """Prompts that show whether outputs come again."""
@@ -95,17 +95,10 @@ class BlockManager:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        *,
-        kinds: typing.Sequence[CacheKind] = (FullCache(),),
-        max_chunk: int = 1,
-        host: HostCache | None = None,
-        num_clean_blocks: int = 0,
-        keeps_decoded_states: bool = True,
-    ) -> None:
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
+        *, kinds: typing.Sequence[CacheKind] = (PagedCache(),), max_chunk: int = 1, host: HostCache | None = None,
+        num_clean_blocks: int = 0, keeps_decoded_states: bool = True,
+    ) -> None:  # fmt: skip
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -126,9 +119,12 @@ class BlockManager:
         self._kept_blocks: list[int] = []
         # Of steps without a result yet, oldest step first.
         self._unconfirmed: deque[_Unconfirmed] = deque()
-        self.policies = [make_policy(kind, block_size, max_chunk) for kind in kinds]
+        self.policies: list[CachePolicy] = [
+            StatePolicy(kind, block_size) if isinstance(kind, StateCache) else PagedPolicy(kind, block_size, max_chunk)
+            for kind in kinds
+        ]
         self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
-        self._windowed = [g for g, policy in enumerate(self.policies) if isinstance(policy, WindowPolicy)]
+        self._windowed = [g for g, policy in enumerate(self.policies) if policy.grows and policy.has_gaps]
         self.has_states = bool(self._states)
         # What tells the keys of a state's blocks apart, in the order of the blocks in the tables.
         parts = [(group, i) for group, policy in self._states.items() for i in range(policy.num_blocks)]
@@ -185,8 +181,6 @@ class BlockManager:
         seq.num_registered_blocks = fit.num_matched
         seq.num_computed_tokens = fit.num_computed
         seq.num_shared_tokens = 0
-        if self.host is not None and not self._states:
-            self._load(self.host, seq)
         return True
 
     def num_missing_blocks(self, seq: Sequence) -> int:
@@ -232,7 +226,7 @@ class BlockManager:
     def _match_prefix(self, seq: Sequence) -> list[list[FoundBlock | None]]:
         """Return the blocks, for each group that grows, of the longest prefix that is usable in all groups.
 
-        None stands for a missing block. With states, copies in host memory are included where loading them pays.
+        None stands for a missing block. Copies in host memory are included where loading them pays.
         """
         # A waiting sequence may use what was cached since the last reset.
         seq.num_resets = self._cache.num_resets
@@ -241,9 +235,9 @@ class BlockManager:
         seq.num_branch_blocks = 0
         if not most:
             return [[]] * self._num_growing
-        host = self.host if self._states else None
+        host, find_copy = self.host, None if self.host is None else self.host.find
         for group in range(self._num_growing):
-            root, find_copy = self._cache.root(seq.num_resets, group), None if host is None else host.find
+            root = self._cache.root(seq.num_resets, group)
             matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most, find_copy))
             most = len(matched[-1])
         if self._states:
@@ -262,7 +256,7 @@ class BlockManager:
         has_states: whether the sequence can start from the states after a number of blocks.
         """
         length, longer = most, -1
-        while length != longer and self._has_gaps:
+        while length != longer:
             longer = length
             for group, policy in enumerate(self.policies):
                 blocks = matched[group] if policy.grows else matched[0]
@@ -276,16 +270,19 @@ class BlockManager:
         num_copies = list(accumulate((isinstance(block, HostBlock) for block in blocks), initial=0))
 
         def pays(length: int) -> bool:
+            if length <= least:
+                return True
             last, num_loads = blocks[length - 1], num_copies[length]
-            if length <= least or last is None:
-                return length <= least
-            if not self._has_states(last):
-                if not host.find_all(self._state_keys(last.identity)):
+            if self._states and not self._has_states(last):
+                if last is None or not host.find_all(self._state_keys(last.identity)):
                     return False
                 num_loads += self._num_state_blocks
             return host.pays(length - least, num_loads)
 
-        return self._usable_prefix(seq, [blocks], len(blocks), pays)
+        length = self._usable_prefix(seq, [blocks], len(blocks), pays)
+        while not pays(length):
+            length -= 1
+        return length
 
     def _find_branch(self, seq: Sequence, blocks: list[FoundBlock | None]) -> None:
         """Note where a sequence leaves the cached keys, or the last block end that leaves it a token to compute."""
@@ -336,7 +333,7 @@ class BlockManager:
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
         if self._states:
             self._copy_states(seq, sources)
-        if sources and self.host is not None:
+        if self.host is not None:
             copies = [block for block in chain(*fit.found, sources) if isinstance(block, HostBlock)]
             self.host.note_loads(copies)
             self._num_loading += len(copies)
@@ -522,8 +519,8 @@ class BlockManager:
 
         Returns whether these states, or later ones (`is_often_used`), are often used. The block is kept as long.
         """
-        states = [] if block.key is None else self._cached_states(block.identity)
-        for state in states:
+        keys = [] if block.key is None else self._state_keys(block.identity)
+        for state in (self._cache.blocks[key] for key in keys if key in self._cache.blocks):
             is_often_used |= state.rank == OFTEN_USED
             if state.ref_count == 0 and state.rank >= USUAL:
                 self._free.move(state)
@@ -719,11 +716,6 @@ class BlockManager:
                 self._replace(seq.source_state)
             seq.source_state = None
 
-    def _cached_states(self, parent: int) -> list[Block]:
-        """Return the blocks of the states at the end of the block with identity `parent`, if all are cached."""
-        keys = self._state_keys(parent)
-        return [self._cache.blocks[key] for key in keys] if all(key in self._cache.blocks for key in keys) else []
-
     def _find_states(self, parent: int) -> list[FoundBlock]:
         """Return the blocks of the states after the block with identity `parent`, else their copies, if none lacks."""
         if self._are_cached(keys := self._state_keys(parent)):
@@ -814,30 +806,9 @@ class BlockManager:
         """Whether a waiting sequence would load blocks in a step that already loads enough."""
         if self.host is None or not self.host.is_enough(self._num_loading):
             return False
-        matched = [block for block in self._match_prefix(seq)[0] if block is not None]
-        if self._states:
-            is_cached = all(isinstance(block, Block) for block in matched)
-            return bool(matched) and not (is_cached and self._has_states(matched[-1]))
-        parent = matched[-1].identity if matched else self._cache.root(seq.num_resets, 0)
-        return self.host.would_load(seq, parent, len(matched), seq.max_cached_tokens // self.block_size)
-
-    def _load(self, host: HostCache, seq: Sequence) -> None:
-        """Load the blocks that follow a sequence's registered ones from host memory, if that is faster.
-
-        They are confirmed or rolled back with the planned step.
-        """
-        first, end = seq.num_registered_blocks, seq.max_cached_tokens // self.block_size
-        copies = host.fetch(seq, first, end) if first < end else []
-        if not copies:
-            return
-        self._num_loading += len(copies)
-        for copy, block_id in zip(copies, seq.block_tables[0][first : first + len(copies)], strict=True):
-            self._loads[block_id] = BlockTransfer("load", copy.slot, block_id)
-        # `register` counts full computed blocks. Only afterwards is the last token taken back, which is always
-        # computed, since the next one is sampled from its output.
-        seq.num_computed_tokens = (first + len(copies)) * self.block_size
-        self.register(seq)
-        seq.num_computed_tokens = min(seq.num_computed_tokens, seq.num_tokens - 1)
+        matched = self._match_prefix(seq)[0]
+        lacks_states = bool(matched and self._states) and not self._has_states(matched[-1])
+        return lacks_states or any(isinstance(block, HostBlock) for block in matched)
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
         """Yield the blocks that steps will overwrite first: free ones, then blocks of the next sequences to be

@@ -6,13 +6,14 @@ prefix it can start from, and which blocks must be copied before it writes.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from typing_extensions import override
 
 from nanovllm.engine.prefix_cache import FoundBlock
-from nanovllm.runner.messages import CacheKind, FullCache, StateCache, WindowCache
+from nanovllm.runner.messages import PagedCache, StateCache
 
 
 class CachePolicy(ABC):
@@ -20,7 +21,7 @@ class CachePolicy(ABC):
 
     Attributes:
         grows: whether a sequence has a block for every `block_size` of its tokens.
-        has_gaps: whether a prefix can be usable with blocks missing.
+        has_gaps: whether a prefix can be usable with blocks missing, as with a window.
     """
 
     grows = True
@@ -62,38 +63,20 @@ class CachePolicy(ABC):
         return [first] if first < len(table) and is_shared(table[first]) else []
 
 
-class FullPolicy(CachePolicy):
-    """A sequence holds the blocks of all its tokens."""
-
-    has_gaps = False
-
-    @override
-    def min_blocks(self, num_filled: int) -> int:
-        return num_filled
-
-    @override
-    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
-        return range(num_filled)
-
-    @override
-    def usable_prefix(
-        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
-    ) -> int:
-        return _first_missing(blocks, 0, length)
-
-
-class WindowPolicy(CachePolicy):
-    """A sequence holds the blocks of a sliding window, and of its next chunk.
+class PagedPolicy(CachePolicy):
+    """A sequence holds the blocks of all its tokens, or of a sliding window and of its next chunk.
 
     Args:
-        window: most tokens that a query sees, its own included.
+        kind: with the window, if there is one.
         block_size: tokens per block.
         max_chunk: most tokens of a sequence in one step.
     """
 
-    def __init__(self, window: int, block_size: int, max_chunk: int) -> None:
+    def __init__(self, kind: PagedCache, block_size: int, max_chunk: int) -> None:
+        self.has_gaps = kind.window is not None
         # At least 2, so that the block before the next token is always held.
-        self._window, self._block_size = max(2, window), block_size
+        self._window = sys.maxsize if kind.window is None else max(2, kind.window)
+        self._block_size = block_size
         # Blocks needed to advance by one token, and by a whole chunk.
         self._fewest = self._num_spanned(self._window)
         self._most = self._num_spanned(self._window - 1 + max_chunk)
@@ -117,7 +100,7 @@ class WindowPolicy(CachePolicy):
     ) -> int:
         # Every length from a missing block up to this one needs that block: its window begins no later.
         first = self.num_released(min(length * self._block_size, num_tokens - 1))
-        return _first_missing(blocks, first, length)
+        return blocks.index(None, first, length) if None in blocks[first:length] else length
 
     def _num_spanned(self, num_tokens: int) -> int:
         """Return the most blocks that `num_tokens` consecutive tokens can span."""
@@ -174,17 +157,3 @@ class StatePolicy(CachePolicy):
         """
         is_last = num_blocks == (num_prompt_tokens - 1) // self._block_size
         return num_blocks % self._interval == 0 or is_last or num_blocks == branch
-
-
-def make_policy(kind: CacheKind, block_size: int, max_chunk: int) -> CachePolicy:
-    """Return the policy of a kind of cache; see the classes for the arguments."""
-    if isinstance(kind, FullCache):
-        return FullPolicy()
-    if isinstance(kind, WindowCache):
-        return WindowPolicy(kind.window, block_size, max_chunk)
-    return StatePolicy(kind, block_size)
-
-
-def _first_missing(blocks: Sequence[FoundBlock | None], first: int, end: int) -> int:
-    """Return the index of the first missing block in `first ... end - 1`, or `end`."""
-    return blocks.index(None, first, end) if None in blocks[first:end] else end

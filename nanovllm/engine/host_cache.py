@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable
 
 from nanovllm.engine.prefix_cache import Block, BlockKey, HostBlock
-from nanovllm.engine.sequence import Sequence
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
 _SAVES_SHARE = 0.9
@@ -66,14 +65,6 @@ class HostCache:
         seconds = num_loads * self._copy_seconds + self._memory.step_seconds
         return num_blocks * self._block_size / self._memory.tokens_per_second >= seconds
 
-    def fetch(self, seq: Sequence, first: int, end: int) -> list[HostBlock]:
-        """Return the copies of a sequence's blocks from `first` up to `end` to load, if that is faster."""
-        copies = self._copies_of(seq, seq.block_tables[0].registered_identity, first, end)
-        if not self.pays(len(copies), len(copies)):
-            return []
-        self.note_loads(copies)
-        return copies
-
     def note_loads(self, copies: list[HostBlock]) -> None:
         """Count the loads of a prefix, and make its copies the most recently used.
 
@@ -86,23 +77,6 @@ class HostCache:
     def is_enough(self, num_blocks: int) -> bool:
         """Whether a step that loads this number of blocks loads more than the link copies in a small step."""
         return num_blocks * self._copy_seconds > self._memory.step_seconds
-
-    def would_load(self, seq: Sequence, parent: int, first: int, end: int) -> bool:
-        """Whether `fetch` would load anything; `parent` is the identity of the block before `first`."""
-        copies = self._copies_of(seq, parent, first, end)
-        return bool(copies) and self.pays(len(copies), len(copies))
-
-    def _copies_of(self, seq: Sequence, parent: int, first: int, end: int) -> list[HostBlock]:
-        copies: list[HostBlock] = []
-        for i in range(first, end):
-            tokens = seq.token_ids[i * self._block_size : (i + 1) * self._block_size].tobytes()
-            key = parent, tokens, b"" if i else seq.request.cache_extra
-            copy = self._copies.get(key)
-            if copy is None:
-                break
-            copies.append(copy)
-            parent = copy.identity
-        return copies
 
     def find(self, key: BlockKey) -> HostBlock | None:
         """Return the copy of a block."""

@@ -67,17 +67,11 @@ class LLMEngine(Engine):
     is_in_process = True
 
     def __init__(
-        self,
-        config: Config,
-        runner: Runner,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        eos_token_ids: frozenset[int] = frozenset(),
-        num_layers: int | None = None,
-        make_constraint: MakeConstraint = no_constraint,
+        self, config: Config, runner: Runner,
+        *, vocab_size: int, max_model_len: int, eos_token_ids: frozenset[int] = frozenset(),
+        num_layers: int | None = None, make_constraint: MakeConstraint = no_constraint,
         weights: WeightsControl | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
         self._runner: Runner | None = runner

@@ -220,13 +220,9 @@ class PrefixCache:
         return token_ids[index * self._block_size : (index + 1) * self._block_size].tobytes()
 
     def match(
-        self,
-        root: int,
-        token_ids: array[int],
-        extra: bytes,
-        most: int,
+        self, root: int, token_ids: array[int], extra: bytes, most: int,
         find_copy: Callable[[BlockKey], HostBlock | None] | None = None,
-    ) -> list[FoundBlock | None]:
+    ) -> list[FoundBlock | None]:  # fmt: skip
         """Return at most `most` leading blocks of a prefix, or copies that `find_copy` finds of the ones not cached.
 
         None stands for an evicted block that others follow.

@@ -88,16 +88,10 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        block_manager: BlockManager,
-        *,
-        max_num_running: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        eos_token_ids: frozenset[int] = frozenset(),
-        num_drafts: int = 0,
-        draft_costs: DraftCosts = NO_DRAFTS,
-    ) -> None:
+        self, block_manager: BlockManager,
+        *, max_num_running: int, max_num_batched_tokens: int, max_model_len: int,
+        eos_token_ids: frozenset[int] = frozenset(), num_drafts: int = 0, draft_costs: DraftCosts = NO_DRAFTS,
+    ) -> None:  # fmt: skip
         # Every running sequence must get its next token within the budget of one step.
         assert max_num_running <= max_num_batched_tokens
         self.block_manager = block_manager

@@ -271,13 +271,10 @@ class Sequence:
         params, extra = self.params, None
         if self.has_extra:
             extra = SamplingExtra(
-                params,
-                self.token_ids[:] if params.uses_penalties else array("i"),
-                self.num_prompt_tokens,
-                tuple(self.end_token_ids) if params.min_tokens else (),
-                self.request.bad_token_ids,
+                params, self.token_ids[:] if params.uses_penalties else array("i"), self.num_prompt_tokens,
+                tuple(self.end_token_ids) if params.min_tokens else (), self.request.bad_token_ids,
                 self.constraint is not None,
-            )
+            )  # fmt: skip
         tables = [table[:] for table in self.block_tables]
         cached = self.token_ids[: self.num_computed_tokens if with_cached else 0]
         return NewRequest(self.slot, tables, self.num_prompt_tokens, params.temperature, self.seed, extra, cached)

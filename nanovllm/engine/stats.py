@@ -66,13 +66,9 @@ class StatsHistory:
     def _sample(self, now: float, stats: Mapping[str, Any]) -> StatsSample:
         num_used, num_free = stats["num_used_blocks"], stats["num_free_blocks"]
         return StatsSample(
-            now - self._began,
-            stats["num_running"],
-            stats["num_waiting"],
-            num_used / max(1, num_used + num_free),
-            stats["num_prompt_tokens"],
-            stats["num_output_tokens"],
-        )
+            now - self._began, stats["num_running"], stats["num_waiting"], num_used / max(1, num_used + num_free),
+            stats["num_prompt_tokens"], stats["num_output_tokens"],
+        )  # fmt: skip
 
 
 def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> None:

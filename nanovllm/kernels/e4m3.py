@@ -87,6 +87,21 @@ def dequantize_ref(matrix: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
     return (matrix.values.float() * scales).to(dtype)
 
 
+def _from_e4m3(kind: str, shift: int, factor: str) -> str:
+    """Return assembly for four bytes: exponents and mantissas `shift` bits lower in halves of registers, times this."""
+    made = "prmt.b32 low, $2, 0, 0x1404; prmt.b32 high, $2, 0, 0x3424; "
+    for i, half in enumerate(("low", "high")):
+        made += f"and.b32 sign, {half}, 0x80008000; and.b32 {half}, {half}, 0x7f007f00; "
+        made += f"shr.u32 {half}, {half}, {shift}; or.b32 {half}, {half}, sign; "
+        made += f"fma.rn.{kind} ${i}, {half}, factor, zero; "
+    consts = f"mov.b32 factor, {factor}; mov.b32 zero, 0x80008000; "
+    return f"{{ .reg .b32 low, high, sign, factor, zero; {consts}{made}}}"
+
+
+_TO_BF16 = tl.constexpr(_from_e4m3("bf16x2", 4, "0x7b807b80"))
+_TO_F16 = tl.constexpr(_from_e4m3("f16x2", 1, "0x5c005c00"))
+
+
 @jit
 def from_e4m3(bytes, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """Return bytes of e4m3 as `dtype`, bfloat16 or float16, exactly.
@@ -99,46 +114,9 @@ def from_e4m3(bytes, dtype: tl.constexpr, NATIVE: tl.constexpr):
     elif _INTERPRETED:
         converted = bytes.to(tl.float8e4nv, bitcast=True).to(tl.float32).to(dtype)
     elif dtype == tl.bfloat16:
-        converted = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, low_sign, high_sign, factor, zero;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 low_sign, low, 0x80008000;
-            and.b32 high_sign, high, 0x80008000;
-            and.b32 low, low, 0x7f007f00;
-            and.b32 high, high, 0x7f007f00;
-            shr.u32 low, low, 4;
-            shr.u32 high, high, 4;
-            or.b32 low, low, low_sign;
-            or.b32 high, high, high_sign;
-            mov.b32 factor, 0x7b807b80;
-            mov.b32 zero, 0x80008000;
-            fma.rn.bf16x2 $0, low, factor, zero;
-            fma.rn.bf16x2 $1, high, factor, zero;
-            }""",
-            "=r,=r,r", [bytes], tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
+        converted = tl.inline_asm_elementwise(_TO_BF16, "=r,=r,r", [bytes], tl.bfloat16, is_pure=True, pack=4)
     else:
-        converted = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 low, high, low_sign, high_sign, factor;
-            prmt.b32 low, $2, 0, 0x1404;
-            prmt.b32 high, $2, 0, 0x3424;
-            and.b32 low_sign, low, 0x80008000;
-            and.b32 high_sign, high, 0x80008000;
-            and.b32 low, low, 0x7f007f00;
-            and.b32 high, high, 0x7f007f00;
-            shr.u32 low, low, 1;
-            shr.u32 high, high, 1;
-            or.b32 low, low, low_sign;
-            or.b32 high, high, high_sign;
-            mov.b32 factor, 0x5c005c00;
-            mul.rn.f16x2 $0, low, factor;
-            mul.rn.f16x2 $1, high, factor;
-            }""",
-            "=r,=r,r", [bytes], tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
+        converted = tl.inline_asm_elementwise(_TO_F16, "=r,=r,r", [bytes], tl.float16, is_pure=True, pack=4)
     return converted
 
 

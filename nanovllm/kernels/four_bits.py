@@ -163,32 +163,47 @@ def _round_to_integers(groups: torch.Tensor, dtype: torch.dtype) -> tuple[torch.
     return (best_codes + _ZERO).to(torch.uint8), best.squeeze(2).to(dtype)
 
 
-def _from_int4(kind: str, one: str, base: str, minus: str) -> str:
-    """Return assembly for integers: a number whose last bit is worth 1 with the value's bits, minus that and 8."""
-    places = ((0, "a"), (1, "b"), (2, "c"), (3, "d"))
-    made = "".join(f"lop3.b32 ${i}, {name}, 0x000f000f, base, 0xea; " for i, name in places)
-    made += "".join(f"fma.rn.{kind} ${i}, ${i}, one, minus; " for i, _ in places)
-    consts = f"mov.b32 one, {one}; mov.b32 base, {base}; mov.b32 minus, {minus}; "
-    return f"{{ .reg .b32 a, b, c, d, one, base, minus; {consts}{_SPREAD}shr.u32 c, a, 4; shr.u32 d, b, 4; {made}}}"
+def from_int4(kind: str, one: str, base: str, minus: str, factor: str | None = None) -> str:
+    """Return assembly for integers: a number whose last bit is worth 1 with the value's bits, plus `minus`.
+
+    minus: makes it the value; factor: of the result, or None. Both are twice in a register.
+    """
+    made = "shr.u32 c, a, 4; shr.u32 d, b, 4; "
+    for i, name in enumerate("abcd"):
+        made += f"lop3.b32 ${i}, {name}, 0x000f000f, base, 0xea; fma.rn.{kind} ${i}, ${i}, one, minus; "
+        made += "" if factor is None else f"fma.rn.{kind} ${i}, ${i}, {factor}, zero; "
+    consts = f"mov.b32 one, {one}; mov.b32 base, {base}; mov.b32 minus, {minus}; mov.b32 zero, 0x80008000; "
+    return f"{{ .reg .b32 a, b, c, d, one, base, minus, zero; {consts}{_SPREAD}{made}}}"
 
 
-def _from_e2m1(kind: str, factor: str, shift: int, mask: str) -> str:
-    """Return assembly for e2m1: exponent and mantissa `shift` bits higher, where the other exponent ends."""
+def from_e2m1(kind: str, shift: int, mask: str, low: str, high: str) -> str:
+    """Return assembly for e2m1: exponent and mantissa `shift` bits higher, where the other exponent ends.
+
+    low, high: factors of low and of high halves of bytes, twice in a register.
+    """
     made = ""
     for i, (name, half) in enumerate((("a", 0), ("b", 0), ("a", 4), ("b", 4))):
-        made += f"shl.b32 c, {name}, {shift - half}; shl.b32 d, {name}, {12 - half}; and.b32 c, c, {mask}; "
-        made += f"lop3.b32 ${i}, d, zero, c, 0xea; fma.rn.{kind} ${i}, ${i}, factor, zero; "
-    consts = f"mov.b32 factor, {factor}; mov.b32 zero, 0x80008000; "
-    return f"{{ .reg .b32 a, b, c, d, factor, zero; {consts}{_SPREAD}{made}}}"
+        sign, rest = 12 - half, shift - half
+        if kind == "bf16x2":
+            # One product puts the bits into both places.
+            places = (1 << sign) + (1 << rest)
+            made += f"and.b32 c, {name}, {0x000F000F << half:#x}; mul.lo.u32 c, c, {places}; and.b32 c, c, {mask}; "
+        else:
+            # There the places overlap.
+            made += f"shl.b32 c, {name}, {rest}; shl.b32 d, {name}, {sign}; and.b32 c, c, {mask}; "
+            made += "lop3.b32 c, d, zero, c, 0xea; "
+        made += f"fma.rn.{kind} ${i}, c, {'high' if half else 'low'}, zero; "
+    consts = f"mov.b32 zero, 0x80008000; mov.b32 low, {low}; mov.b32 high, {high}; "
+    return f"{{ .reg .b32 a, b, c, d, low, high, zero; {consts}{_SPREAD}{made}}}"
 
 
 _SPREAD = "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
 """Two bytes in the low bytes of two halves."""
 _REGISTERS = tl.constexpr("=&r,=&r,=&r,=&r,r")
-_INT4_TO_BF16 = tl.constexpr(_from_int4("bf16x2", "0x3f803f80", "0x43004300", "0xc308c308"))
-_INT4_TO_F16 = tl.constexpr(_from_int4("f16x2", "0x3c003c00", "0x64006400", "0xe408e408"))
-_E2M1_TO_BF16 = tl.constexpr(_from_e2m1("bf16x2", "0x7e807e80", 6, "0x01c001c0"))
-_E2M1_TO_F16 = tl.constexpr(_from_e2m1("f16x2", "0x74007400", 9, "0x0e000e00"))
+_INT4_TO_BF16 = tl.constexpr(from_int4("bf16x2", "0x3f803f80", "0x43004300", "0xc308c308"))
+_INT4_TO_F16 = tl.constexpr(from_int4("f16x2", "0x3c003c00", "0x64006400", "0xe408e408"))
+_E2M1_TO_BF16 = tl.constexpr(from_e2m1("bf16x2", 6, "0x81c081c0", "0x7e807e80", "0x7e807e80"))
+_E2M1_TO_F16 = tl.constexpr(from_e2m1("f16x2", 9, "0x0e000e00", "0x74007400", "0x74007400"))
 
 
 @jit
@@ -212,29 +227,15 @@ def widen_values(bytes, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @jit
-def add_pairs(x, y, dtype: tl.constexpr):
-    """Return x + y, two values at a time: Triton adds and multiplies halves of registers one by one."""
+def fma_pairs(x, y, z, dtype: tl.constexpr):
+    """Return x * y + z, rounded once, two values at a time: Triton computes halves of registers one by one."""
     if _INTERPRETED or dtype == tl.float32:
-        total = x + y
-    elif dtype == tl.bfloat16:
-        asm: tl.constexpr = "{ .reg .b32 one; mov.b32 one, 0x3f803f80; fma.rn.bf16x2 $0, $1, one, $2; }"
-        total = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], tl.bfloat16, True, 2)
+        out = x * y + z
     else:
-        total = tl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.float16, True, 2)
-    return total
-
-
-@jit
-def multiply_pairs(x, y, dtype: tl.constexpr):
-    """Return x * y, two values at a time."""
-    if _INTERPRETED or dtype == tl.float32:
-        product = x * y
-    elif dtype == tl.bfloat16:
-        asm: tl.constexpr = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
-        product = tl.inline_asm_elementwise(asm, "=r,r,r", [x, y], tl.bfloat16, True, 2)
-    else:
-        product = tl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.float16, True, 2)
-    return product
+        KIND: tl.constexpr = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
+        asm: tl.constexpr = "fma.rn." + KIND + " $0, $1, $2, $3;"
+        out = tl.inline_asm_elementwise(asm, "=r,r,r,r", [x, y, z], dtype, True, 2)
+    return out
 
 
 @jit
@@ -304,13 +305,16 @@ def multiply_four_bits(
         if zero_ptrs is not None:
             zeros = tl.load(zero_ptrs[None, None, :] + first // SCALE_INS, mask=scale_mask, other=8)
             zeros = (8 - zeros.to(tl.int32)).to(dtype)
-            low, high = add_pairs(low, zeros, dtype), add_pairs(high, zeros, dtype)
+            one = tl.full([1, 1, 1], 1.0, dtype)
+            low, high = fma_pairs(low, one, zeros, dtype), fma_pairs(high, one, zeros, dtype)
         high_scales = scales
         if SCALE_INS == 16:
             scale_mask = out_mask[None, None, :] & (first + 16 < in_features)
             high_scales = load_scales(scale_ptrs[None, None, :] + first // 16 + 1, scale_mask, FORMAT)
-        low = multiply_pairs(low, scales.to(dtype), dtype)
-        high = multiply_pairs(high, high_scales.to(dtype), dtype)
+        zero = tl.full([1, 1, 1], -0.0, dtype)
+        low, high = (
+            fma_pairs(low, scales.to(dtype), zero, dtype), fma_pairs(high, high_scales.to(dtype), zero, dtype)
+        )  # fmt: skip
         OUTS: tl.constexpr = out_mask.shape[0]
         acc = tl.dot(x_low, tl.reshape(low, [INS // 2, OUTS]), acc, input_precision="ieee")
         acc = tl.dot(x_high, tl.reshape(high, [INS // 2, OUTS]), acc, input_precision="ieee")

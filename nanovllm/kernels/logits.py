@@ -128,8 +128,7 @@ def _forbid(x: torch.Tensor, forbidden: torch.Tensor | None) -> None:
 def _edit_kernel(
     logits_ptr, rows_ptr, out_ptr, maxima_ptr, bias_ptr, bias_rows_ptr, counts_ptr, counts_rows_ptr, penalties_ptr,
     mask_ptr, mask_rows_ptr, vocab_size, width, logits_stride, mask_stride,
-    HAS_BIAS: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_MASK: tl.constexpr, COPIES: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    COPIES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -139,12 +138,12 @@ def _edit_kernel(
         source = tl.load(rows_ptr + row)
     x = tl.load(logits_ptr + source * logits_stride + columns, mask=is_token, other=-float("inf")).to(tl.float32)
     x = tl.where(x == x, x, -float("inf"))  # noqa: PLR0124
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias_row = tl.load(bias_rows_ptr + row).to(tl.int64)
         x += tl.load(
             bias_ptr + bias_row * vocab_size + columns, mask=columns < tl.where(bias_row >= 0, vocab_size, 0), other=0.0
         )
-    if HAS_MASK:
+    if mask_ptr is not None:
         mask_row = tl.load(mask_rows_ptr + row).to(tl.int64)
         words = tl.load(
             mask_ptr + mask_row * mask_stride + columns // 32,
@@ -152,7 +151,7 @@ def _edit_kernel(
             other=-1,
         )
         x = tl.where((words >> (columns % 32)) & 1 != 0, x, -float("inf"))
-    if HAS_COUNTS:
+    if counts_ptr is not None:
         counts_row = tl.load(counts_rows_ptr + row).to(tl.int64)
         counts = tl.load(
             counts_ptr + counts_row * vocab_size + columns,
@@ -190,9 +189,7 @@ def edit_logits(logits: torch.Tensor, rows: torch.Tensor, vocab_size: int, edits
     _edit_kernel[(len(rows), triton.cdiv(width, _BLOCK))](
         logits, rows, out, maxima, edits.bias, edits.bias_rows, edits.counts, edits.counts_rows, edits.penalties,
         edits.bitmask, edits.bitmask_rows, vocab_size, width, logits.stride(0),
-        0 if edits.bitmask is None else edits.bitmask.stride(0),
-        HAS_BIAS=edits.bias is not None, HAS_COUNTS=edits.counts is not None, HAS_MASK=edits.bitmask is not None,
-        COPIES=copies, BLOCK=_BLOCK, CHUNK=CHUNK,
+        0 if edits.bitmask is None else edits.bitmask.stride(0), COPIES=copies, BLOCK=_BLOCK, CHUNK=CHUNK,
     )  # fmt: skip
     # A maximum that is forbidden now only adds its chunk to the candidates.
     _forbid(out, edits.forbidden)
@@ -214,7 +211,7 @@ def row_stats_ref(
 @jit(do_not_specialize=["width"])
 def _stats_kernel(
     x_ptr, temperatures_ptr, token_ids_ptr, maxima_ptr, sums_ptr, greater_ptr, width, least_temperature,
-    HAS_TEMPERATURES: tl.constexpr, HAS_TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
@@ -222,10 +219,10 @@ def _stats_kernel(
     x = tl.load(row_ptr + columns, mask=columns < width, other=-float("inf")).to(tl.float32)
     x = tl.where(x == x, x, -float("inf"))  # noqa: PLR0124
     place = row * tl.num_programs(1) + part
-    if HAS_TOKENS:
+    if token_ids_ptr is not None:
         own = tl.load(row_ptr + tl.load(token_ids_ptr + row)).to(tl.float32)
         tl.store(greater_ptr + place, tl.sum((x > own).to(tl.int32), axis=0))
-    if HAS_TEMPERATURES:
+    if temperatures_ptr is not None:
         x /= tl.maximum(tl.load(temperatures_ptr + row), least_temperature)
     top = tl.max(x, axis=0)
     # A block of -inf alone adds nothing, where -inf minus itself would be NaN.
@@ -248,9 +245,8 @@ def row_stats(
     maxima, sums = torch.empty(2, num_rows, parts, dtype=torch.float32, device=x.device)
     greater = torch.zeros(num_rows, parts, dtype=torch.int32, device=x.device)
     _stats_kernel[(num_rows, parts)](
-        x, temperatures, token_ids, maxima, sums, greater, width, LEAST_TEMPERATURE,
-        HAS_TEMPERATURES=temperatures is not None, HAS_TOKENS=token_ids is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
+        x, temperatures, token_ids, maxima, sums, greater, width, LEAST_TEMPERATURE, BLOCK=_BLOCK
+    )
     return torch.logsumexp(maxima + sums.log(), 1), greater.sum(1)
 
 

@@ -174,7 +174,7 @@ def _qkv_rope_store_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, query_ptr,
     k_cache_ptr, v_cache_ptr, eps, row_stride,
     NUM_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, HEADS: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_GATES: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+    ROTARY: tl.constexpr, HAS_GATES: tl.constexpr, PDL: tl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -186,7 +186,7 @@ def _qkv_rope_store_kernel(
     low, high, cos, sin = _rotation(cos_sin_ptr, position, HALF, PADDED, ROTARY)
     cos, sin = cos[None, :], sin[None, :]
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         q_first, q_second = tl.load(q_weight_ptr + low, mask=is_dim), tl.load(q_weight_ptr + high, mask=is_dim)
         k_first, k_second = tl.load(k_weight_ptr + low, mask=is_dim), tl.load(k_weight_ptr + high, mask=is_dim)
     wait_for_previous(PDL)
@@ -198,7 +198,7 @@ def _qkv_rope_store_kernel(
     source = qkv_ptr + token * row_stride + sources[:, None] * (2 * HALF)
     raw_first, raw_second = _load_pairs(source, low[None, :], high[None, :], mask & in_head)
     first, second = raw_first.to(tl.float32), raw_second.to(tl.float32)
-    if HAS_NORM:
+    if q_weight_ptr is not None:
         square = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)
         scale = rsqrt(square / (2 * HALF) + eps)[:, None]
         first *= scale * tl.where(is_query, q_first[None, :], k_first[None, :]).to(tl.float32)
@@ -251,13 +251,13 @@ def qkv_rope_store(
     assert qkv.stride()[1:] == (head_dim, 1) and cos_sin.is_contiguous() and positions.is_contiguous()
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    q_weight, k_weight = rope.norm_weights if rope.norm_weights is not None else (cos_sin, cos_sin)
+    q_weight, k_weight = rope.norm_weights or (None, None)
     heads = 8
     _qkv_rope_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads))](
         qkv, q_weight, k_weight, cos_sin, positions, slot_mapping, query, k_cache, v_cache, rope.eps, qkv.stride(0),
         NUM_HEADS=num_heads, KV_HEADS=num_kv_heads, HALF=head_dim // 2, PADDED=triton.next_power_of_2(head_dim // 2),
-        HEADS=heads, ROTARY=cos_sin.shape[1], HAS_GATES=rope.has_gates, HAS_NORM=rope.norm_weights is not None,
-        num_warps=2, **pdl_options(qkv.device), **pages.store_scaling,
+        HEADS=heads, ROTARY=cos_sin.shape[1], HAS_GATES=rope.has_gates, num_warps=2,
+        **pdl_options(qkv.device), **pages.store_scaling,
     )  # fmt: skip
     return query
 

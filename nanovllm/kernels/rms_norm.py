@@ -39,7 +39,7 @@ def rms_norm_ref(
 @jit
 def _rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, total_ptr, eps, size, x_stride, part_stride,
-    PARTS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
@@ -49,9 +49,9 @@ def _rms_norm_kernel(
     total = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(x_ptr + part * part_stride + row * x_stride + offsets, mask=mask, other=0.0)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         total += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL or PARTS > 1:
+    if residual_ptr is not None or PARTS > 1:
         # The norm reads the rounded sum, which is what the next layer adds to.
         rounded = total.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * size + offsets, rounded, mask=mask)
@@ -78,8 +78,7 @@ def rms_norm(
     block = triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, eps, size, x.stride(-2), x.stride(0),
-        PARTS=parts, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=min(8, max(1, block // 512)),
-        **pdl_options(x.device),
+        PARTS=parts, BLOCK=block, num_warps=min(8, max(1, block // 512)), **pdl_options(x.device),
     )  # fmt: skip
     return out, total
 

@@ -72,14 +72,9 @@ def _gumbel(words: torch.Tensor) -> torch.Tensor:
 
 
 def sample_ref(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    output_index: torch.Tensor,
-    first_token: int = 0,
-    num_tokens: int | None = None,
-    cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor,
+    first_token: int = 0, num_tokens: int | None = None, cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain torch form of `sample`."""
     num_rows, num_columns = logits.shape
     num_tokens = num_columns if num_tokens is None else num_tokens
@@ -131,7 +126,7 @@ def _words_triton(seeds_ptr, output_index_ptr, row, seed_stride, counter0, COUNT
 @jit(do_not_specialize=["temperature_stride"])
 def _group_kernel(
     logits_ptr, temperatures_ptr, cutoffs_ptr, group_score_ptr, num_tokens, num_groups, least_temperature,
-    logits_stride, temperature_stride, GROUPS: tl.constexpr, HAS_CUTOFFS: tl.constexpr, PDL: tl.constexpr,
+    logits_stride, temperature_stride, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     groups = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -142,7 +137,7 @@ def _group_kernel(
     logits = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
     # NaN becomes -inf, so that the argmax is always a valid token.
     logits = tl.where(logits == logits, logits, -float("inf"))  # noqa: PLR0124
-    if HAS_CUTOFFS:
+    if cutoffs_ptr is not None:
         logits = tl.where(logits >= tl.load(cutoffs_ptr + row), logits, -float("inf"))
     scores = tl.max(logits, axis=1)
     if temperature > 0:
@@ -157,7 +152,7 @@ def _group_kernel(
 def _draw_kernel(
     logits_ptr, temperatures_ptr, cutoffs_ptr, seeds_ptr, output_index_ptr, group_score_ptr, score_ptr, sampled_ptr,
     num_tokens, num_groups, first_token, logits_stride, temperature_stride, seed_stride,
-    GROUPS: tl.constexpr, HAS_CUTOFFS: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     groups = tl.arange(0, GROUPS)
@@ -173,7 +168,7 @@ def _draw_kernel(
     columns = start + tl.arange(0, _GROUP)
     logits_row_ptr = logits_ptr + row.to(tl.int64) * logits_stride
     logits = tl.load(logits_row_ptr + columns, mask=columns < num_tokens, other=-float("inf")).to(tl.float32)
-    if HAS_CUTOFFS:
+    if cutoffs_ptr is not None:
         logits = tl.where(logits >= tl.load(cutoffs_ptr + row), logits, -float("inf"))
     counter0 = (first_token + start) // 4 + tl.arange(0, _GROUP // 4)
     r0, r1, r2, r3 = _words_triton(seeds_ptr, output_index_ptr, row, seed_stride, counter0, 0)
@@ -185,14 +180,9 @@ def _draw_kernel(
 
 
 def sample(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    output_index: torch.Tensor,
-    first_token: int = 0,
-    num_tokens: int | None = None,
-    cutoffs: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, temperatures: torch.Tensor, seeds: torch.Tensor, output_index: torch.Tensor,
+    first_token: int = 0, num_tokens: int | None = None, cutoffs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Draw one token per row; ties take the lowest id.
 
     All inputs but logits and cutoffs must be written before the kernel queued last (see `pdl_options`).
@@ -223,11 +213,11 @@ def sample(
     groups = min(32, padded)
     _group_kernel[(num_rows, triton.cdiv(num_groups, groups))](
         logits, temperatures, cutoffs, group_scores, num_tokens, num_groups, _LEAST_TEMPERATURE,
-        logits.stride(0), temperatures.stride(0), GROUPS=groups, HAS_CUTOFFS=cutoffs is not None, **pdl_options(device),
+        logits.stride(0), temperatures.stride(0), GROUPS=groups, **pdl_options(device),
     )  # fmt: skip
     _draw_kernel[(num_rows,)](
         logits, temperatures, cutoffs, seeds, output_index, group_scores, scores, sampled,
         num_tokens, num_groups, first_token, logits.stride(0), temperatures.stride(0), seeds.stride(0),
-        GROUPS=padded, HAS_CUTOFFS=cutoffs is not None, num_warps=8, **pdl_options(device),
+        GROUPS=padded, num_warps=8, **pdl_options(device),
     )  # fmt: skip
     return scores, sampled

@@ -57,16 +57,10 @@ class CachedAttention(nn.Module):
     layer: AttentionLayer
 
     def __init__(
-        self,
-        num_kv_heads: int,
-        key_size: int,
-        value_size: int,
-        scale: float,
-        options: AttentionOptions,
+        self, num_kv_heads: int, key_size: int, value_size: int, scale: float, options: AttentionOptions,
         scales: KVCacheScales | None = None,
-        *,
-        sinks: AttentionSinks | None = None,
-    ) -> None:
+        *, sinks: AttentionSinks | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.num_kv_heads, self.key_size, self.value_size = num_kv_heads, key_size, value_size
         self.scale, self.given_options, self.scales, self.sinks = scale, options, scales, sinks
@@ -97,18 +91,10 @@ class Attention(CachedAttention):
     """
 
     def __init__(
-        self,
-        num_kv_heads: int,
-        head_dim: int,
-        eps: float,
-        rotary: RotaryEmbedding,
-        options: AttentionOptions = PLAIN,
+        self, num_kv_heads: int, head_dim: int, eps: float, rotary: RotaryEmbedding, options: AttentionOptions = PLAIN,
         scales: KVCacheScales | None = None,
-        *,
-        scale: float | None = None,
-        has_gates: bool = False,
-        sinks: AttentionSinks | None = None,
-    ) -> None:
+        *, scale: float | None = None, has_gates: bool = False, sinks: AttentionSinks | None = None,
+    ) -> None:  # fmt: skip
         scale = head_dim**-0.5 if scale is None else scale
         super().__init__(num_kv_heads, head_dim, head_dim, scale, options, scales, sinks=sinks)
         self.head_dim, self.eps, self.rotary, self.has_gates = head_dim, eps, rotary, has_gates
@@ -147,13 +133,9 @@ class Attention(CachedAttention):
         return get_step_metadata().slot_mappings[self.layer.group]
 
     def forward(
-        self,
-        qkv: torch.Tensor,
-        rope: NormRope,
-        positions: torch.Tensor,
-        rows: torch.Tensor | None = None,
+        self, qkv: torch.Tensor, rope: NormRope, positions: torch.Tensor, rows: torch.Tensor | None = None,
         rounding: Rounding | None = None,
-    ) -> Rows:
+    ) -> Rows:  # fmt: skip
         """Norm and rotate queries and keys, store keys and values, and attend over all that is stored.
 
         Args:

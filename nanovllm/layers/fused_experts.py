@@ -99,13 +99,9 @@ class _ExpertsLinear(nn.Module):
     """One projection of all experts, which holds its weight by the name that it has in checkpoints."""
 
     def __init__(
-        self,
-        experts: Shard,
-        shard: MatrixShard,
-        config: ExpertsConfig,
-        quant_config: QuantizationConfig | None,
+        self, experts: Shard, shard: MatrixShard, config: ExpertsConfig, quant_config: QuantizationConfig | None,
         prefix: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.weight = make_experts_weight(quant_config, prefix, experts, shard, config.alternates)
         self.bias = ExpertsBias(experts, shard, config.alternates) if config.has_biases else None
@@ -133,17 +129,21 @@ class FusedExperts(nn.Module):
         self.communicator = communicator
 
     @property
+    def _products(self) -> tuple[_ExpertsLinear, _ExpertsLinear]:
+        first = self.gate_up_proj or self.up_proj
+        assert first is not None
+        return first, self.down_proj
+
+    @property
     def weights(self) -> tuple[ExpertsWeight, ExpertsWeight]:
         """The weights of the first product and the last one."""
-        first = self.up_proj if self.gate_up_proj is None else self.gate_up_proj
-        assert first is not None
-        return first.weight, self.down_proj.weight
+        first, last = self._products
+        return first.weight, last.weight
 
     @property
     def biases(self) -> Biases | None:
         """The biases of both products, or None."""
-        first = self.up_proj if self.gate_up_proj is None else self.gate_up_proj
-        up, down = None if first is None else first.bias, self.down_proj.bias
+        up, down = (product.bias for product in self._products)
         return None if up is None or down is None else (up.values, down.values)
 
     def shared_expert(self, weights: tuple[Weight, Weight], gate: torch.Tensor | None) -> SharedExpert | None:
@@ -157,7 +157,7 @@ class FusedExperts(nn.Module):
         """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
         up, down = self.weights
         out = fused_experts(
-            x, routing, up.matrices, down.matrices, up.experts.start, up.policy, self.activation,
+            x, routing, up.matrix, down.matrix, up.experts.start, up.policy, self.activation,
             biases=self.biases, shared=shared,
         )  # fmt: skip
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
@@ -178,13 +178,9 @@ class SparseMLP(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        shard: ModelShard,
-        communicator: Communicator,
-        prefix: str,
+        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str,
         shared_expert: SharedMLP | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         assert config.experts is not None and shard.experts is not None
         hidden_size, latent_size, quant_config = config.hidden_size, config.experts.latent_size, config.quantization

@@ -7,7 +7,7 @@ of the branches before it, None for zero.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -55,14 +55,6 @@ class AllReduceRMSNorm(RMSNorm):
         super().__init__(size, eps, offset)
         self.communicator = communicator
 
-    @overload
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None = None, rounding: None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-    @overload
-    def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rounding: Rounding | None
-    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]: ...
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None, rounding: Rounding | None = None
     ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:

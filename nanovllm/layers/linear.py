@@ -30,12 +30,9 @@ class ColumnParallelLinear(nn.Module):
         self.weight = weight
 
     def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm | None = None,
-        residual: torch.Tensor | None = None,
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None,
         gated: bool = False,
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """Return `gate(norm(x + residual) @ weight.T + bias)`, and the sum `x + residual`; see `Weight.multiply`.
 
         Without a norm x is multiplied as it is, and residual is returned as it is. The gate is SwiGLU's (Shazeer 2020,
@@ -55,14 +52,9 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several projections of one input as one product; see `MatrixShard` and `make_weight` for the arguments."""
 
     def __init__(
-        self,
-        in_features: int,
-        outputs: dict[str | None, Shard],
-        bias: bool = False,
-        *,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-    ) -> None:
+        self, in_features: int, outputs: dict[str | None, Shard], bias: bool = False,
+        *, quant_config: QuantizationConfig | None = None, prefix: str = "",
+    ) -> None:  # fmt: skip
         super().__init__(make_weight(quant_config, prefix, MatrixShard(outputs, Shard.whole(in_features)), bias))
 
 
@@ -80,16 +72,9 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     """The projections to queries, keys and values of this rank's heads."""
 
     def __init__(
-        self,
-        in_features: int,
-        head_dim: int,
-        heads: Shard,
-        kv_heads: Shard,
-        bias: bool,
-        *,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-    ) -> None:
+        self, in_features: int, head_dim: int, heads: Shard, kv_heads: Shard, bias: bool,
+        *, quant_config: QuantizationConfig | None = None, prefix: str = "",
+    ) -> None:  # fmt: skip
         q, kv = heads.times(head_dim), kv_heads.times(head_dim)
         super().__init__(in_features, {"q": q, "k": kv, "v": kv}, bias, quant_config=quant_config, prefix=prefix)
 
@@ -98,14 +83,9 @@ class RowParallelLinear(nn.Module):
     """The last projection of a branch, whose inputs are divided among the ranks: its product is a part of a sum."""
 
     def __init__(
-        self,
-        inputs: Shard,
-        out_features: int,
-        bias: bool = False,
-        *,
-        quant_config: QuantizationConfig | None = None,
-        prefix: str = "",
-    ) -> None:
+        self, inputs: Shard, out_features: int, bias: bool = False,
+        *, quant_config: QuantizationConfig | None = None, prefix: str = "",
+    ) -> None:  # fmt: skip
         super().__init__()
         self.inputs = inputs
         self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs), bias)

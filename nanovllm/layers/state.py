@@ -1,4 +1,7 @@
-"""The base class of layers that keep a state of fixed size of each sequence, instead of keys and values."""
+"""The base class of layers that keep a state of fixed size of each sequence, instead of keys and values.
+
+All begin with a short convolution.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,40 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import State
 from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import RowParallelLinear
-from nanovllm.quantization.weight import Stream
+from nanovllm.parallel.shard import Shard
+from nanovllm.quantization.weight import MatrixShard, Stream
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.mixers.states import StatePool
+    from nanovllm.kernels.mixers.states import ConvState, StatePool
+
+
+class ConvFilters(LoadableModule):
+    """The filters of a convolution of each channel: weight, [channels of this rank, 1, width], and maybe a bias."""
+
+    def __init__(self, parts: Mapping[str | None, Shard], width: int, has_bias: bool = False) -> None:
+        super().__init__()
+        self.shard = MatrixShard(parts, Shard.whole(width))
+        self.channels, self.width = self.shard.size
+        self.weight = nn.Parameter(torch.empty(self.channels, 1, width), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(self.channels), requires_grad=False) if has_bias else None
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        slices = {
+            WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
+            for part, channels, region in self.shard.split(self.weight.data)
+        }
+        if self.bias is not None:
+            for part, channels, region in self.shard.split(self.bias.data):
+                slices[WeightTarget(f"{name}.bias", part)] = WeightSlice.of((channels,), region)
+        return slices
 
 
 class StateLayer(nn.Module, ABC):
@@ -27,30 +55,30 @@ class StateLayer(nn.Module, ABC):
         num_drafts: of a row of the engine, at most.
         kept_size: elements that the recurrence reads of a token.
         kept: in engines with drafts, [num_slots + 1, 2 * (1 + num_drafts), kept_size]; see `StateRows`.
+        conv1d: filters of the convolution.
+        conv: where its inputs are kept, between `bind` and `unbind`.
         o_proj: the last product.
     """
 
     slice_size = 1
     num_drafts = kept_size = 0
     kept: torch.Tensor | None = None
+    conv1d: ConvFilters
+    conv: ConvState
     o_proj: RowParallelLinear
 
-    @abstractmethod
     def state_spec(self, dtype: torch.dtype) -> State:
         """Return what the layer keeps of each sequence; dtype: of the activations."""
+        return State({"conv": ((self.conv1d.width + self.num_drafts, self.conv1d.channels), dtype)})
 
     @abstractmethod
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
         """Mix the tokens of `norm(x + residual)`; return the input of `o_proj`, and the residual that it adds to."""
 
     def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm | None,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None, positions: torch.Tensor,
         rows: torch.Tensor | None,
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
         out, residual = self.mix(x, norm, residual)
         if rows is not None:
@@ -67,10 +95,14 @@ class StateLayer(nn.Module, ABC):
         """
         if pool.elements.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
             raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
+        from nanovllm.kernels.mixers.states import ConvState  # noqa: PLC0415
 
-    @abstractmethod
+        filters = self.conv1d
+        self.conv = ConvState(pool.view(filters.weight.dtype), places["conv"], filters.width + self.num_drafts)
+
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
+        del self.conv
 
     def keep_tokens(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate `kept`, if it is needed; dtype: of the activations."""

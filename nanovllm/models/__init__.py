@@ -35,14 +35,9 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def load_model(
-    model_config: ModelConfig,
-    communicator: Communicator,
-    config: Config,
-    folder: str,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> CausalLM:
+    model_config: ModelConfig, communicator: Communicator, config: Config, folder: str, max_model_len: int,
+    dtype: torch.dtype, device: torch.device,
+) -> CausalLM:  # fmt: skip
     """Make this rank's shard of a model for `max_model_len` positions, and load it as `config.load_format` says.
 
     Raises:

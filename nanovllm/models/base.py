@@ -121,12 +121,8 @@ class CausalLM(WeightedModel):
         return states
 
     def forward_tapped(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor | None,
-        layer_ids: Collection[int],
-    ) -> tuple[Stream, dict[int, torch.Tensor]]:
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, layer_ids: Collection[int],
+    ) -> tuple[Stream, dict[int, torch.Tensor]]:  # fmt: skip
         """Return what `forward` does, and inputs of layers, [num_tokens, hidden_size], by layer, of all tokens.
 
         Only native decoders have them.

@@ -35,12 +35,9 @@ if TYPE_CHECKING:
     from nanovllm.configs.model import LayerConfig, ModelConfig
     from nanovllm.configs.rope import RopeConfig
     from nanovllm.layers.fused_experts import SparseMLP
-    from nanovllm.layers.gated_delta_net import GatedDeltaNet
-    from nanovllm.layers.mamba import Mamba
-    from nanovllm.layers.short_conv import ShortConv
+    from nanovllm.layers.state import StateLayer
 
-    StateMixer: TypeAlias = GatedDeltaNet | Mamba | ShortConv
-    Mixer: TypeAlias = "SelfAttention | StateMixer | ParallelMixer"
+    Mixer: TypeAlias = "SelfAttention | StateLayer | ParallelMixer"
     FeedForward: TypeAlias = "MLP | Relu2MLP | SparseMLP"
 
 
@@ -129,7 +126,7 @@ class SelfAttention(nn.Module):
 class ParallelMixer(nn.Module):
     """Attention and a layer with a state, of the same input (Hymba, arXiv:2411.13676); their outputs are added up."""
 
-    def __init__(self, attention: SelfAttention, mamba: StateMixer) -> None:
+    def __init__(self, attention: SelfAttention, mamba: StateLayer) -> None:
         super().__init__()
         self.attention, self.mamba = attention, mamba
 
@@ -368,17 +365,13 @@ def _make_mixer(
     return attention if mixer is None else ParallelMixer(attention, mixer)
 
 
-def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateMixer:
-    if config.delta_net is not None:
-        from nanovllm.layers.gated_delta_net import GatedDeltaNet  # noqa: PLC0415
+def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateLayer:
+    from nanovllm.layers.mixers import GatedDeltaNet, Mamba, ShortConv  # noqa: PLC0415
 
+    if config.delta_net is not None:
         return GatedDeltaNet(config, shard, f"{prefix}.linear_attn")
     if config.mamba is not None:
-        from nanovllm.layers.mamba import Mamba  # noqa: PLC0415
-
         return Mamba(config, shard, f"{prefix}.{'mixer' if config.architecture.has_single_blocks else 'mamba'}")
-    from nanovllm.layers.short_conv import ShortConv  # noqa: PLC0415
-
     return ShortConv(config, shard, f"{prefix}.conv")
 
 

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nanovllm.kernels.gates import silu_and_mul_ref
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.kernels.rms_norm import rms_norm, rms_norm_ref
-from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding

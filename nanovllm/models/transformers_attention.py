@@ -105,18 +105,11 @@ def noise_of(indices: torch.Tensor, num_tokens: int) -> Callable[..., torch.Tens
 
 
 def _attend(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    *, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: torch.Tensor | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute attention for `module`, with transformers' interface of attention functions."""
     probe = _probe.get()
     if probe is None:

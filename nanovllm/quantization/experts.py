@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from nanovllm.kernels.moe.fused_experts import ExpertsMatrices
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.four_bits import FourBitValues
 from nanovllm.quantization.fp8 import Fp8Values
+from nanovllm.quantization.quantized import QuantizedMatrix
 from nanovllm.quantization.weight import MatrixShard
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
@@ -71,7 +71,7 @@ class ExpertsWeight(ExpertsTensors):
 
     @property
     @abstractmethod
-    def matrices(self) -> ExpertsMatrices:
+    def matrix(self) -> ExpertsMatrices:
         """The experts' matrices as the kernels take them."""
 
 
@@ -145,7 +145,7 @@ class DenseExpertsWeight(ExpertsWeight):
 
     @property
     @override
-    def matrices(self) -> torch.Tensor:
+    def matrix(self) -> torch.Tensor:
         return self.values
 
     @override
@@ -156,47 +156,26 @@ class DenseExpertsWeight(ExpertsWeight):
         return {target._replace(param=f"{target.param}.weight"): WeightSlice.of((outputs, self.shard.inputs), region)}
 
 
-class Fp8ExpertsWeight(Fp8Values, ExpertsWeight):
+class QuantizedExpertsWeight(QuantizedMatrix, ExpertsWeight):
+    """Values and scales."""
+
+    def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
+        super().__init__(shard, config, (experts.size,))
+        self.experts = experts
+
+    @override
+    def projection_slices(
+        self, target: WeightTarget, outputs: Shard, place: int, start: int
+    ) -> dict[WeightTarget, WeightSlice]:
+        return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
+
+
+class Fp8ExpertsWeight(QuantizedExpertsWeight, Fp8Values):
     """Values in e4m3."""
 
-    def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
-        super().__init__(shard, config, (experts.size,))
-        self.experts = experts
 
-    @property
-    @override
-    def matrices(self) -> ExpertsMatrices:
-        return self.matrix
-
-    @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
-        return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
-
-
-class FourBitExpertsWeight(FourBitValues, ExpertsWeight):
+class FourBitExpertsWeight(QuantizedExpertsWeight, FourBitValues):
     """Values in four bits."""
-
-    def __init__(self, experts: Shard, shard: MatrixShard, config: QuantizationConfig) -> None:
-        super().__init__(shard, config, (experts.size,))
-        self.experts = experts
-
-    @property
-    @override
-    def kernel_rows(self) -> Collection[int]:
-        return self.policy.four_bit_rows
-
-    @property
-    @override
-    def matrices(self) -> ExpertsMatrices:
-        return self.matrix
-
-    @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
-        return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
 
 
 def make_experts_weight(
@@ -206,16 +185,14 @@ def make_experts_weight(
 
     alternates: see `ExpertsTensors`.
     """
-    weight = _make(quant_config, prefix, experts, shard)
-    weight.alternates = alternates
-    return weight
-
-
-def _make(quant_config: QuantizationConfig | None, prefix: str, experts: Shard, shard: MatrixShard) -> ExpertsWeight:
     # A checkpoint has the modules of each expert; where one is stored as it is and another is not, scales are missing.
     parent, _, name = prefix.rpartition(".")
+    weight: ExpertsWeight
     if quant_config is None or quant_config.ignores(f"{parent}.0.{name}", shard.outputs):
-        return DenseExpertsWeight(experts, shard)
-    if quant_config.four_bits is not None:
-        return FourBitExpertsWeight(experts, shard, quant_config)
-    return Fp8ExpertsWeight(experts, shard, quant_config)
+        weight = DenseExpertsWeight(experts, shard)
+    elif quant_config.four_bits is not None:
+        weight = FourBitExpertsWeight(experts, shard, quant_config)
+    else:
+        weight = Fp8ExpertsWeight(experts, shard, quant_config)
+    weight.alternates = alternates
+    return weight

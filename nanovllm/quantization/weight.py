@@ -17,6 +17,7 @@ from nanovllm.parallel.shard import Shard
 from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
+    from nanovllm.kernels.linear.norm_linear import WeightMatrix
     from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
     from nanovllm.kernels.rms_norm import Norm
 
@@ -58,10 +59,10 @@ class Weight(LoadableModule, ABC):
     shard: MatrixShard
     bias: nn.Parameter | None
 
-    def allocate_bias(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the bias, if there is one."""
-        if self.bias is not None:
-            self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
+    @property
+    @abstractmethod
+    def matrix(self) -> WeightMatrix:
+        """The matrix as the kernels take it."""
 
     def bias_slices(self, layer: str) -> dict[WeightTarget, WeightSlice]:
         """Return this rank's slices of the bias; of ranks that divide inputs the first one has it, others zeros."""
@@ -72,7 +73,6 @@ class Weight(LoadableModule, ABC):
                 slices[WeightTarget(f"{layer}.bias", part)] = replace(WeightSlice.of((outputs,), region), factor=factor)
         return slices
 
-    @abstractmethod
     def multiply(
         self, x: Rows, norm: Norm | None = None, residual: torch.Tensor | None = None, gated: bool = False
     ) -> Stream:
@@ -85,17 +85,21 @@ class Weight(LoadableModule, ABC):
             residual: [num_rows, inputs], or None for zero; only with a norm.
             gated: return SiLU of the first half of the outputs times the second, [num_rows, outputs / 2].
         """
+        assert isinstance(x, torch.Tensor)
+        return ops.norm_linear(x, self.matrix, self.bias, norm, residual, gated, policy=self.policy)
 
     def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
         """Return the last outputs of `multiply` alone, [num_rows, num_outputs]; rows may have a stride."""
         return self.multiply(x)[0][:, -num_outputs:]
 
-    @abstractmethod
     def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
         """Return the x and the residual of the norm that follows: their sum is `multiply(x) + residual`.
 
         x: [num_rows, inputs], contiguous, or in e4m3; residual: [num_rows, outputs]; may be overwritten.
         """
+        if self.bias is not None:
+            return self.multiply(x)[0], residual
+        return ops.linear_into(x, self.matrix, residual, self.policy)
 
     def row_rounding(self, num_rows: int, dtype: torch.dtype) -> Rounding | None:
         """Return how `multiply` rounds rows of a dtype to e4m3 before the product; None if it does not."""
@@ -124,6 +128,11 @@ class DenseWeight(Weight):
         self.values = nn.Parameter(torch.empty(shard.size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False) if has_bias else None
 
+    @property
+    @override
+    def matrix(self) -> torch.Tensor:
+        return self.values
+
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         layer, shard = name.rpartition(".")[0], self.shard
@@ -148,20 +157,6 @@ class DenseWeight(Weight):
         return self.policy.dense_tokens
 
     @override
-    def multiply(
-        self, x: Rows, norm: Norm | None = None, residual: torch.Tensor | None = None, gated: bool = False
-    ) -> Stream:
-        assert isinstance(x, torch.Tensor)
-        return ops.norm_linear(x, self.values, self.bias, norm, residual, gated, policy=self.policy)
-
-    @override
     def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
         bias = None if self.bias is None else self.bias[-num_outputs:]
         return ops.norm_linear(x, self.values[-num_outputs:], bias, policy=self.policy)[0]
-
-    @override
-    def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
-        assert isinstance(x, torch.Tensor)
-        if self.bias is not None:
-            return self.multiply(x)[0], residual
-        return ops.linear_into(x, self.values, residual, self.policy)

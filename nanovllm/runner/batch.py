@@ -8,7 +8,7 @@ without changes sends nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -168,16 +168,10 @@ _NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArray
 
 
 def make_prompt_arrays(
-    chunks: list[Chunk],
-    num_tokens: int,
-    num_chunks: int,
-    block_tables: np.ndarray,
-    padding_slot: int,
-    block_size: int,
-    states: StateSizes,
-    *,
-    has_drafts: bool = False,
-) -> PromptArrays:
+    chunks: list[Chunk], num_tokens: int, num_chunks: int, block_tables: np.ndarray, padding_slot: int,
+    block_size: int, states: StateSizes,
+    *, has_drafts: bool = False,
+) -> PromptArrays:  # fmt: skip
     """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
 
     block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host.
@@ -337,18 +331,10 @@ class BatchBuilder:
     """
 
     def __init__(
-        self,
-        num_slots: int,
-        max_blocks: int,
-        block_size: int,
-        max_num_batched_tokens: int,
-        backend: AttentionBackend,
+        self, num_slots: int, max_blocks: int, block_size: int, max_num_batched_tokens: int, backend: AttentionBackend,
         device: torch.device,
-        *,
-        num_groups: int,
-        num_state_blocks: int = 0,
-        num_drafts: int = 0,
-    ) -> None:
+        *, num_groups: int, num_state_blocks: int = 0, num_drafts: int = 0,
+    ) -> None:  # fmt: skip
         self.block_size, self.num_drafts = block_size, num_drafts
         self._states = StateSizes(num_state_blocks, block_size)
         self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device, num_drafts)
@@ -380,13 +366,9 @@ class BatchBuilder:
         return StepShape(len(rows), batch.num_chunk_tokens, len(batch.chunks), variant, num_drafts, batch.drafts), array
 
     def send(
-        self,
-        batch: ScheduledBatch,
-        shape: StepShape,
-        plan: np.ndarray = NO_ROWS.slots,
-        *,
-        is_capture_size: bool = False,
-    ) -> DeviceStep:
+        self, batch: ScheduledBatch, shape: StepShape, plan: np.ndarray = NO_ROWS.slots,
+        *, is_capture_size: bool = False,
+    ) -> DeviceStep:  # fmt: skip
         """Update the host's copy of the slots and send changes to the device, padded to `shape`.
 
         Equal shapes get their tensors at equal addresses, as CUDA graphs need; `plan` is from the method `plan`.
@@ -451,13 +433,13 @@ class BatchBuilder:
         metadata = self._metadata(step, decodes)
         if self._states.num_blocks:
             metadata.states = self._state_metadata(slots, is_new, decodes, prompts)
-        token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
+        inputs = StepInputs(
+            decodes.token_ids, decodes.positions, metadata, None, slots,
+            SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index), is_new,
+            self._token_slots(slots, is_new, step) if self.num_drafts else None, prompts.successors, shape.drafts,
+        )  # fmt: skip
         if not shape.num_chunks:
-            sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
-            return StepInputs(
-                decodes.token_ids, decodes.positions, metadata, None, slots, sampling, is_new,
-                token_slots, prompts.successors, shape.drafts,
-            )  # fmt: skip
+            return inputs
         positions = torch.cat((decodes.positions, prompts.positions))
         decode_indices = torch.arange(num_row_tokens, device=slots.device)
         sample_indices = torch.cat((decode_indices, prompts.sample_indices + num_row_tokens))
@@ -467,19 +449,14 @@ class BatchBuilder:
         if shape.num_drafts:
             per_row = slots.long().repeat_interleave(1 + shape.num_drafts, output_size=num_row_tokens)
             index = torch.cat((per_row, prompts.sample_slots.long()))
-        return StepInputs(
+        output_index = positions[sample_indices] + 1 - state.num_prompt[index]
+        return replace(
+            inputs,
             token_ids=torch.cat((decodes.token_ids, prompts.token_ids)),
             positions=positions,
-            metadata=metadata,
             sample_indices=sample_indices,
             sample_slots=sample_slots,
-            sampling=SamplingInputs(
-                state.temperature[index], state.seed[index], positions[sample_indices] + 1 - state.num_prompt[index]
-            ),
-            is_new=is_new,
-            token_slots=token_slots,
-            successors=prompts.successors,
-            drafts=shape.drafts,
+            sampling=SamplingInputs(state.temperature[index], state.seed[index], output_index),
         )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:

@@ -106,13 +106,9 @@ class CaptureSizes:
     """
 
     def __init__(
-        self,
-        shapes: list[StepShape],
-        variants: Sequence[CaptureVariant] = (),
-        attention_rows: Collection[int] = (),
-        weight_rows: Collection[int] = (),
-        weight_tokens: Collection[int] = (),
-    ) -> None:
+        self, shapes: list[StepShape], variants: Sequence[CaptureVariant] = (), attention_rows: Collection[int] = (),
+        weight_rows: Collection[int] = (), weight_tokens: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self._variants = variants
         self._attention_rows = sorted(attention_rows)
         self._all_rows = sorted({*attention_rows, *weight_rows})

@@ -17,17 +17,12 @@ from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.state import StateLayer
 from nanovllm.runner.host_blocks import BlockCopies
-from nanovllm.runner.messages import CacheKind, FullCache, ScheduledBatch, StateCache, WindowCache
+from nanovllm.runner.messages import ScheduledBatch, StateCache
 
 _INTERVAL = 16
 """Blocks of a prompt from one kept state to the next."""
 _SMALL_STATE = 0.1
 """States of less than this fraction of a block are kept at every block end."""
-
-
-def window_kind(window: int | None) -> CacheKind:
-    """Return the engine's view of layers that see `window` tokens, or all."""
-    return FullCache() if window is None else WindowCache(window)
 
 
 def state_kind(num_bytes: int, block_bytes: int) -> StateCache:
@@ -99,18 +94,10 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        layers: Sequence[CachedAttention],
-        specs: Sequence[Paged],
-        groups: Sequence[KVCacheGroup],
-        backend: AttentionBackend,
-        num_clipped: torch.Tensor,
-        *,
-        num_blocks: int,
-        block_size: int,
-        state_layers: Sequence[StateLayer] = (),
-        layout: StateLayout = NO_STATES,
-    ) -> None:
+        self, layers: Sequence[CachedAttention], specs: Sequence[Paged], groups: Sequence[KVCacheGroup],
+        backend: AttentionBackend, num_clipped: torch.Tensor,
+        *, num_blocks: int, block_size: int, state_layers: Sequence[StateLayer] = (), layout: StateLayout = NO_STATES,
+    ) -> None:  # fmt: skip
         self._layers: list[CachedAttention | StateLayer] = [*layers, *state_layers]
         self._device = num_clipped.device
         self.copies: BlockCopies | None = None

@@ -31,18 +31,10 @@ def free_memory(device: torch.device) -> int:
 
 
 def num_cache_blocks(
-    config: Config,
-    device: torch.device,
-    communicator: Communicator,
-    *,
-    free_before: int,
-    num_groups: int,
-    num_state_blocks: int,
-    block_bytes: int,
-    most_blocks: int,
-    run_step: Callable[[], object],
-    extra_bytes: int,
-) -> int:
+    config: Config, device: torch.device, communicator: Communicator,
+    *, free_before: int, num_groups: int, num_state_blocks: int, block_bytes: int, most_blocks: int,
+    run_step: Callable[[], object], extra_bytes: int,
+) -> int:  # fmt: skip
     """Return the number of blocks of the KV cache, equal on all ranks.
 
     Args:

@@ -36,15 +36,10 @@ class NewRequest:
 
 
 @dataclass(frozen=True)
-class FullCache:
-    """Layers that keep the keys and values of all tokens."""
+class PagedCache:
+    """Layers that keep keys and values of all tokens, or see at most the last `window`, the query's own included."""
 
-
-@dataclass(frozen=True)
-class WindowCache:
-    """Layers that see at most the last `window` tokens, the query's own included."""
-
-    window: int
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class StateCache:
     interval: int
 
 
-CacheKind = FullCache | WindowCache | StateCache
+CacheKind = PagedCache | StateCache
 """Cache contents of the layers in one group: all that the engine knows of them."""
 
 

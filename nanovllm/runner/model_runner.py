@@ -35,9 +35,9 @@ from nanovllm.quantization.weight import Stream
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes, max_draft_rows
 from nanovllm.runner.drafter import Drafter, HeadDrafter, NgramDrafter
-from nanovllm.runner.kv_cache import KVCache, block_bytes, state_kind, window_kind
+from nanovllm.runner.kv_cache import KVCache, block_bytes, state_kind
 from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
-from nanovllm.runner.messages import NO_DRAFTS, CacheKind, DraftCosts, HostMemory, Rows, ScheduledBatch
+from nanovllm.runner.messages import NO_DRAFTS, CacheKind, DraftCosts, HostMemory, PagedCache, Rows, ScheduledBatch
 from nanovllm.runner.step_outputs import OutputBuffers, PendingStep, prompt_outputs
 from nanovllm.runner.swap_space import keep_blocks, make_swap_space
 from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sampler
@@ -167,7 +167,7 @@ class ModelRunner:
 
     def _make_kinds(self) -> list[CacheKind]:
         """Return the kind of each group of the cache: groups of attention layers, then the states, if any."""
-        kinds = [window_kind(group.window) for group in self.kv_groups]
+        kinds: list[CacheKind] = [PagedCache(group.window) for group in self.kv_groups]
         self.num_state_blocks = 0
         self.state_layout = StateLayout.of([layer.state_spec(self.dtype) for layer in self.model.state_layers])
         if self.model.state_layers:

@@ -145,15 +145,11 @@ class PendingStep:
             token_ids = self._without_padding(values)
             num_padding = shape.num_decodes - rows
             logprob_rows = [row if row < rows else row - num_padding for row in self.logprob_rows]
+        prompts = [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.prompt_outputs]
         return StepOutput(
-            token_ids,
-            logprob_rows,
-            logprobs,
-            [item.numpy() if isinstance(item, torch.Tensor) else _numpy(item) for item in self.prompt_outputs],
-            0 if self.num_clipped is None else int(self.num_clipped),
-            offsets,
-            self._without_padding(ready) if len(ready) else None,
-        )
+            token_ids, logprob_rows, logprobs, prompts, 0 if self.num_clipped is None else int(self.num_clipped),
+            offsets, self._without_padding(ready) if len(ready) else None,
+        )  # fmt: skip
 
     def _without_padding(self, values: np.ndarray) -> np.ndarray:
         """Return a copy of the values of decode rows, one each, and of the chunks that are sampled."""
@@ -185,12 +181,9 @@ class OutputBuffers:
         self._turn = 0
 
     def copy(
-        self,
-        step: DeviceStep,
-        logprobs: DeviceLogprobs | None,
-        prompts: list[DeviceLogprobs | torch.Tensor],
+        self, step: DeviceStep, logprobs: DeviceLogprobs | None, prompts: list[DeviceLogprobs | torch.Tensor],
         num_clipped: torch.Tensor | None,
-    ) -> PendingStep:
+    ) -> PendingStep:  # fmt: skip
         """Queue the copies of the results of the last queued step; see `PendingStep` for the arguments."""
         shape, num_samples = step.shape, sum(chunk.samples for chunk in step.batch.chunks)
         sampled = self._sampled[: shape.num_decodes + num_samples]
@@ -205,16 +198,11 @@ class OutputBuffers:
         else:
             buffer = sampled.clone()
         pending = PendingStep(
-            shape,
-            len(step.batch.rows),
-            num_samples,
-            buffer,
-            None,
-            [] if step.extra is None else step.extra.logprob_rows,
-            None if logprobs is None else _copy(logprobs),
+            shape, len(step.batch.rows), num_samples, buffer, None,
+            [] if step.extra is None else step.extra.logprob_rows, None if logprobs is None else _copy(logprobs),
             [to_host(item) if isinstance(item, torch.Tensor) else _copy(item) for item in prompts],
             None if num_clipped is None else to_host(num_clipped),
-        )
+        )  # fmt: skip
         if sampled.is_cuda:
             pending.copied = torch.cuda.Event()
             pending.copied.record()

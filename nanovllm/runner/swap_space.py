@@ -12,7 +12,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies, HostBlocks
 from nanovllm.runner.kv_cache import KVCache
 from nanovllm.runner.memory import prompt_batch
-from nanovllm.runner.messages import CacheKind, HostMemory, ScheduledBatch, WindowCache
+from nanovllm.runner.messages import CacheKind, HostMemory, PagedCache, ScheduledBatch
 
 _GIB = 2**30
 _LINK_BYTES = 32 * 2**20
@@ -28,12 +28,9 @@ _LAUNCH_BOUND_GAIN = 1.25
 
 
 def make_swap_space(
-    config: Config,
-    communicator: Communicator,
-    current_cache: Callable[[], KVCache],
-    cache_kinds: list[CacheKind],
+    config: Config, communicator: Communicator, current_cache: Callable[[], KVCache], cache_kinds: list[CacheKind],
     run_step: Callable[[ScheduledBatch], None],
-) -> HostMemory:
+) -> HostMemory:  # fmt: skip
     """Keep a cache's blocks in host memory until it is unbound; takes some 0.2 s.
 
     Args:
@@ -46,7 +43,7 @@ def make_swap_space(
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.
     """
     kind = cache_kinds[0]
-    if isinstance(kind, WindowCache):
+    if isinstance(kind, PagedCache) and kind.window is not None:
         raise ValueError(
             f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kind.window} "
             "tokens), and such a model's blocks are not kept in the host's memory"
@@ -76,7 +73,7 @@ def make_swap_space(
     if page.is_cuda:
         seconds(num_tokens)
     tokens_per_second = _prompt_rate(seconds, num_tokens, most_tokens if page.is_cuda else num_tokens)
-    bytes_per_second = _link_rate(page)
+    link_rate = _link_rate(page)
     keep_blocks(kv_cache, num_slots)
 
     def num_ready_slots() -> int:
@@ -88,13 +85,7 @@ def make_swap_space(
         return copies is not None and copies.host.has_all_slots
 
     return HostMemory(
-        num_slots,
-        num_ready_slots,
-        has_all_slots,
-        block_bytes,
-        bytes_per_second=bytes_per_second,
-        tokens_per_second=tokens_per_second,
-        step_seconds=step_seconds,
+        num_slots, num_ready_slots, has_all_slots, block_bytes, link_rate, tokens_per_second, step_seconds
     )
 
 

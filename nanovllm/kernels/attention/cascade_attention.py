@@ -128,13 +128,9 @@ def _cascade_kernel(
 
 
 def cascade_attention(
-    query: torch.Tensor,
-    pages: KVPages,
-    block_tables: torch.Tensor,
-    plan: CascadePlan,
-    scale: float,
+    query: torch.Tensor, pages: KVPages, block_tables: torch.Tensor, plan: CascadePlan, scale: float,
     options: AttentionOptions = PLAIN,
-) -> None:
+) -> None:  # fmt: skip
     """Compute attention of decode rows over their shared prefixes, into the plan's outputs.
 
     Arguments: see `decode_attention`, with keys and values of equal size and options without a window. Sinks

@@ -69,11 +69,11 @@ def split_contexts_ref(
 
 
 @jit
-def _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs, HAS_PREFIX: tl.constexpr):
+def _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs):
     """Return the tokens of contexts that are in tiles."""
     mask = seqs < num_seqs
     old = tl.load(seq_lens_ptr + seqs, mask=mask, other=1) - 1
-    if HAS_PREFIX:
+    if prefix_lens_ptr is not None:
         old -= tl.load(prefix_lens_ptr + seqs, mask=mask, other=0)
     return old
 
@@ -81,17 +81,17 @@ def _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs, HAS_PREFIX: tl.cons
 @jit(do_not_specialize=["num_seqs", "shares", "num_splits"], unaligned=["seq_lens_ptr", "prefix_lens_ptr"])
 def _split_contexts_kernel(
     seq_lens_ptr, prefix_lens_ptr, splits_ptr, of_seqs_ptr, num_seqs, shares, num_splits,
-    TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     offsets, own = tl.arange(0, CHUNK), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_own = own < num_seqs
     wait_for_previous(PDL)
-    own_old = _load_old(seq_lens_ptr, prefix_lens_ptr, own, num_seqs, HAS_PREFIX)
+    own_old = _load_old(seq_lens_ptr, prefix_lens_ptr, own, num_seqs)
     own_tiles = tl.cdiv(own_old, TILE)
     num_tiles = 0
     for chunk in range(0, num_seqs, CHUNK):
         seqs = chunk + offsets
-        old = _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs, HAS_PREFIX)
+        old = _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs)
         num_tiles += tl.sum(tl.where(seqs < num_seqs, tl.maximum(tl.cdiv(old, TILE), 1), 0), axis=0)
     longest = tl.cdiv(num_tiles, shares)
     own_counts = tl.where(is_own, tl.cdiv(tl.maximum(own_tiles, 1), longest), 0)
@@ -101,7 +101,7 @@ def _split_contexts_kernel(
     num_used = 0
     for chunk in range(0, num_seqs, CHUNK):
         seqs = chunk + offsets
-        old = _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs, HAS_PREFIX)
+        old = _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs)
         counts = tl.cdiv(tl.maximum(tl.cdiv(old, TILE), 1), longest)
         sizes = (old // counts)[None, :]
         counts = tl.where(seqs < num_seqs, counts, 0)
@@ -141,7 +141,7 @@ def split_contexts(
     splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
     _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
         seq_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
-        TILE=tile, CHUNK=_CHUNK, BLOCK=_BLOCK, HAS_PREFIX=prefix_lens is not None, **pdl_options(seq_lens.device),
+        TILE=tile, CHUNK=_CHUNK, BLOCK=_BLOCK, **pdl_options(seq_lens.device),
     )  # fmt: skip
     return ContextSplits(splits, of_seqs)
 
@@ -194,12 +194,9 @@ def _merge_splits_kernel(
 
 
 def merge_splits(
-    out: HeadOutputs,
-    partial: tuple[torch.Tensor, torch.Tensor],
-    of_seqs: torch.Tensor,
-    dtype: torch.dtype,
+    out: HeadOutputs, partial: tuple[torch.Tensor, torch.Tensor], of_seqs: torch.Tensor, dtype: torch.dtype,
     num_queries: int = 1,
-) -> None:
+) -> None:  # fmt: skip
     """Merge the outputs of contexts with several splits into `out`; rows of other contexts are left unchanged.
 
     `partial`: see `DecodePlan`; `of_seqs`: see `ContextSplits`, written before the kernel queued last (see
@@ -236,17 +233,9 @@ class DecodePlan:
 
 
 def plan_decode(
-    seq_lens: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    value_dim: int,
-    tile: int,
-    shares: int,
-    *,
-    shared: CascadeGroups | None = None,
-    window: int | None = None,
-    num_queries: int = 1,
-) -> DecodePlan:
+    seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, value_dim: int, tile: int, shares: int,
+    *, shared: CascadeGroups | None = None, window: int | None = None, num_queries: int = 1,
+) -> DecodePlan:  # fmt: skip
     """Plan the attention of one step for all layers that attend alike.
 
     Args:
@@ -413,14 +402,9 @@ def _decode_kernel(
 
 
 def decode_attention(
-    query: torch.Tensor,
-    pages: KVPages,
-    out: HeadOutputs,
-    block_tables: torch.Tensor,
-    plan: DecodePlan,
-    scale: float,
+    query: torch.Tensor, pages: KVPages, out: HeadOutputs, block_tables: torch.Tensor, plan: DecodePlan, scale: float,
     options: AttentionOptions = PLAIN,
-) -> None:
+) -> None:  # fmt: skip
     """Compute attention of the last tokens of each sequence over its whole context, into `out`.
 
     query: [num_seqs * num_queries, num_heads, key_dim], rows contiguous, a sequence's in order; if it has fewer new

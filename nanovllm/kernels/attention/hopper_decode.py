@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._gluon import barrier, descriptor, gl, gluon, kernel, mbarrier, mma_v2, round_heads, tma_load
-from nanovllm.kernels._triton import device_limits, gdc_launch_dependents, gdc_wait
+from nanovllm.kernels._triton import device_limits, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, merge_splits
 from nanovllm.kernels.attention.online_softmax import LOG2E
@@ -544,8 +544,7 @@ def _hopper_decode_kernel(
     scale *= k_scale
     if PROJECTED:
         constants = _load_constants((q_norm_ptr, k_norm_ptr), cos_sin_ptr, old_len, dims, HALF, HAS_NORM)
-    gdc_wait()
-    gdc_launch_dependents()
+    wait_for_previous(True)
 
     row_ptr = x_ptr + seq * ((GROUP + (2 if PROJECTED else 0)) * KV_HEADS * HEAD_DIM)
     place = (gl.maximum(kv_slot, 0).to(gl.int64) * KV_HEADS + head) * HEAD_DIM
@@ -588,16 +587,10 @@ def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def hopper_decode_attention(
-    x: torch.Tensor,
-    pages: KVPages,
-    out: HeadOutputs,
-    block_tables: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    plan: DecodePlan,
-    scale: float,
-    *,
-    rope: NormRope | None = None,
-) -> None:
+    x: torch.Tensor, pages: KVPages, out: HeadOutputs, block_tables: torch.Tensor, slot_mapping: torch.Tensor,
+    plan: DecodePlan, scale: float,
+    *, rope: NormRope | None = None,
+) -> None:  # fmt: skip
     """Compute `decode_attention` for two-byte elements and tiles of TILE tokens, with keys and values of equal size.
 
     All inputs but x and the contents of the new tokens' KV slots must be written before the kernel queued last (see

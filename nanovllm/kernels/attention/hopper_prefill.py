@@ -13,8 +13,6 @@ import torch
 from nanovllm.kernels._gluon import (
     descriptor,
     fence_async_shared,
-    gdc_launch_dependents,
-    gdc_wait,
     gl,
     gluon,
     kernel,
@@ -25,6 +23,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from nanovllm.kernels._triton import wait_for_previous
 from nanovllm.kernels.attention.online_softmax import LOG2E
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, UNALIGNED, ChunkRows
 from nanovllm.kernels.fast_math import exp2
@@ -255,8 +254,7 @@ def _hopper_prefill_kernel(
     keys_full, keys_empty = make_barriers(_STAGES, 2)
     values_full, values_empty = make_barriers(_STAGES, 2)
     ring = (keys, keys_full, keys_empty, values, values_full, values_empty)
-    gdc_wait()
-    gdc_launch_dependents()
+    wait_for_previous(True)
     work = (tiles_ptr, num_tiles, cu_seqlens_q_ptr, seq_lens_ptr)
     shared = (queries, queries_full, queries_empty, ring)
     load_from = (q_desc, k_desc, v_desc, block_tables_ptr, table_stride)

@@ -171,13 +171,9 @@ def _prefill_kernel(
 
 
 def prefill_attention(
-    query: torch.Tensor,
-    pages: KVPages,
-    out: HeadOutputs,
-    chunks: ChunkRows,
-    scale: float,
+    query: torch.Tensor, pages: KVPages, out: HeadOutputs, chunks: ChunkRows, scale: float,
     options: AttentionOptions = PLAIN,
-) -> None:
+) -> None:  # fmt: skip
     """Compute causal attention of the last tokens of each sequence over its whole context, into `out`.
 
     `query`: [num_tokens, num_heads, key_dim], rows contiguous; `scale`: factor of the scores.

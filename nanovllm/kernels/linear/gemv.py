@@ -50,9 +50,7 @@ def scaled_product(
 @jit
 def _gemv_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, out_features,
-    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
     normed_ptr=None, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
@@ -69,18 +67,18 @@ def _gemv_kernel(
         scales = load_scales(scale_ptr, outs, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
         if GATED:
             up_scales = load_scales(scale_ptr, outs + out_features, out_mask, IN, BLOCK_IN, SCALE_OUTS, SCALE_INS)
-    if HAS_NORM:
+    if norm_weight_ptr is not None:
         norm_weight = tl.load(norm_weight_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     # Every intermediate value is rounded as by separate ops.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
         x = round_to(x, dtype)
         if tl.program_id(0) == 0:
             tl.store(total_ptr + ins, x.to(dtype), mask=in_mask)
-    if HAS_NORM:
+    if norm_weight_ptr is not None:
         x = x * rsqrt(tl.sum(x * x, axis=0) / IN + eps) * norm_weight
         x = round_to(x, dtype)
         # Two conditions: `and` would need the pointer where it is None.
@@ -96,7 +94,7 @@ def _gemv_kernel(
             out += scaled_product(weight, x, scales, BLOCK_IN, BLOCK_OUT, SCALE_INS, NATIVE)
     else:
         out = tl.sum(weight.to(tl.float32) * x[None, :], axis=1)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)
     if GATED:
         if SCALE_OUTS:
@@ -139,14 +137,9 @@ def _fp8_tile(in_features: int, gated: bool, has_norm: bool) -> _GemvTile:
 
 
 def gemv(
-    x: torch.Tensor,
-    weight: torch.Tensor | Fp8Matrix,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    normed: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False, normed: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `norm_linear` of one row; gated layers must not have a bias.
 
     `normed`: [1, in_features], or None; filled with the normalised row, if there is a norm.
@@ -158,13 +151,12 @@ def gemv(
     assert residual is None or (norm is not None and residual.is_contiguous())
     out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    norm_weight, eps = norm if norm is not None else Norm(weight, 0.0)
+    norm_weight, eps = norm or (None, 0.0)
     tile = _tile(in_features, gated) if not scaling else _fp8_tile(in_features, gated, norm is not None)
     parts, block_in, block_out, num_warps = tile
     _gemv_kernel[(triton.cdiv(out_features, block_out),)](
         x, residual, norm_weight, weight, bias, out, total, eps, out_features,
-        IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out,
-        HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=num_warps, normed_ptr=normed, PARTS=parts, **pdl_options(x.device), **scaling,
+        IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out, GATED=gated, num_warps=num_warps, normed_ptr=normed,
+        PARTS=parts, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out, total

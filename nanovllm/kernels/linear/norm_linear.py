@@ -14,10 +14,10 @@ from torch.nn import functional
 from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref
 from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits, dequantize_four_bits_ref
+from nanovllm.kernels.gates import silu_and_mul, silu_and_mul_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
 from nanovllm.kernels.policy import FASTEST, MAX_GATED_ROWS, SPLITK_PARTS, KernelPolicy, LinearKernel
 from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm, rms_norm_ref
-from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_ref
 
 WeightMatrix = torch.Tensor | Fp8Matrix | FourBitMatrix
 _CHUNK_WEIGHTS = 2**25
@@ -27,13 +27,9 @@ _CHUNK_UNIT = 128
 
 
 def norm_linear_ref(
-    x: torch.Tensor,
-    weight: WeightMatrix,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: WeightMatrix, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain torch form of `norm_linear` where rows are not rounded to e4m3."""
     total = x
     if norm is not None:
@@ -47,15 +43,10 @@ def norm_linear_ref(
 
 
 def norm_linear(
-    x: torch.Tensor,
-    weight: WeightMatrix,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    *,
-    policy: KernelPolicy = FASTEST,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: WeightMatrix, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False,
+    *, policy: KernelPolicy = FASTEST,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `gate(norm(x + residual) @ weight.T + bias)` and `x + residual`, which may be x itself.
 
     Args:
@@ -197,12 +188,9 @@ def row_rounding(
 
 
 def multiply_rounded(
-    rows: Fp8Rows,
-    weight: Fp8Matrix,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
+    rows: Fp8Rows, weight: Fp8Matrix, bias: torch.Tensor | None = None, gated: bool = False,
     policy: KernelPolicy = FASTEST,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear` without a norm, of rows that are rounded as `row_rounding` says."""
     if policy.fp8_linear(rows.num_rows, rows.dtype, weight) is LinearKernel.SCALED_GEMM:
         from nanovllm.kernels.linear.scaled_gemm import scaled_gemm  # noqa: PLC0415

@@ -14,8 +14,6 @@ import torch
 from nanovllm.kernels._gluon import (
     descriptor,
     fence_async_shared,
-    gdc_launch_dependents,
-    gdc_wait,
     gl,
     gluon,
     halve,
@@ -28,6 +26,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from nanovllm.kernels._triton import wait_for_previous
 from nanovllm.kernels.fast_math import round_to, rsqrt
 from nanovllm.kernels.policy import PERSISTENT_COLUMNS, PERSISTENT_INS, PERSISTENT_ROWS
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
@@ -130,8 +129,7 @@ def _gate(GROUP: gl.constexpr, out_desc, row_tiles, column_tiles, steps, ring, o
 def _persistent_gated_kernel(x_desc, weight_desc, out_desc, row_tiles, column_tiles, steps):
     ring = _make_ring(x_desc, weight_desc)
     outs = gl.allocate_shared_memory(x_desc.dtype, [2, _ROWS // 2, _COLUMNS], out_desc.layout)
-    gdc_wait()
-    gdc_launch_dependents()
+    wait_for_previous(True)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     size = column_tiles * _COLUMNS
@@ -220,8 +218,7 @@ def _persistent_qkv_kernel(
     query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, eps, HEADS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):  # fmt: skip
     ring = _make_ring(x_desc, weight_desc)
-    gdc_wait()
-    gdc_launch_dependents()
+    wait_for_previous(True)
     FIRST: gl.constexpr = 0
     SECOND: gl.constexpr = 1
     work = (num_rows, row_tiles, column_tiles, steps)
@@ -252,14 +249,9 @@ def persistent_gated_gemm(x: torch.Tensor, weight: torch.Tensor, num_programs: i
 
 
 def persistent_qkv_rope_store(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rope: NormRope,
-    positions: torch.Tensor,
-    pages: KVPages,
-    slot_mapping: torch.Tensor,
-    num_programs: int,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, rope: NormRope, positions: torch.Tensor, pages: KVPages,
+    slot_mapping: torch.Tensor, num_programs: int,
+) -> torch.Tensor:  # fmt: skip
     """Compute `qkv_rope_store` of `x @ weight.T` for two-byte elements, an even number of heads of 128, and norms.
 
     x: [num_tokens, hidden_size], contiguous; weight: [(num_heads + 2 * num_kv_heads) * 128, hidden_size].

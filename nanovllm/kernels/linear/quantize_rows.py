@@ -14,8 +14,8 @@ from torch.nn import functional
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import quantize, round_rows
 from nanovllm.kernels.fast_math import round_to, rsqrt
+from nanovllm.kernels.gates import silu_and_mul_ref
 from nanovllm.kernels.rms_norm import Norm, norm_dtype, rms_norm_ref
-from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 _MM_ROWS = 4
 """Of what `torch._scaled_mm` takes, rows are a multiple of this: it reads 16 bytes of scales at a time."""
@@ -92,12 +92,9 @@ class Rounding(NamedTuple):
 
 
 def quantize_rows_ref(
-    x: torch.Tensor,
-    rounding: Rounding,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, rounding: Rounding, norm: Norm | None = None, residual: torch.Tensor | None = None,
     gated: bool = False,
-) -> tuple[Fp8Rows, torch.Tensor]:
+) -> tuple[Fp8Rows, torch.Tensor]:  # fmt: skip
     """Plain torch form of `quantize_rows`."""
     total = x
     if norm is not None:
@@ -131,27 +128,27 @@ def store_rounded(x, out_ptr, scale_ptr, first_group, size, scale_group_stride, 
 def _quantize_rows_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, scale_ptr, total_ptr, eps, size, x_stride, part_stride,
     scale_row_stride, scale_group_stride,
-    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, GATED: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # A row, or without a norm one of its groups.
     row, first_group = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUPS
     groups = first_group + tl.arange(0, GROUPS)[:, None]
     offsets = groups * GROUP + tl.arange(0, GROUP)[None, :]
     mask = offsets < size
-    if HAS_NORM:
+    if weight_ptr is not None:
         weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     wait_for_previous(PDL)
     x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         x += tl.load(x_ptr + part * part_stride + row * x_stride + offsets, mask=mask, other=0.0)
     dtype: tl.constexpr = total_ptr.dtype.element_ty
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         x += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL or PARTS > 1:
+    if residual_ptr is not None or PARTS > 1:
         x = round_to(x, dtype)
         tl.store(total_ptr + row * size + offsets, x.to(dtype), mask=mask)
-    if HAS_NORM:
+    if weight_ptr is not None:
         mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / size
         x = round_to(x * rsqrt(mean + eps) * weight, dtype)
     if GATED:
@@ -163,12 +160,9 @@ def _quantize_rows_kernel(
 
 
 def quantize_rows(
-    x: torch.Tensor,
-    rounding: Rounding,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
+    x: torch.Tensor, rounding: Rounding, norm: Norm | None = None, residual: torch.Tensor | None = None,
     gated: bool = False,
-) -> tuple[Fp8Rows, torch.Tensor]:
+) -> tuple[Fp8Rows, torch.Tensor]:  # fmt: skip
     """Return x, or RMSNorm(x + residual), or SiLU(gate) * up, in e4m3, and `x + residual`, as `rms_norm` does.
 
     x: [num_rows, size], or with a norm the parts of a sum, [num_parts, num_rows, size], or if gated, without a norm,
@@ -190,8 +184,7 @@ def quantize_rows(
         x, residual, None if norm is None else norm.weight, rows.values.view(torch.uint8), rows.scales, total,
         0.0 if norm is None else norm.eps, size, x.stride(-2), x.stride(0), rows.scales.stride(0),
         rows.scales.stride(1),
-        PARTS=parts, HAS_NORM=norm is not None, HAS_RESIDUAL=residual is not None, GATED=gated, GROUPS=groups,
-        GROUP=width, NATIVE=converts_e4m3(x.device),
+        PARTS=parts, GATED=gated, GROUPS=groups, GROUP=width, NATIVE=converts_e4m3(x.device),
         num_warps=min(16 if gated else 8, max(1, groups * width // 512)), **pdl_options(x.device),
     )  # fmt: skip
     return rows, total

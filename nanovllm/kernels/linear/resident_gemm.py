@@ -91,14 +91,14 @@ def _operand(shared, INDEX: gl.constexpr):
 @kernel(do_not_specialize=["num_rows"])
 def _resident_gemm_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, num_rows, out_features,
-    IN: gl.constexpr, CHUNKS: gl.constexpr, OUTS: gl.constexpr, BLOCK_OUT: gl.constexpr, HAS_NORM: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, HAS_BIAS: gl.constexpr, GATED: gl.constexpr, PDL: gl.constexpr,
+    IN: gl.constexpr, CHUNKS: gl.constexpr, OUTS: gl.constexpr, BLOCK_OUT: gl.constexpr, GATED: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     first_out = gl.program_id(0) * OUTS
     weights = _begin_copies(weight_ptr, first_out, out_features, IN, CHUNKS, OUTS, BLOCK_OUT, GATED)
     ins, rows = _chunk_indices(_ROWS)
-    if HAS_NORM:
+    if norm_weight_ptr is not None:
         norm_weight = gl.load(norm_weight_ptr + ins, mask=ins < IN, other=0.0).to(gl.float32)
     wait_for_previous(PDL)
     xs = gl.allocate_shared_memory(dtype, [CHUNKS, _WARPS, _ROWS, _WARP_INS], _SHARED)
@@ -107,10 +107,10 @@ def _resident_gemm_kernel(
         offsets = rows * IN + chunk_ins
         mask = (rows < num_rows) & (chunk_ins < IN)
         x = gl.load(x_ptr + offsets, mask=mask, other=0.0)
-        if HAS_RESIDUAL:
+        if residual_ptr is not None:
             x = (x.to(gl.float32) + gl.load(residual_ptr + offsets, mask=mask, other=0.0).to(gl.float32)).to(dtype)
             gl.store(total_ptr + offsets, x, mask=mask & (rows % gl.num_programs(0) == gl.program_id(0)))
-        if HAS_NORM:
+        if norm_weight_ptr is not None:
             x = _normed(x, norm_weight, eps, IN)
         xs.index(chunk).store(x)
     async_copy.wait_group(0)
@@ -126,7 +126,7 @@ def _resident_gemm_kernel(
     outs = gl.arange(0, BLOCK_OUT, gl.SliceLayout(0, out.type.layout))
     out_rows = gl.arange(0, _ROWS, gl.SliceLayout(1, out.type.layout))
     is_out = (outs < OUTS) & (first_out + outs < out_features)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         out += gl.load(bias_ptr + first_out + outs, mask=is_out, other=0.0).to(gl.float32)[None, :]
     if GATED:
         out = round_to(out, dtype)
@@ -136,13 +136,9 @@ def _resident_gemm_kernel(
 
 
 def resident_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `norm_linear` for up to MAX_SKINNY_ROWS rows; with a norm or a gate, for up to RESIDENT_CHUNK inputs."""
     num_rows, in_features = x.shape
     out_features = len(weight) // 2 if gated else len(weight)
@@ -152,12 +148,11 @@ def resident_gemm(
     assert residual is None or (norm is not None and residual.is_contiguous())
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(x)
-    norm_weight, eps = norm if norm is not None else Norm(weight, 0.0)
+    norm_weight, eps = norm or (None, 0.0)
     outs = min(MAX_RESIDENT_OUTS, resident_outs(out_features, device_limits(x.device)[0]))
     _resident_gemm_kernel[(triton.cdiv(out_features, outs),)](
         x, residual, norm_weight, weight, bias, out, total, eps, num_rows, out_features,
-        IN=in_features, CHUNKS=chunks, OUTS=outs, BLOCK_OUT=triton.next_power_of_2(outs), HAS_NORM=norm is not None,
-        HAS_RESIDUAL=residual is not None, HAS_BIAS=bias is not None, GATED=gated, num_warps=_WARPS.value,
-        **pdl_options(x.device),
+        IN=in_features, CHUNKS=chunks, OUTS=outs, BLOCK_OUT=triton.next_power_of_2(outs), GATED=gated,
+        num_warps=_WARPS.value, **pdl_options(x.device),
     )  # fmt: skip
     return out, total

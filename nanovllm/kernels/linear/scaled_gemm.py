@@ -13,22 +13,18 @@ from torch.nn import functional
 from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
 from nanovllm.kernels.fast_math import round_to
+from nanovllm.kernels.gates import silu_and_mul_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows
 from nanovllm.kernels.policy import FP8_INS, MAX_GATED_ROWS, MAX_SPLITK_ROWS
-from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
 
 _GROUP = 8
 """Row tiles that go through the same weights one after the other, so that these stay in the L2 cache."""
 
 
 def scaled_gemm_ref(
-    x: Fp8Rows,
-    weight: Fp8Matrix,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
+    x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, gated: bool = False,
     parts: int = 1,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Plain torch form of `scaled_gemm`."""
     rows = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float32)
     wide = dequantize_ref(weight, torch.float32)
@@ -107,7 +103,7 @@ def _scaled_gemm_kernel(
     x_scale_row_stride, x_scale_stride,
     EVEN: tl.constexpr, OUTS: tl.constexpr, ROWS: tl.constexpr, INS: tl.constexpr, GROUP: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr, SCALE_OUTS: tl.constexpr, ONE_SCALE: tl.constexpr, HAS_BLOCKS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     out_tiles, row_tiles = tl.cdiv(out_features, OUTS), tl.cdiv(num_rows, ROWS)
     first_row_tile = tl.program_id(0) // (GROUP * out_tiles) * GROUP
@@ -134,7 +130,7 @@ def _scaled_gemm_kernel(
         in_features, EVEN, WEIGHTS_FIRST, HAS_BLOCKS, GATED,
     )  # fmt: skip
     acc = acc if WEIGHTS_FIRST else tl.trans(acc)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + known_outs).to(tl.float32)[:, None]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if GATED:
@@ -154,13 +150,9 @@ def _tile(num_rows: int) -> tuple[int, int, int, int]:
 
 
 def scaled_gemm(
-    x: Fp8Rows,
-    weight: Fp8Matrix,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
+    x: Fp8Rows, weight: Fp8Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, gated: bool = False,
     parts: int = 1,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear`, [num_rows, out_features], gated only for up to MAX_GATED_ROWS rows.
 
     Rows are in groups of 128 if the weight has blocks of inputs, else with one scale each. With `parts` programs per
@@ -192,7 +184,7 @@ def scaled_gemm(
         num_steps // parts, x.scales.stride(0), x.scales.stride(1),
         EVEN=in_features % FP8_INS == 0, OUTS=outs, ROWS=rows, INS=FP8_INS, GROUP=_GROUP,
         WEIGHTS_FIRST=num_rows <= MAX_SPLITK_ROWS, SCALE_OUTS=weight.block_outs, ONE_SCALE=can_share,
-        HAS_BLOCKS=has_blocks, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=num_warps, num_stages=num_stages, **pdl_options(x.values.device),
+        HAS_BLOCKS=has_blocks, GATED=gated, num_warps=num_warps, num_stages=num_stages,
+        **pdl_options(x.values.device),
     )  # fmt: skip
     return out

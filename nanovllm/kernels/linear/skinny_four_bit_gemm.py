@@ -15,7 +15,7 @@ import torch
 from nanovllm.kernels._gluon import async_copy, async_load, barrier, gl, gluon, kernel, mma_v2, reinterpret
 from nanovllm.kernels._triton import device_limits, pdl_options, triton, wait_for_previous
 from nanovllm.kernels.fast_math import pack_pair, round_to, rsqrt
-from nanovllm.kernels.four_bits import RUN, FourBitMatrix, widen_scales
+from nanovllm.kernels.four_bits import RUN, FourBitMatrix, from_e2m1, from_int4, widen_scales
 from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 from nanovllm.kernels.rms_norm import Norm, rms_norm
 
@@ -25,43 +25,13 @@ _STEP_RUNS = gl.constexpr(4)
 """Runs of inputs of a warp and step: one for each of the four threads of an output."""
 _STEP_INS = 4 * RUN
 
-
-def _from_int4(kind: str, one: str, base: str, is_scaled: bool) -> str:
-    """Return assembly for integers: a number whose last bit is worth 1 with the value's bits, plus $5, and times $6."""
-    made = "shr.u32 c, a, 4; shr.u32 d, b, 4; "
-    for i, name in enumerate("abcd"):
-        made += f"lop3.b32 ${i}, {name}, 0x000f000f, base, 0xea; fma.rn.{kind} ${i}, ${i}, one, $5; "
-        made += f"fma.rn.{kind} ${i}, ${i}, $6, zero; " if is_scaled else ""
-    consts = f"mov.b32 one, {one}; mov.b32 base, {base}; mov.b32 zero, 0x80008000; "
-    return f"{{ .reg .b32 a, b, c, d, one, base, zero; {consts}{_SPREAD}{made}}}"
-
-
-def _from_e2m1(kind: str, shift: int, mask: str) -> str:
-    """Return assembly for e2m1: exponent and mantissa where the other exponent ends; low halves times $5, high $6."""
-    made = ""
-    for i, (name, half) in enumerate((("a", 0), ("b", 0), ("a", 4), ("b", 4))):
-        sign, rest = 12 - half, shift - half
-        if kind == "bf16x2":
-            # One product puts the bits into both places.
-            places = (1 << sign) + (1 << rest)
-            made += f"and.b32 c, {name}, {0x000F000F << half:#x}; mul.lo.u32 c, c, {places}; and.b32 c, c, {mask}; "
-        else:
-            # There the places overlap.
-            made += f"shl.b32 c, {name}, {rest}; shl.b32 d, {name}, {sign}; and.b32 c, c, {mask}; "
-            made += "lop3.b32 c, d, zero, c, 0xea; "
-        made += f"fma.rn.{kind} ${i}, c, ${6 if half else 5}, zero; "
-    return f"{{ .reg .b32 a, b, c, d, zero; mov.b32 zero, 0x80008000; {_SPREAD}{made}}}"
-
-
-_SPREAD = "prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342; "
-"""Two bytes in the low bytes of two halves."""
 _REGISTERS = gl.constexpr("=&r,=&r,=&r,=&r,r,r,r")
-_INT4_TO_BF16 = gl.constexpr(_from_int4("bf16x2", "0x3f803f80", "0x43004300", False))
-_INT4_TO_F16 = gl.constexpr(_from_int4("f16x2", "0x3c003c00", "0x64006400", False))
-_SCALED_INT4_TO_BF16 = gl.constexpr(_from_int4("bf16x2", "0x3f803f80", "0x43004300", True))
-_SCALED_INT4_TO_F16 = gl.constexpr(_from_int4("f16x2", "0x3c003c00", "0x64006400", True))
-_E2M1_TO_BF16 = gl.constexpr(_from_e2m1("bf16x2", 6, "0x81c081c0"))
-_E2M1_TO_F16 = gl.constexpr(_from_e2m1("f16x2", 9, "0x0e000e00"))
+_INT4_TO_BF16 = gl.constexpr(from_int4("bf16x2", "0x3f803f80", "0x43004300", "$5"))
+_INT4_TO_F16 = gl.constexpr(from_int4("f16x2", "0x3c003c00", "0x64006400", "$5"))
+_SCALED_INT4_TO_BF16 = gl.constexpr(from_int4("bf16x2", "0x3f803f80", "0x43004300", "$5", "$6"))
+_SCALED_INT4_TO_F16 = gl.constexpr(from_int4("f16x2", "0x3c003c00", "0x64006400", "$5", "$6"))
+_E2M1_TO_BF16 = gl.constexpr(from_e2m1("bf16x2", 6, "0x81c081c0", "$5", "$6"))
+_E2M1_TO_F16 = gl.constexpr(from_e2m1("f16x2", 9, "0x0e000e00", "$5", "$6"))
 
 
 @gluon.constexpr_function
@@ -113,11 +83,14 @@ def _with_elements(offsets, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _outputs_of(index, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
-    """Return the outputs of a tile; if gated, the second half is up's. Outputs beyond the end repeat the last."""
+def _outputs_of(index, first_row, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
+    """Return the rows of a tile's outputs; if gated, the second half is up's. Outputs beyond the end repeat the last.
+
+    first_row: where the rows of all outputs begin; that is not 0 for an expert.
+    """
     HALF: gl.constexpr = OUTS // 2 if GATED else OUTS
     outs = gl.minimum(first_out + index % HALF, out_features - 1)
-    return (outs + index // HALF * out_features).to(gl.int64)
+    return (outs + index // HALF * out_features).to(gl.int64) + first_row
 
 
 @gluon.jit
@@ -340,14 +313,14 @@ def _load_x(x, step, IN: gl.constexpr, WARPS: gl.constexpr, ROWS: gl.constexpr, 
 
 @gluon.jit
 def weight_sources(
-    words_ptr, scale_ptr, zero_ptr, first_out, out_features,
+    words_ptr, scale_ptr, zero_ptr, first_row, first_out, out_features,
     IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
     FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """Return the sources of `_load_step` for the outputs from `first_out` on."""
+    """Return the sources of `_load_step` for the outputs from `first_out` on; see `_outputs_of`."""
     WORDS: gl.constexpr = _layout_of(WARPS, _RUN_WORDS)
     NUM_GROUPS: gl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS
-    outs = _outputs_of(_second_index(OUTS, WORDS), first_out, out_features, OUTS, GATED)
+    outs = _outputs_of(_second_index(OUTS, WORDS), first_row, first_out, out_features, OUTS, GATED)
     runs = _runs(WARPS, WORDS)
     word_ptrs = words_ptr + _with_elements(outs * (IN // 8) + runs * _RUN_WORDS, _RUN_WORDS, WORDS)
     scale_ptrs = scale_ptr + outs * NUM_GROUPS
@@ -358,7 +331,7 @@ def weight_sources(
     if _is_summed(SCALE_INS, FORMAT):
         SUMS: gl.constexpr = gl.SliceLayout(2, mma_layout(WARPS))
         own = gl.expand_dims(gl.arange(0, OUTS, gl.SliceLayout(0, SUMS)), 0)
-        scale_ptrs = scale_ptr + _outputs_of(own, first_out, out_features, OUTS, GATED) * NUM_GROUPS
+        scale_ptrs = scale_ptr + _outputs_of(own, first_row, first_out, out_features, OUTS, GATED) * NUM_GROUPS
         groups = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, SUMS)), 1)
     return word_ptrs, scale_ptrs, zero_ptrs, runs, groups
 
@@ -434,14 +407,15 @@ def multiply_tile(
 
 @gluon.jit
 def load_of_outputs(
-    ptr, other: gl.constexpr, first_out, out_features, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr
-):
+    ptr, other: gl.constexpr, first_row, first_out, out_features,
+    WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
     """Load numbers of a tile's outputs, [OUTS] float32; early, since sums wait for them. `other` if there are none."""
     OUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, mma_layout(WARPS)))
     if ptr is None:
         values = gl.full([OUTS], other, gl.float32, OUT)
     else:
-        own = _outputs_of(gl.arange(0, OUTS, OUT), first_out, out_features, OUTS, GATED)
+        own = _outputs_of(gl.arange(0, OUTS, OUT), first_row, first_out, out_features, OUTS, GATED)
         values = gl.load(ptr + own).to(gl.float32)
     return values
 
@@ -487,11 +461,11 @@ def _skinny_four_bit_kernel(
     if HAS_ZEROS:
         zero_ptr += part * (OWN_IN // SCALE_INS)
     sources = weight_sources(
-        words_ptr, scale_ptr, zero_ptr, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+        words_ptr, scale_ptr, zero_ptr, 0, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
     )
     loaded = load_steps(sources, 0, RUNS, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-    factors = load_of_outputs(factor_ptr, 1.0, first_out, out_features, WARPS, OUTS, GATED)
-    biases = load_of_outputs(bias_ptr, 0.0, first_out, out_features, WARPS, OUTS, GATED)
+    factors = load_of_outputs(factor_ptr, 1.0, 0, first_out, out_features, WARPS, OUTS, GATED)
+    biases = load_of_outputs(bias_ptr, 0.0, 0, first_out, out_features, WARPS, OUTS, GATED)
     if ONE:
         x = _share_row(x_ptr, residual_ptr, norm_weight_ptr, total_ptr, eps, IN, SHARED_STEPS, WARPS, PDL)
     elif SHARED_STEPS:
@@ -508,14 +482,14 @@ def _skinny_four_bit_kernel(
             next_tile = tile + gl.num_programs(0)
             next_runs = gl.where(next_tile < num_tiles, RUNS, 0)
             own = weight_sources(
-                words_ptr, scale_ptr, zero_ptr, own_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
+                words_ptr, scale_ptr, zero_ptr, 0, own_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT
             )
             next_sources = weight_sources(
-                words_ptr, scale_ptr, zero_ptr, next_tile * TILE, out_features, IN, WARPS, OUTS, GATED, SCALE_INS,
-                FORMAT,
+                words_ptr, scale_ptr, zero_ptr, 0, next_tile * TILE, out_features,
+                IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
             )  # fmt: skip
-            factors = load_of_outputs(factor_ptr, 1.0, own_out, out_features, WARPS, OUTS, GATED)
-            biases = load_of_outputs(bias_ptr, 0.0, own_out, out_features, WARPS, OUTS, GATED)
+            factors = load_of_outputs(factor_ptr, 1.0, 0, own_out, out_features, WARPS, OUTS, GATED)
+            biases = load_of_outputs(bias_ptr, 0.0, 0, own_out, out_features, WARPS, OUTS, GATED)
             acc, loaded = multiply_tile(
                 own, next_sources, next_runs, loaded, x, OUTS, ROWS, OWN_IN, WARPS, SHARED_STEPS, True, HAS_ZEROS,
                 SCALE_INS, FORMAT,
@@ -570,16 +544,10 @@ def _tile(num_rows: int, own_ins: int, out_features: int, parts: int, device: to
 
 
 def skinny_four_bit_gemm(
-    x: torch.Tensor,
-    weight: FourBitMatrix,
-    bias: torch.Tensor | None = None,
-    norm: Norm | None = None,
-    residual: torch.Tensor | None = None,
-    gated: bool = False,
-    *,
-    parts: int = 1,
-    tile: SkinnyTile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None = None, norm: Norm | None = None,
+    residual: torch.Tensor | None = None, gated: bool = False,
+    *, parts: int = 1, tile: SkinnyTile | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Compute `norm_linear` of up to MAX_SKINNY_ROWS rows of 16 bits; of more than one the norm is a kernel of its own.
 
     The inputs must be a multiple of RUN. With parts, which have whole steps and groups of inputs, outputs are the parts

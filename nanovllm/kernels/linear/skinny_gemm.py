@@ -45,7 +45,7 @@ def _scaled_dot(
 def _skinny_gemm_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, num_rows, in_features, out_features,
     EVEN: tl.constexpr, WARP_INS: tl.constexpr, WARPS: tl.constexpr, BLOCK_OUT: tl.constexpr, ROWS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
@@ -91,7 +91,7 @@ def _skinny_gemm_kernel(
     out = sum_of_parts(acc, WARPS, BLOCK_OUT, ROWS)
     if SCALE_OUTS and not SCALE_INS:
         out *= tl.load(scale_ptr + outs // SCALE_OUTS, mask=out_mask, other=0.0)[:, None]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         out += tl.load(bias_ptr + outs, mask=out_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
         out = round_to(out, dtype)
@@ -159,7 +159,7 @@ def skinny_gemm(
     _skinny_gemm_kernel[(triton.cdiv(out_features, tile.outs),)](
         x, weight, bias, out, num_rows, in_features, out_features,
         EVEN=in_features % (tile.num_warps * tile.warp_ins) == 0, WARP_INS=tile.warp_ins, WARPS=tile.num_warps,
-        BLOCK_OUT=tile.outs, ROWS=tile.rows, HAS_BIAS=bias is not None, GATED=gated,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(x.device), **scaling,
+        BLOCK_OUT=tile.outs, ROWS=tile.rows, GATED=gated, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out

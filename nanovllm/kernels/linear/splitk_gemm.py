@@ -13,8 +13,6 @@ import torch
 from nanovllm.kernels._gluon import (
     barrier,
     descriptor,
-    gdc_launch_dependents,
-    gdc_wait,
     gl,
     gluon,
     halve,
@@ -24,6 +22,7 @@ from nanovllm.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from nanovllm.kernels._triton import wait_for_previous
 from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.policy import FASTEST, SPLITK_ROWS, KernelPolicy, splitk_tiles
 
@@ -97,8 +96,7 @@ def _splitk_gemm_kernel(
     for step in gl.static_range(FILLED):
         mbarrier.expect(full.index(step), BYTES)
         _load_weights(step, load_from, ring, True)
-    gdc_wait()
-    gdc_launch_dependents()
+    wait_for_previous(True)
     for step in gl.static_range(FILLED):
         _load_inputs(step, load_from, ring, True)
     acc = _multiply(load_from, ring, STEPS, BYTES)

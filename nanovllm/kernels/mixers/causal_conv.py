@@ -81,6 +81,14 @@ def place(index, block, part_stride, PARTS: tl.constexpr, PART_SIZE: tl.constexp
 
 
 @jit
+def state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS: tl.constexpr, PART_SIZE: tl.constexpr):
+    """Return pointers to slices of rows of a state, [lines, columns]; lines: where they begin in it."""
+    blocks = tl.load(table_ptr + lines // (PARTS * PART_SIZE))
+    starts = tl.multiple_of(place(lines, blocks, part_stride, PARTS, PART_SIZE), 16)
+    return pool_ptr + starts[:, None] + columns[None, :]
+
+
+@jit
 def inputs_at(
     x_ptr, state_ptr, tables_ptr, tokens, channels, mask, chunk_first, position, read, first, x_stride, table_stride,
     part_stride, CHANNELS: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,

@@ -24,7 +24,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.mixers.causal_conv import place, store_ring
+from nanovllm.kernels.mixers.causal_conv import state_ptrs, store_ring
 from nanovllm.kernels.mixers.recurrence import Recurrence
 from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 
@@ -180,11 +180,9 @@ def _delta_rule_step_kernel(
             tl.store(out_ptr + places + index * COLUMNS, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
     else:
         # Rows of a state, which begin anywhere in a block. No kernel since the last step writes to it.
-        state_rows = first + (head * KEY + keys) * VALUE
-        blocks = tl.load(table_ptr + state_rows // (PARTS * PART_SIZE))
-        starts = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        state_ptrs = pool_ptr + starts[:, None] + values[None, :]
-        following = tl.load(state_ptrs)
+        lines = first + (head * KEY + keys) * VALUE
+        own_ptrs = state_ptrs(pool_ptr, table_ptr, lines, values, part_stride, PARTS, PART_SIZE)
+        following = tl.load(own_ptrs)
         wait_for_previous(PDL)
         conv_ptr += row * CHANNELS
         value_ptrs = conv_ptr + 2 * KEY_HEADS * KEY + head * VALUE + values
@@ -199,11 +197,11 @@ def _delta_rule_step_kernel(
             state = following * decay
             if index + 1 < SLICES:
                 # A slice is on its way while the one before is computed.
-                following = tl.load(state_ptrs + (index + 1) * COLUMNS)
+                following = tl.load(own_ptrs + (index + 1) * COLUMNS)
             v = tl.load(value_ptrs + index * COLUMNS).to(tl.float32)
             update = beta * (v - tl.sum(state * k[:, None], axis=0))
             state += k[:, None] * update[None, :]
-            tl.store(state_ptrs + index * COLUMNS, state)
+            tl.store(own_ptrs + index * COLUMNS, state)
             out = tl.sum(state * q[:, None], axis=0)
             tl.store(out_ptr + places + index * COLUMNS, out.to(out_ptr.dtype.element_ty))
 
@@ -227,11 +225,9 @@ def _delta_rule_drafts_kernel(
         wait_for_previous(PDL)
     else:
         # Rows of a state, which begin anywhere in a block. No kernel since the last step writes to it.
-        state_rows = first + (head * KEY + keys) * VALUE
-        blocks = tl.load(tables_ptr + row * table_stride + state_rows // (PARTS * PART_SIZE))
-        places = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        state_ptrs = pool_ptr + places[:, None] + values[None, :]
-        state = tl.load(state_ptrs)
+        lines, table_ptr = first + (head * KEY + keys) * VALUE, tables_ptr + row * table_stride
+        own_ptrs = state_ptrs(pool_ptr, table_ptr, lines, values, part_stride, PARTS, PART_SIZE)
+        state = tl.load(own_ptrs)
         rate, bias = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32)), tl.load(dt_bias_ptr + head).to(tl.float32)
         wait_for_previous(PDL)
         for index in range(num_pending + num_new):
@@ -249,7 +245,7 @@ def _delta_rule_drafts_kernel(
             update = beta * (v - tl.sum(state * k[:, None], axis=0))
             state += k[:, None] * update[None, :]
             if index + 1 == num_stored:
-                tl.store(state_ptrs, state)
+                tl.store(own_ptrs, state)
             if index >= num_pending:
                 token = row * PER_ROW + num_absent + index - num_pending
                 out = tl.sum(state * q[:, None], axis=0)
@@ -350,13 +346,12 @@ def _delta_rule_scan_kernel(
     # The inputs of the convolution that this program keeps.
     number = head * (VALUE // COLUMNS) + part
     kept = number * SLICE + tl.arange(0, SLICE)
-    state_rows = first + (head * KEY + keys) * VALUE
+    lines = first + (head * KEY + keys) * VALUE
     state = tl.zeros([KEY, COLUMNS], tl.float32)
     wait_for_previous(PDL)
     if (read >= 0) & (num_tiles > 0):
-        blocks = tl.load(tables_ptr + read * table_stride + state_rows // (PARTS * PART_SIZE))
-        sources = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-        state = tl.load(pool_ptr + sources[:, None] + values[None, :])
+        table_ptr = tables_ptr + read * table_stride
+        state = tl.load(state_ptrs(pool_ptr, table_ptr, lines, values, part_stride, PARTS, PART_SIZE))
     for tile in range(first_tile, first_tile + num_tiles):
         first_token, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
         write = tl.load(tiles_ptr + tile * 4 + 3)
@@ -381,9 +376,8 @@ def _delta_rule_scan_kernel(
         grown = tl.dot(tl.trans(k), updates, input_precision=PRECISION)
         state = state * tl.load(factors_ptr + rows * (4 * TILE) + 3 * TILE) + grown
         if write >= 0:
-            blocks = tl.load(tables_ptr + write * table_stride + state_rows // (PARTS * PART_SIZE))
-            targets = tl.multiple_of(place(state_rows, blocks, part_stride, PARTS, PART_SIZE), 16)
-            tl.store(pool_ptr + targets[:, None] + values[None, :], state)
+            table_ptr = tables_ptr + write * table_stride
+            tl.store(state_ptrs(pool_ptr, table_ptr, lines, values, part_stride, PARTS, PART_SIZE), state)
             store_ring(x_ptr, ring_ptr, tables_ptr, write, first_token + count, kept, kept < CHANNELS, chunk_first,
                        position, read, ring_first, x_stride, table_stride, ring_stride,
                        CHANNELS, WIDTH, RING, PARTS, RING_PART)  # fmt: skip

@@ -21,7 +21,7 @@ from torch.nn import functional
 from typing_extensions import override
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.mixers.causal_conv import place, store_rings
+from nanovllm.kernels.mixers.causal_conv import state_ptrs, store_rings
 from nanovllm.kernels.mixers.recurrence import Recurrence
 from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 
@@ -132,14 +132,6 @@ def _step_size(dt, bias, least, most):
     return tl.minimum(tl.maximum(tl.where(dt > 20, dt, tl.log(1 + tl.exp(dt))), least), most)
 
 
-@jit
-def _state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS: tl.constexpr, PART_SIZE: tl.constexpr):
-    """Return pointers to slices of rows of a state, [lines, columns]; lines: where they begin in it."""
-    blocks = tl.load(table_ptr + lines // (PARTS * PART_SIZE))
-    starts = tl.multiple_of(place(lines, blocks, part_stride, PARTS, PART_SIZE), 16)
-    return pool_ptr + starts[:, None] + columns[None, :]
-
-
 @jit(unaligned=["dt_ptr", "slots_ptr", "positions_ptr", "num_pending_ptr", "num_new_ptr", "tables_ptr"])
 def _mamba2_step_kernel(
     tokens_ptr, dt_ptr, out_ptr, a_log_ptr, dt_bias_ptr, d_ptr, pool_ptr, slots_ptr, positions_ptr, num_pending_ptr,
@@ -164,8 +156,8 @@ def _mamba2_step_kernel(
     else:
         # Slices of rows of a state. No kernel of this layer's projections writes to it.
         lines = first + (head * STATE + keys) * SIZE + part * COLUMNS
-        state_ptrs = _state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE)
-        state = tl.load(state_ptrs)
+        own_ptrs = state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE)
+        state = tl.load(own_ptrs)
         wait_for_previous(PDL)
         a, bias, d = -tl.exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
         for index in range(num_tokens):
@@ -184,7 +176,7 @@ def _mamba2_step_kernel(
             c = tl.load(key_ptrs + GROUPS * STATE).to(tl.float32)
             state = state * tl.exp(a * dt) + b[:, None] * (x * dt)[None, :]
             if index + 1 == num_stored:
-                tl.store(state_ptrs, state)
+                tl.store(own_ptrs, state)
             if index >= num_pending:
                 out = tl.sum(state * c[:, None], axis=0) + d * x
                 tl.store(out_ptr + token * (HEADS * SIZE) + inputs, out.to(out_ptr.dtype.element_ty))
@@ -211,7 +203,7 @@ def _mamba2_scan_kernel(
     wait_for_previous(PDL)
     if (read >= 0) & (num_tiles > 0):
         table_ptr = tables_ptr + read * table_stride
-        state = tl.load(_state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE))
+        state = tl.load(state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE))
     for tile in range(first_tile, first_tile + num_tiles):
         first_token, count = tl.load(tiles_ptr + tile * 4), tl.load(tiles_ptr + tile * 4 + 1)
         write, mask, tokens = tl.load(tiles_ptr + tile * 4 + 3), index < count, (first_token + index).to(tl.int64)
@@ -237,7 +229,7 @@ def _mamba2_scan_kernel(
         state = state * tl.exp(last) + grown
         if write >= 0:
             table_ptr = tables_ptr + write * table_stride
-            tl.store(_state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE), state)
+            tl.store(state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS, PART_SIZE), state)
 
 
 @jit

@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.kernels._triton import jit, tl
 from nanovllm.kernels.fast_math import round_to
-from nanovllm.kernels.silu_and_mul import silu_and_mul_ref
+from nanovllm.kernels.gates import silu_and_mul_ref
 
 Activation = Literal["silu", "relu2", "clamped"]
 """SiLU of the first half of the outputs times the second (SwiGLU); squares of positive outputs, without a gate; or

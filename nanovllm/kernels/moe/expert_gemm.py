@@ -192,14 +192,9 @@ def _expert_gemm_kernel(
 
 
 def expert_gemm(
-    x: torch.Tensor,
-    routing: Routing,
-    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
-    out: torch.Tensor,
-    first_expert: int,
-    activation: Activation | None,
-    bias: torch.Tensor | None = None,
-) -> None:
+    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix | FourBitMatrix, out: torch.Tensor,
+    first_expert: int, activation: Activation | None, bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Multiply up to MAX_EXPERT_ROWS rows with the weights of their experts: the first ones, or down.
 
     Args:
@@ -334,14 +329,9 @@ def _down_gemv_kernel(
 
 
 def up_gemv(
-    x: torch.Tensor,
-    routing: Routing,
-    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
-    out: torch.Tensor,
-    first_expert: int,
-    activation: Activation,
-    shared: SharedExpert | None = None,
-) -> None:
+    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix | FourBitMatrix, out: torch.Tensor,
+    first_expert: int, activation: Activation, shared: SharedExpert | None = None,
+) -> None:  # fmt: skip
     """Compute the first `expert_gemm` of one row; `out` is zero where the expert is not here.
 
     With a shared expert, `out` has one more row for it, which the gate has scaled.
@@ -360,13 +350,9 @@ def up_gemv(
 
 
 def down_gemv(
-    x: torch.Tensor,
-    routing: Routing,
-    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
-    out: torch.Tensor,
-    first_expert: int,
-    shared: SharedExpert | None = None,
-) -> None:
+    x: torch.Tensor, routing: Routing, weight: torch.Tensor | Fp8Matrix | FourBitMatrix, out: torch.Tensor,
+    first_expert: int, shared: SharedExpert | None = None,
+) -> None:  # fmt: skip
     """Compute the sum, [1, out_features], over the experts of one row of what `expert_gemm` has for down.
 
     With a shared expert, x has one more row for it.

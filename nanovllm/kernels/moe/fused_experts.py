@@ -11,8 +11,9 @@ import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import uses_triton
-from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize_ref
-from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref
+from nanovllm.kernels.e4m3 import Fp8Matrix
+from nanovllm.kernels.four_bits import FourBitMatrix
+from nanovllm.kernels.linear.norm_linear import norm_linear_ref
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
 from nanovllm.kernels.moe.activation import Activation, activate_rows, is_gated
 from nanovllm.kernels.moe.route import Routing, SharedExpert
@@ -25,29 +26,19 @@ Biases = tuple[torch.Tensor, torch.Tensor]
 
 
 def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
-    if isinstance(weight, torch.Tensor):
-        return functional.linear(x, weight[expert])
-    if isinstance(weight, FourBitMatrix):
-        return functional.linear(x, dequantize_four_bits_ref(weight.expert(expert), x.dtype))
-    if quantizes_rows:
+    own = weight[expert] if isinstance(weight, torch.Tensor) else weight.expert(expert)
+    if quantizes_rows and isinstance(own, Fp8Matrix):
         from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref  # noqa: PLC0415
 
-        return scaled_gemm_ref(quantize_rows_ref(x, Rounding(weight.block_ins))[0], weight.expert(expert), x.dtype)
-    return functional.linear(x, dequantize_ref(weight.expert(expert), x.dtype))
+        return scaled_gemm_ref(quantize_rows_ref(x, Rounding(own.block_ins))[0], own, x.dtype)
+    return norm_linear_ref(x, own)[0]
 
 
 def fused_experts_ref(
-    x: torch.Tensor,
-    routing: Routing,
-    up: ExpertsMatrices,
-    down: ExpertsMatrices,
-    first_expert: int = 0,
-    quantizes_rows: bool = False,
-    activation: Activation = "silu",
-    *,
-    biases: Biases | None = None,
-    shared: SharedExpert | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, routing: Routing, up: ExpertsMatrices, down: ExpertsMatrices, first_expert: int = 0,
+    quantizes_rows: bool = False, activation: Activation = "silu",
+    *, biases: Biases | None = None, shared: SharedExpert | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
     experts = routing.experts - first_expert
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -71,17 +62,10 @@ def _values(weight: ExpertsMatrices) -> torch.Tensor:
 
 
 def fused_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    up: ExpertsMatrices,
-    down: ExpertsMatrices,
-    first_expert: int = 0,
-    policy: KernelPolicy = FASTEST,
-    activation: Activation = "silu",
-    *,
-    biases: Biases | None = None,
-    shared: SharedExpert | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, routing: Routing, up: ExpertsMatrices, down: ExpertsMatrices, first_expert: int = 0,
+    policy: KernelPolicy = FASTEST, activation: Activation = "silu",
+    *, biases: Biases | None = None, shared: SharedExpert | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the weighted sum of the outputs of each token's experts, without experts of other ranks.
 
     Args:

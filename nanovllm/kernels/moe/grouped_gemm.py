@@ -250,16 +250,10 @@ def _grouped_gemm_kernel(
 
 
 def grouped_gemm(
-    x: torch.Tensor | Fp8Rows,
-    routing: Routing,
-    order: SortedSlots,
-    weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
-    out: torch.Tensor,
-    activation: Activation | None,
-    policy: KernelPolicy = FASTEST,
-    *,
-    bias: torch.Tensor | None = None,
-) -> None:
+    x: torch.Tensor | Fp8Rows, routing: Routing, order: SortedSlots, weight: torch.Tensor | Fp8Matrix | FourBitMatrix,
+    out: torch.Tensor, activation: Activation | None, policy: KernelPolicy = FASTEST,
+    *, bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Multiply rows with the weights of their experts: the first ones, or down; see `expert_gemm`.
 
     Args:

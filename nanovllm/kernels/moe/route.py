@@ -60,16 +60,10 @@ class SigmoidScores:
 
 
 def route_ref(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    norm: Norm | None = None,
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool, norm: Norm | None = None,
     residual: torch.Tensor | None = None,
-    *,
-    sigmoid: SigmoidScores | None = None,
-    bias: torch.Tensor | None = None,
-) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+    *, sigmoid: SigmoidScores | None = None, bias: torch.Tensor | None = None,
+) -> tuple[Routing, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain torch form of `route`."""
     normed, total = (x, x) if norm is None else rms_norm_ref(x, norm.weight, norm.eps, residual)
     is_exact = sigmoid is not None and sigmoid.is_exact
@@ -124,17 +118,10 @@ def _choose_experts_kernel(
 
 
 def route(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    top_k: int,
-    renormalize: bool,
-    norm: Norm | None = None,
+    x: torch.Tensor, weight: torch.Tensor, top_k: int, renormalize: bool, norm: Norm | None = None,
     residual: torch.Tensor | None = None,
-    *,
-    sigmoid: SigmoidScores | None = None,
-    policy: KernelPolicy = FASTEST,
-    bias: torch.Tensor | None = None,
-) -> tuple[Routing, torch.Tensor, torch.Tensor]:
+    *, sigmoid: SigmoidScores | None = None, policy: KernelPolicy = FASTEST, bias: torch.Tensor | None = None,
+) -> tuple[Routing, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Choose the `top_k` experts of the largest probabilities, the softmax of `norm(x + residual) @ weight.T`.
 
     Or by the sigmoids of these logits, if `sigmoid` says how.

@@ -27,35 +27,6 @@ from nanovllm.kernels.policy import MAX_EXPERT_ROWS
 
 
 @gluon.jit
-def _expert_sources(
-    words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features,
-    IN: gl.constexpr, WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr, SCALE_INS: gl.constexpr,
-    FORMAT: gl.constexpr,
-):  # fmt: skip
-    """Return `weight_sources` of one expert."""
-    first = expert.to(gl.int64) * out_features * (2 if GATED else 1)
-    groups = first * ((IN + SCALE_INS - 1) // SCALE_INS)
-    if zero_ptr is not None:
-        zero_ptr += groups
-    return weight_sources(
-        words_ptr + first * (IN // 8), scale_ptr + groups, zero_ptr, first_out, out_features,
-        IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _of_expert(
-    ptr, other: gl.constexpr, expert, first_out, out_features,
-    WARPS: gl.constexpr, OUTS: gl.constexpr, GATED: gl.constexpr,
-):  # fmt: skip
-    """Return `load_of_outputs` of one expert."""
-    own = ptr
-    if ptr is not None:
-        own = ptr + expert.to(gl.int64) * out_features * (2 if GATED else 1)
-    return load_of_outputs(own, other, first_out, out_features, WARPS, OUTS, GATED)
-
-
-@gluon.jit
 def _rows_of_expert(
     experts_ptr, expert, slot, num_rows, ROWS: gl.constexpr, TOP_K: gl.constexpr, CHOICES: gl.constexpr,
     WARPS: gl.constexpr,
@@ -98,27 +69,22 @@ def _skinny_experts_kernel(
     first_out, slot = gl.program_id(0) * (OUTS // 2 if GATED else OUTS), gl.program_id(1)
     if IS_FIRST:
         wait_for_previous(PDL)
-    if BY_EXPERT:
-        expert = slot
-        slots, num_earlier = _rows_of_expert(
-            experts_ptr, expert + first_expert, 0, num_rows, ROWS, TOP_K, CHOICES, WARPS
-        )
-    else:
-        expert = gl.load(experts_ptr + slot) - first_expert
-        slots, num_earlier = _rows_of_expert(
-            experts_ptr, expert + first_expert, slot, num_rows, ROWS, TOP_K, CHOICES, WARPS
-        )
+    expert = slot if BY_EXPERT else gl.load(experts_ptr + slot) - first_expert
+    slots, num_earlier = _rows_of_expert(
+        experts_ptr, expert + first_expert, 0 if BY_EXPERT else slot, num_rows, ROWS, TOP_K, CHOICES, WARPS
+    )
     count = gl.sum((slots >= 0).to(gl.int32), axis=0)
     if (num_earlier == 0) & (expert >= 0) & (expert < num_experts):
+        first_row = expert.to(gl.int64) * out_features * (2 if GATED else 1)
         # Seldom more than eight rows have an expert.
         for block in range(gl.cdiv(count, 8) if ROWS > 8 else 1):
-            sources = _expert_sources(
-                words_ptr, scale_ptr, zero_ptr, expert, first_out, out_features, IN, WARPS, OUTS, GATED, SCALE_INS,
-                FORMAT,
+            sources = weight_sources(
+                words_ptr, scale_ptr, zero_ptr, first_row, first_out, out_features,
+                IN, WARPS, OUTS, GATED, SCALE_INS, FORMAT,
             )  # fmt: skip
             loaded = load_steps(sources, 0, IN // 32, STEPS, WARPS, HAS_ZEROS, SCALE_INS, FORMAT)
-            factors = _of_expert(factor_ptr, 1.0, expert, first_out, out_features, WARPS, OUTS, GATED)
-            biases = _of_expert(bias_ptr, 0.0, expert, first_out, out_features, WARPS, OUTS, GATED)
+            factors = load_of_outputs(factor_ptr, 1.0, first_row, first_out, out_features, WARPS, OUTS, GATED)
+            biases = load_of_outputs(bias_ptr, 0.0, first_row, first_out, out_features, WARPS, OUTS, GATED)
             if not IS_FIRST:
                 wait_for_previous(PDL)
             # The compiler must not move the loads to where they are needed.
@@ -145,16 +111,10 @@ def _skinny_experts_kernel(
 
 
 def skinny_four_bit_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    weight: FourBitMatrix,
-    out: torch.Tensor,
-    first_expert: int,
-    activation: Activation | None,
-    bias: torch.Tensor | None = None,
-    *,
-    tile: SkinnyTile | None = None,
-) -> None:
+    x: torch.Tensor, routing: Routing, weight: FourBitMatrix, out: torch.Tensor, first_expert: int,
+    activation: Activation | None, bias: torch.Tensor | None = None,
+    *, tile: SkinnyTile | None = None,
+) -> None:  # fmt: skip
     """Compute `expert_gemm` of 16-bit rows and weights in four bits; their inputs must be a multiple of RUN."""
     num_rows, top_k = routing.experts.shape
     in_features, out_features, gated = x.shape[-1], out.shape[-1], is_gated(activation)

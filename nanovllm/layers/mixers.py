@@ -1,0 +1,231 @@
+"""Layers with a state, which take attention's place: short convolutions, gated delta nets and Mamba-2.
+
+All parts of a layer are divided among the ranks: by channels, by key heads, each with its group of value heads, or by
+groups of heads that share keys and queries.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from typing_extensions import override
+
+from nanovllm.attention.kv_cache_spec import State
+from nanovllm.kernels.mixers.causal_conv import causal_conv, causal_conv_rows, store_rings
+from nanovllm.kernels.mixers.states import StatePool, StateRows, StateTiles
+from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from nanovllm.layers.state import ConvFilters, StateLayer
+from nanovllm.parallel.shard import ModelShard, Shard
+from nanovllm.quantization.weight import Stream
+from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+
+if TYPE_CHECKING:
+    from nanovllm.configs.model import ModelConfig
+    from nanovllm.kernels.mixers.recurrence import Recurrence
+
+
+class ShortConv(StateLayer):
+    """LFM2's token mixer: `o_proj(c * conv(b * x))`, where b, c and x are projections of its input."""
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
+        super().__init__()
+        assert config.short_conv_width is not None and shard.channels is not None
+        quant_config, channels = config.quantization, shard.channels
+        self.in_proj = MergedColumnParallelLinear(
+            config.hidden_size, dict.fromkeys(("b", "c", "x"), channels), quant_config=quant_config,
+            prefix=f"{prefix}.in_proj",
+        )  # fmt: skip
+        self.conv1d = ConvFilters({None: channels}, config.short_conv_width)
+        self.o_proj = RowParallelLinear(
+            channels, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
+        )
+
+    @override
+    def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
+        projected, total = self.in_proj(x, norm, residual)
+        b, c, inner = projected.chunk(3, 1)
+        gated = b * inner
+        return c * self.run([gated], self._step, self._prompt), total
+
+    def _step(self, x: torch.Tensor, rows: StateRows) -> torch.Tensor:
+        return causal_conv_rows(x, self.conv1d.weight.squeeze(1), None, self.conv, rows, silu=False)
+
+    def _prompt(self, x: torch.Tensor, tiles: StateTiles) -> torch.Tensor:
+        out = causal_conv(x, self.conv1d.weight.squeeze(1), None, self.conv, tiles, silu=False)
+        store_rings(x, self.conv1d.width, self.conv, tiles)
+        return out
+
+
+class RecurrentLayer(StateLayer, LoadableModule):
+    """A layer with a recurrence of heads after the convolution.
+
+    Attributes:
+        heads: of this rank; each has an element of `HEAD_PARAMS`, parameters that are kept in float32 and have the
+            names that they have in checkpoints.
+        state_shape: of a sequence's state, see `Recurrence`.
+        recurrence: the layer as kernels take it, between `bind` and `unbind`.
+    """
+
+    HEAD_PARAMS: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    heads: Shard
+    state_shape: tuple[int, int, int]
+    recurrence: Recurrence
+
+    def make_head_params(self) -> None:
+        """Create the parameters of heads."""
+        for name in self.HEAD_PARAMS:
+            setattr(self, name, nn.Parameter(torch.empty(self.heads.size), requires_grad=False))
+
+    @override
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().allocate(torch.float32, device)
+
+    @override
+    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+        return {
+            WeightTarget(f"{name}.{param}"): Float32Slice.of((self.heads,), getattr(self, param).data)
+            for param in self.HEAD_PARAMS
+        }
+
+    @override
+    def state_spec(self, dtype: torch.dtype) -> State:
+        return State({"recurrent": (self.state_shape, torch.float32), **super().state_spec(dtype).tensors})
+
+    @abstractmethod
+    def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:
+        """Return the layer as kernels take it; common: arguments that all recurrences have."""
+
+    @override
+    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
+        super().bind(pool, places)
+        self.recurrence = self.make_recurrence({
+            "conv_weight": self.conv1d.weight.squeeze(1), "conv_bias": self.conv1d.bias, "a_log": self.A_log,
+            "dt_bias": self.dt_bias, "conv": self.conv, "pool": pool.view(torch.float32),
+            "first": places["recurrent"], "shape": self.state_shape, "kept": self.kept,
+        })  # fmt: skip
+
+    @override
+    def unbind(self) -> None:
+        super().unbind()
+        del self.recurrence
+
+
+def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str | None, Shard]:
+    """Return a projection as parts of a matrix.
+
+    Args:
+        name: of the projection.
+        key_heads: of this rank.
+        size: outputs of a key head.
+        by_head: whether each head is a part, as where checkpoints store several projections head by head; such parts
+            have the head's number after the name.
+    """
+    if not by_head:
+        return {name: key_heads.times(size)}
+    own = range(key_heads.start, key_heads.stop)
+    return {f"{name}.{head}": Shard(0, size if head in own else 0, size) for head in range(key_heads.total)}
+
+
+class GatedDeltaNet(RecurrentLayer):
+    """A convolution of queries, keys and values, the gated delta rule, and a norm with a gate; heads are of values."""
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
+        super().__init__()
+        assert config.delta_net is not None and shard.key_heads is not None
+        sizes = self.sizes = config.delta_net
+        self.slice_size = sizes.value_size
+        heads, by_head = shard.key_heads, config.architecture.delta_net == "heads"
+        self.num_key_heads, self.heads = heads.size, heads.times(sizes.group)
+        self.state_shape = self.heads.size, sizes.key_size, sizes.value_size
+        hidden_size, quant_config, value_size = config.hidden_size, config.quantization, sizes.group * sizes.value_size
+        per_head = {"q": sizes.key_size, "k": sizes.key_size, "v": value_size, "z": value_size}
+        qkvz, ba = dict[str | None, Shard](), dict[str | None, Shard]()
+        for name, size in per_head.items():
+            qkvz |= parts_of(name, heads, size, by_head)
+        for name in ("b", "a"):
+            ba |= parts_of(name, heads, sizes.group, by_head)
+        self.in_proj_qkvz = MergedColumnParallelLinear(
+            hidden_size, qkvz, quant_config=quant_config, prefix=f"{prefix}.in_proj_qkvz"
+        )
+        # Decays need all their bits: e4m3 only where a checkpoint has it.
+        is_stored = quant_config is not None and quant_config.is_stored
+        self.in_proj_ba = MergedColumnParallelLinear(
+            hidden_size, ba, quant_config=quant_config if is_stored else None, prefix=f"{prefix}.in_proj_ba"
+        )
+        self.conv1d = ConvFilters({name: heads.times(per_head[name]) for name in ("q", "k", "v")}, sizes.conv_width)
+        self.kept_size = self.conv1d.channels + 2 * self.heads.size
+        self.make_head_params()
+        self.norm = RMSNorm(sizes.value_size, config.rms_norm_eps)
+        self.o_proj = RowParallelLinear(
+            heads.times(value_size), hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
+        )
+
+    @override
+    def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:
+        from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule  # noqa: PLC0415
+
+        return DeltaRule(num_key_heads=self.num_key_heads, norm_weight=self.norm.weight, eps=self.norm.eps, **common)
+
+    @override
+    def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
+        if norm is not None and (not self.policy.fuses_norm(x.shape[-2]) or norm.communicator.size > 1):
+            x, residual = norm(x, residual)
+            norm = None
+        qkvz, total = self.in_proj_qkvz(x, norm, residual)
+        # Few rows are normalised again by the other product's kernel.
+        ba, _ = self.in_proj_ba(x if norm is None or total is None else total, norm)
+        channels = self.conv1d.channels
+        x, z = qkvz[:, :channels], qkvz[:, channels:].unflatten(1, (self.heads.size, self.sizes.value_size))
+        return self.run((x, ba, z), self.recurrence.step, self.recurrence.prompt).flatten(1), total
+
+
+class Mamba(RecurrentLayer):
+    """Mamba-2 (Dao and Gu 2024, arXiv:2405.21060): a convolution of inputs, keys and queries, a state space, a norm."""
+
+    HEAD_PARAMS = ("A_log", "dt_bias", "D")
+
+    D: nn.Parameter
+
+    def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
+        super().__init__()
+        assert config.mamba is not None and shard.mamba_groups is not None
+        sizes, groups, quant_config = config.mamba, shard.mamba_groups, config.quantization
+        self.sizes, self.groups, self.slice_size = sizes, groups, sizes.head_size & -sizes.head_size
+        self.heads = groups.times(sizes.num_heads // sizes.num_groups)
+        inner, keys = self.heads.times(sizes.head_size), groups.times(sizes.state_size)
+        channels: dict[str | None, Shard] = {"x": inner, "b": keys, "c": keys}
+        self.state_shape = self.heads.size, sizes.state_size, sizes.head_size
+        self.in_proj = MergedColumnParallelLinear(
+            config.hidden_size, {"z": inner, **channels, "dt": self.heads}, quant_config=quant_config,
+            prefix=f"{prefix}.in_proj",
+        )  # fmt: skip
+        self.conv1d = ConvFilters(channels, sizes.conv_width, sizes.has_conv_bias)
+        self.kept_size = self.conv1d.channels + self.heads.size
+        self.make_head_params()
+        self.norm = ParallelRMSNorm(inner, sizes.norm_eps) if sizes.has_norm else None
+        self.o_proj = RowParallelLinear(
+            inner, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
+        )
+
+    @override
+    def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:
+        from nanovllm.kernels.mixers.mamba2 import StateSpace  # noqa: PLC0415
+
+        norm_weight = None if self.norm is None else self.norm.weight
+        return StateSpace(
+            num_groups=self.groups.size, d=self.D, step_limits=self.sizes.step_limits, norm_weight=norm_weight,
+            eps=self.sizes.norm_eps, **common,
+        )  # fmt: skip
+
+    @override
+    def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
+        projected, total = self.in_proj(x, norm, residual)
+        heads, size = self.heads.size, self.sizes.head_size
+        z, channels, dt = projected.split([heads * size, self.conv1d.channels, heads], 1)
+        return self.run((channels, dt, z), self.recurrence.step, self.recurrence.prompt), total

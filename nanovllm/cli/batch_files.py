@@ -73,8 +73,7 @@ class AnsweredRequests:
     """The digests of answered requests by line number, in 8 bytes per line, so that files larger than memory work.
 
     Attributes:
-        num_unchanged: lines so far with a valid answer.
-        num_changed: lines so far that changed since they were answered.
+        num_unchanged, num_changed: lines so far with a valid answer, and lines changed since they were answered.
         num_gone: answers so far whose line is blank or gone.
     """
 
@@ -118,11 +117,9 @@ class AnsweredRequests:
 
 @dataclass(frozen=True)
 class LineShard:
-    """A share of an input's lines; all shards together cover the input.
+    """Shard `index`, from 0, of `count` that together cover an input of `num_lines`.
 
-    Attributes:
-        index, count: the shard's index, from 0, and the number of shards.
-        num_lines: lines of the input, for a contiguous shard; None: every `count`th line.
+    It is a stretch of the input, or if `num_lines` is None every `count`th line.
     """
 
     index: int = 0
@@ -152,11 +149,7 @@ WHOLE = LineShard()
 
 
 class UnansweredLines:
-    """The shard's lines of a source that are not blank and not answered, each with its number, from 1, and its digest.
-
-    Attributes:
-        num_lines: number of the source's lines so far.
-    """
+    """The shard's lines that are neither blank nor answered, with number, from 1, and digest; `num_lines`: read."""
 
     def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, shard: LineShard = WHOLE) -> None:
         self._source, self._answered, self._shard = source, answered, shard
@@ -180,8 +173,7 @@ class InputFile:
 
     Raises:
         OSError: the file cannot be read.
-        UnreadableInputError: it is not JSON lines.
-        ValueError: see `filesystem`.
+        ValueError: see `filesystem`; an UnreadableInputError: it is not JSON lines.
     """
 
     def __init__(self, path: str) -> None:
@@ -244,7 +236,7 @@ def read_lines(file: Any, name: str) -> Iterator[bytes]:
     """Yield the lines of a file, decompressed, without a byte order mark.
 
     Raises:
-        OSError: it cannot be read; each compression module has its own errors.
+        OSError: it cannot be read, whatever its compression's own error.
         UnreadableInputError: it is not JSON lines.
     """
     try:
@@ -327,15 +319,12 @@ class ResultFile:
     """Appends results to a file, which is created if missing, or writes them to a stream ("-": the standard output).
 
     A compressed output, or one opened by fsspec, is written as a whole when the run ends or is interrupted; until then
-    its results are in a temporary file.
+    its results are in a temporary file. It is an OSError if the file cannot be opened, and a ValueError if another run
+    writes to it.
 
     Attributes:
         is_stream: whether it is a pipe, a terminal or another device, which cannot be resumed.
         answered: answered requests in the file.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: another run writes to it.
     """
 
     def __init__(self, path: str) -> None:
@@ -365,11 +354,7 @@ class ResultFile:
         return descriptor is not None and not self.is_stream and os.path.sameopenfile(descriptor, self._file.fileno())
 
     def load(self, run: str) -> None:
-        """Read the answered requests, and truncate an incomplete last line.
-
-        Raises:
-            ValueError: the file has answers of another run than this digest's, or lines that are not results.
-        """
+        """Read the answered requests, without an incomplete last line; ValueError for results of another run."""
         if self.is_stream:
             return
         self._file.seek(0)

@@ -45,14 +45,9 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 @dataclass(slots=True)
 class BatchRequest:
-    """A parsed line.
+    """A parsed line: a prompt, or `messages` with the options of `render_text` and for splitting their answer.
 
     Attributes:
-        prompt: a text, token ids, or both with a salt; None for a conversation.
-        params: the sampling parameters.
-        messages: a conversation; None for a prompt.
-        template: options of `render_text`.
-        answer: options for splitting the answer to a conversation.
         asked: the sampling parameters before `answer` constrained them.
         url: OpenAI's endpoint; None for a line in this library's form.
         body: the other fields of a request in OpenAI's form.
@@ -70,8 +65,7 @@ class BatchRequest:
     def encode(self, processor: InputProcessor) -> None:
         """Encode the prompt if the request has encoding options; other prompts are encoded together.
 
-        Raises:
-            ValueError: the messages do not fit the model's chat template, or a value is out of range.
+        ValueError if the messages do not fit the model's chat template, or a value is out of range.
         """
         adds, most, salt = (self.body.get(name) for name in _ENCODING)
         if adds is most is salt is None:
@@ -107,8 +101,7 @@ class RequestParser:
     """Parses lines as requests; requests with equal sampling parameters share one object.
 
     Args:
-        recommended: sampling parameters from the model's `generation_config.json`.
-        chosen: default sampling parameters.
+        recommended, chosen: sampling parameters from the model's `generation_config.json`, and the user's defaults.
         form: the model's answer format.
         separates: default for separating reasoning from answers.
     """

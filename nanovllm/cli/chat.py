@@ -101,8 +101,7 @@ class Conversation:
     def answer(self, text: str) -> None:
         """Print the answer to a message as it is generated. Ctrl-C stops it; the conversation keeps the printed part.
 
-        Raises:
-            ValueError: the conversation is too long, or does not fit the chat template; the message is dropped.
+        ValueError if the conversation is too long, or does not fit the chat template; the message is dropped.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = render_chat(self._llm.tokenizer, messages, add_generation_prompt=True)

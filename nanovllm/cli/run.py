@@ -76,12 +76,7 @@ class BatchRun:
         self.num_answered = self.num_failed = 0
 
     def run(self) -> None:
-        """Answer all lines.
-
-        Raises:
-            OSError: a file cannot be read or written.
-            RuntimeError: the engine is closed because the device is lost.
-        """
+        """Answer all lines; OSError if a file cannot be read or written, RuntimeError if the device is lost."""
         client = self._llm.engine_client
         # None disables the progress bar without a terminal.
         progress = Progress(client.engine, self._num_lines, "line", disable=None)

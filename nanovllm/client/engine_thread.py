@@ -82,12 +82,7 @@ class RequestStream:
     """One request, and its new output as it comes: an asynchronous iterator, whose last output is `finished`.
 
     One task at a time reads it, to its end or until `aclose`. Once it is garbage-collected, the request is aborted.
-
-    Args:
-        state: of the request, which an `EngineThread` computes.
-        request_id: id of its outputs.
-        mailbox: of the reading task's event loop.
-        leave: called, perhaps more than once, when the stream has no reader any more.
+    `leave` is called, perhaps more than once, when the stream has no reader any more.
     """
 
     def __init__(
@@ -115,12 +110,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for news and return them.
-
-        Raises:
-            StepError: the step that the request was in has failed.
-            RuntimeError: the engine is closed.
-        """
+        """Wait for news and return them; StepError if its step failed, RuntimeError if the engine is closed."""
         if self._has_left:
             raise StopAsyncIteration
         try:
@@ -173,9 +163,6 @@ class RequestStream:
 class EngineThread:
     """Steps an engine while it has requests. Other threads reach the engine only by messages, which join the next step.
 
-    Args:
-        client: has no other caller.
-
     Attributes:
         error: the error that ended the thread; None while it runs, and after `close`.
     """
@@ -204,11 +191,7 @@ class EngineThread:
             raise _closed_error(self.error)
 
     def submit(self, stream: RequestStream) -> None:
-        """Begin a request with the next step.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Begin a request with the next step; a RuntimeError if the engine is closed."""
         with self._lock:
             self.require_running()
             self._messages.append(stream)

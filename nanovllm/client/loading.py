@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder, and the data read from it.
+    """A model's folder, in the Hub's layout, and the data read from it.
 
     Attributes:
-        folder: in the Hub's layout.
-        model_config: the model's shape.
         tokenizer: of transformers; None without one.
         max_model_len: most tokens of one request: the setting, capped by the model's own limit.
         eos_token_ids: tokens that end an output.
-        constraints: makes the constraints of outputs.
     """
 
     folder: str
@@ -48,11 +45,7 @@ class ModelFiles:
 
 
 def read_model_files(config: Config) -> ModelFiles:
-    """Find a model's folder, download it if necessary, and read everything but the weights.
-
-    Raises:
-        ValueError: the model is unavailable or not supported.
-    """
+    """Find a model's folder, downloaded if necessary, and read all but the weights; ValueError if that fails."""
     folder = resolve_model(config.model, config.revision, config.load_format != "dummy", config.trust_remote_code)
     model_config = ModelConfig.from_folder(folder, config.trust_remote_code, config.model_impl)
     if config.load_format != "dummy" and _lacks_head(folder, model_config):
@@ -100,12 +93,10 @@ def _read_tokenizer(config: Config, folder: str) -> Any:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with its model's files and metadata.
+    """An engine, or replicas of it, with its model's files and metadata.
 
     Attributes:
-        engine: the engine, in this process, or replicas of it in others.
         seeds: numbers their requests.
-        files: of the model.
         device: where the model runs; with several ranks and replicas, the first one's.
         dtype: of weights and KV cache.
         device_name: display name of the device or devices, such as "2 x NVIDIA H200".

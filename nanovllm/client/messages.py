@@ -54,13 +54,9 @@ Order = Enqueue | Abort | Stop | CallEngine | SendNewTokens
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The first message to a front end: the engine's properties.
+    """The first message to a front end: limits of requests, most running sequences, and names of dtype and device.
 
-    Attributes:
-        limits: limits that requests must keep to.
-        max_num_running: most sequences that run at once.
-        device, dtype: of the model, by torch's names; with several ranks, the first one's.
-        device_name: display name of the device or devices.
+    `device` and `dtype` have torch's names; with several ranks, the first one's. `device_name` is for display.
     """
 
     limits: RequestLimits
@@ -72,15 +68,13 @@ class EngineInfo:
 
 @dataclass
 class StepReport:
-    """Results of steps for the requests of one front end.
+    """Results of steps for the requests of one front end; `new_tokens` are plain tuples, which pickle faster.
 
     Attributes:
-        new_tokens: of requests that stream, as plain tuples, which pickle faster.
         finished: finished requests by id; their outputs have neither text nor prompt.
         failures: messages of failures, ids of the failed requests, and the cause if it pickles.
         dropped: ids of requests that were aborted and have no output.
         steps: the tokens of every step, if requested.
-        stats: the engine's counters.
     """
 
     new_tokens: list[StreamedToken] = field(default_factory=list)

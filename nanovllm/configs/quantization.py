@@ -105,11 +105,7 @@ class QuantizationConfig:
 
     @classmethod
     def from_hf(cls, hf: Any) -> QuantizationConfig | None:
-        """Convert the `quantization_config` of a transformers config; None if it has none.
-
-        Raises:
-            ValueError: a method, format or value that is not supported.
-        """
+        """Convert a transformers config's `quantization_config`, if any; ValueError if it is not supported."""
         values = getattr(hf, "quantization_config", None)
         if values is None:
             return None
@@ -129,14 +125,10 @@ class QuantizationConfig:
         return QuantizationConfig("channel", ignored=self.ignored, four_bits=four_bits)
 
     def ignores(self, name: str, parts: Iterable[str | None]) -> bool:
-        """Return whether a layer is stored unquantised.
+        """Return whether a layer is stored unquantised; ValueError if this differs between its parts.
 
-        Args:
-            name: of the layer, such as "model.layers.0.self_attn.qkv_proj".
-            parts: of its weight, such as "q", which is `q_proj` in the checkpoint; None if there is only one.
-
-        Raises:
-            ValueError: this differs between the parts.
+        `name` is such as "model.layers.0.self_attn.qkv_proj", and `parts` are its weight's, such as "q", which is
+        `q_proj` in the checkpoint; None if there is only one.
         """
         parent, _, module = name.rpartition(".")
         known = _DELTA_NET_PARTS.get(module)

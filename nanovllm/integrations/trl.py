@@ -25,11 +25,8 @@ _SUPPORTED: dict[str, list[Any]] = {"mode": ["colocate"], "tensor_parallel_size"
 class NanoVLLMGeneration(VLLMGeneration):
     """TRL's `VLLMGeneration`, including its synchronisation of weights, with a one-rank engine on the trainer's device.
 
-    Attributes:
-        engine_settings: additional settings of `LLM`; set it on the class.
-
-    Raises:
-        ValueError: an unsupported request: server mode, tensor parallelism, images.
+    Server mode, tensor parallelism and images are a ValueError. `engine_settings`: more settings of `LLM`, on the
+    class.
     """
 
     engine_settings: ClassVar[dict[str, Any]] = {}

@@ -51,15 +51,7 @@ _FIELDS = {item.name for item in fields(SamplingParams)} | {
 
 
 class ApiError(Exception):
-    """An error answer.
-
-    Args:
-        status: HTTP status.
-        message: explanation for the user.
-        param: the invalid field.
-        headers: additional headers of the answer.
-        code: machine-readable code; None: OpenAI's for the status.
-    """
+    """An error answer; `code` is machine-readable, by default OpenAI's for the status."""
 
     def __init__(
         self,

@@ -139,9 +139,7 @@ class FrontEndProcess(PythonProcess):
 class FrontEnds:
     """Supervises the processes of a server with `size` front ends.
 
-    Raises:
-        OSError: the server cannot listen on the address.
-        ValueError: the system cannot share a port, or see `EngineProcesses`.
+    An address that cannot be listened on is an OSError, a port that cannot be shared a ValueError.
     """
 
     def __init__(self, config: Config, settings: ServeSettings, size: int) -> None:

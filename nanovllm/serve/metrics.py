@@ -123,10 +123,7 @@ class Metrics(Collector):
     def observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
         """Count a finished request and its known times.
 
-        Args:
-            output: the request's output, or the last one of its stream.
-            num_tokens: tokens of its longest output, required for a stream, whose last output has only new tokens; None
-                counts the tokens of `output`.
+        `num_tokens`: tokens of its longest output, required for a stream, whose last output has only new tokens.
         """
         self._requests.labels(**self._labels, finished_reason=output.outputs[0].finish_reason).inc()
         if num_tokens is None:

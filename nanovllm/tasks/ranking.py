@@ -32,11 +32,9 @@ _PROMPT = (
 
 
 def embeddings(outputs: Sequence[RequestOutput], hidden_size: int) -> torch.Tensor:
-    """Return the normalised embeddings of prompts, [num_prompts, hidden_size] float32.
+    """Return the normalised embeddings of pooled prompts, [num_prompts, hidden_size] float32.
 
-    Args:
-        outputs: output of each prompt's pooling request.
-        hidden_size: the model's hidden size, used only if there are no prompts: some models project their last states.
+    `hidden_size` is used only if there are no prompts: some models project their last states.
     """
     # Chunks return sums, which have the direction of the mean; normalisation keeps only the direction.
     states = [np.sum(output.hidden_states, axis=0) for output in outputs]
@@ -76,16 +74,9 @@ def ranked(scores: Sequence[float], documents: Sequence[str], top_n: int | None 
 
 
 class Judge:
-    """Asks a causal model whether documents match queries.
+    """Asks a causal model whether documents match queries; `params`: of its requests.
 
-    Args:
-        processor: the model's input processor.
-
-    Attributes:
-        params: sampling parameters of the requests.
-
-    Raises:
-        ValueError: the model has no tokenizer, or one with the same first token for both answers.
+    A ValueError if the model has no tokenizer, or one with the same first token for both answers.
     """
 
     def __init__(self, processor: InputProcessor) -> None:

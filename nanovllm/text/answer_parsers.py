@@ -31,13 +31,9 @@ class Reasoning(str):
 
 @dataclass
 class ToolCallDelta:
-    """A new part of a tool call.
+    """A new part of the answer's call number `index`: a piece of its arguments, which together are a JSON object.
 
-    Attributes:
-        index: index of the call in the answer.
-        name: the function's name, in the call's first delta; else None.
-        arguments: a piece of the arguments; all pieces together are a JSON object.
-        id: the model's id of the call, if any, together with the name.
+    The call's first delta has the function's name, and the model's id of the call, if any.
     """
 
     index: int
@@ -537,10 +533,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls in a list of Python calls, each with its keywords; empty if the text is anything else.
-
-    The names of JSON's constants are accepted as values.
-    """
+    """Return the calls in a list of Python calls, with their keywords; a value may be a JSON constant. Else nothing."""
     try:
         found, calls = ast.parse(text.strip(), mode="eval").body, []
         for element in found.elts if isinstance(found, ast.List) else []:

@@ -45,9 +45,7 @@ class ChatTemplateOptions(TypedDict, total=False):
 def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
     """Return conversations in the form that `render_text` expects, and whether `messages` was a list of them.
 
-    Raises:
-        ValueError: `messages` is neither a list of messages nor a list of conversations, a content is not text, or a
-            call's arguments are not an object.
+    ValueError if it is neither, a content is not text, or a call's arguments are not an object.
     """
     if isinstance(messages, (list, tuple)) and messages:
         is_list = not all(map(_is_message, messages))
@@ -299,9 +297,9 @@ def _rendered(render: Callable[..., str], messages: list[Message]) -> str:
 
 
 def render_text(tokenizer: Any, conversation: list[Message], /, **options: Any) -> str:
-    """Return the text of a conversation's prompt.
+    """Return the text of a conversation's prompt, as transformers renders it.
 
-    It equals transformers' rendering. If a template fails on a missing content or on a part, it gets plain texts.
+    If a template fails on a missing content or on a part, it gets plain texts.
 
     Args:
         tokenizer: a transformers tokenizer.

@@ -101,13 +101,7 @@ def patiently(function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """The parts of a tokenizer that llguidance needs; picklable.
-
-    Attributes:
-        text: the content of `tokenizer.json`.
-        num_tokens: size of the vocabulary.
-        eos_token_ids: tokens that end an output; None leaves them to llguidance.
-    """
+    """The parts of a tokenizer that llguidance needs; picklable. Without `eos_token_ids`, llguidance finds them."""
 
     text: str
     num_tokens: int

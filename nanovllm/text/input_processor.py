@@ -25,12 +25,9 @@ _NO_HEAD = "the model's folder has no LM head (lm_head.weight): it makes embeddi
 
 
 class CheckedParams(NamedTuple):
-    """Checked sampling parameters, with values derived from them, shared by requests.
+    """A checked copy of sampling parameters, with values derived from them, shared by requests.
 
-    Attributes:
-        params: a checked copy that belongs to this call.
-        bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that must not be generated.
-        grammar: the compiled grammar that outputs must match.
+    `bad_token_ids`, `bad_sequences`: tokens, and sequences of several tokens, that must not be generated.
     """
 
     params: SamplingParams
@@ -69,15 +66,7 @@ class ParamsChecker:
 
 
 class InputProcessor:
-    """Encodes prompts and validates requests.
-
-    Args:
-        tokenizer: a transformers tokenizer; with None only token ids are accepted.
-        limits: the engine's limits.
-        constraints: compiles grammars.
-        seeds: numbers requests in order of arrival.
-        has_head: whether the model has an LM head, so that it can generate.
-    """
+    """Encodes prompts, texts only with a tokenizer, and validates requests, which `seeds` numbers as they arrive."""
 
     def __init__(
         self,
@@ -125,12 +114,11 @@ class InputProcessor:
 
         Args:
             prompts: strings, lists of token ids, or `{"prompt": ...}` and `{"prompt_token_ids": ...}`, which may have
-                a `cache_salt`.
-            params: sampling parameters of each prompt.
-            priorities: priority of each prompt.
+                a `cache_salt`; or conversations, which `template` renders.
+            params, priorities: of each prompt.
             streams: whether outputs are streamed.
             pooling: see `process_pooling`.
-            template: renders conversations, if prompts are conversations.
+            template: renders conversations.
             add_special_tokens: whether texts get the tokenizer's special tokens, such as BOS; None: unless a template
                 made them.
             max_prompt_tokens: keep only this number of last tokens of a prompt, which then has no text; None: all.
@@ -316,10 +304,7 @@ def pooling_params(pooling: Pooling) -> SamplingParams:
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt as given: unchecked token ids, text, or both, and the cache salt.
-
-    A prompt that cannot be parsed or encoded has a ValueError as `token_ids`.
-    """
+    """A prompt as given: unchecked token ids, or a ValueError instead; text, or both; and the cache salt."""
 
     token_ids: Any
     text: str | None = None

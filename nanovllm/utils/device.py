@@ -10,12 +10,9 @@ import torch
 
 
 def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
-    """Return the device of a rank; "auto" is CUDA if available, else the CPU.
+    """Return the device of a rank; "auto" is CUDA if available, else the CPU. ValueError if there is none.
 
     Several ranks use consecutive CUDA devices, starting at the named one, or at 0.
-
-    Raises:
-        ValueError: the device is unknown, or there are too few CUDA devices.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

@@ -72,10 +72,7 @@ def _local_folder(path: str) -> str:
 
 
 def _snapshot(model: str, revision: str | None, weights: bool) -> str:
-    """Return a Hub id's cached folder, updated if the Hub is reachable.
-
-    Errors are raised without their causes, which contain several tracebacks of the HTTP client.
-    """
+    """Return a Hub id's cached folder, updated if the Hub is reachable; errors omit the HTTP client's tracebacks."""
     unreached: Exception | None = None
     names: list[str] = []
     try:

@@ -23,12 +23,7 @@ def start_python(
     """Start a process that calls a module's function and ignores Ctrl-C; it does not import the user's program.
 
     It is started by `subprocess`: a fork of this process would at exit terminate the processes of `multiprocessing`.
-
-    Args:
-        module, function: the function to call.
-        arguments: arguments of the call.
-        title: last item of the command line, for process lists.
-        descriptors: file descriptors to inherit.
+    `title` is the last item of its command line, for process lists; it inherits `descriptors`.
     """
     # The import system ignores entries that are not strings, whose repr may be invalid.
     path = [entry for entry in sys.path if isinstance(entry, str)]

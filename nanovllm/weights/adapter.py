@@ -59,8 +59,7 @@ def is_adapter(folder: str) -> bool:
 def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
     """Return an adapter's updates to tensors, by their names in the checkpoint.
 
-    Raises:
-        ValueError: it is not a plain LoRA, its weights are missing or damaged, or a model's are beside them.
+    ValueError if it is not a plain LoRA, its weights are missing or damaged, or a model's are beside them.
     """
     config = read_json(os.path.join(folder, ADAPTER_CONFIG))
     _check_config(folder, config)

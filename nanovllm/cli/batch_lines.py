@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokensPrompt
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.openai_format import (
     ENDPOINTS,
     LEAST_LOGPROB,
     SAMPLING_FIELDS,
     ShownTokens,
     chat_choice,
-    make_params,
     prompt_positions,
     request_params,
     template_values,

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams
+from nanovllm.sampling_params import make_params
 from nanovllm.utils.display import install_hint
 
 try:
@@ -87,9 +88,7 @@ class NanoVLLMGeneration(VLLMGeneration):
         }  # fmt: skip
         if self.structured_outputs_regex is not None:
             given["structured_outputs"] = {"regex": self.structured_outputs_regex}
-        if isinstance(constraint := given.get("structured_outputs"), dict):
-            given["structured_outputs"] = StructuredOutputsParams(**constraint)
-        return SamplingParams(**given)
+        return make_params(given)
 
 
 @contextmanager

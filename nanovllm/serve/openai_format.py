@@ -11,7 +11,7 @@ from typing import Any, Literal
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.text.answers import AnswerSplitter, whole_calls
 
 
@@ -171,14 +171,6 @@ def request_params(
         # Seeds are signed in the API.
         values["seed"] = seed % 2**64
     return make_params(values)
-
-
-def make_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters whose `structured_outputs` may be a dict."""
-    structured = values.get("structured_outputs")
-    if isinstance(structured, dict):
-        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
-    return SamplingParams(**values)
 
 
 def template_values(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -72,9 +72,7 @@ def answer_header(line: int, run: str, request: int) -> dict[str, Any]:
 class AnsweredRequests:
     """The digests of answered requests by line number, in 8 bytes per line, so that files larger than memory work.
 
-    Attributes:
-        num_unchanged, num_changed: lines so far with a valid answer, and lines changed since they were answered.
-        num_gone: answers so far whose line is blank or gone.
+    Attributes: `num_unchanged` and `num_changed` lines so far, and `num_gone` answers whose line is blank or gone.
     """
 
     def __init__(self) -> None:
@@ -167,13 +165,11 @@ class UnansweredLines:
 class InputFile:
     """An input: a local file, one that fsspec opens, or the standard input for "-".
 
+    OSError if it cannot be read, UnreadableInputError if it is not JSON lines.
+
     Attributes:
         is_stream: whether it is not a regular file: it may be slow, and may end because its writer was killed.
         lines: its lines. A file's first one is read at once, a stream's may arrive late.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: see `filesystem`; an UnreadableInputError: it is not JSON lines.
     """
 
     def __init__(self, path: str) -> None:
@@ -233,12 +229,7 @@ def _open(path: str) -> Any:
 
 
 def read_lines(file: Any, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file, decompressed, without a byte order mark.
-
-    Raises:
-        OSError: it cannot be read, whatever its compression's own error.
-        UnreadableInputError: it is not JSON lines.
-    """
+    """Yield the decompressed lines of a file without a byte order mark; OSError or UnreadableInputError."""
     try:
         reader = _decompressed(file if isinstance(file, io.BufferedReader) else io.BufferedReader(file), name)
         head = reader.peek(1).lstrip()
@@ -319,12 +310,8 @@ class ResultFile:
     """Appends results to a file, which is created if missing, or writes them to a stream ("-": the standard output).
 
     A compressed output, or one opened by fsspec, is written as a whole when the run ends or is interrupted; until then
-    its results are in a temporary file. It is an OSError if the file cannot be opened, and a ValueError if another run
-    writes to it.
-
-    Attributes:
-        is_stream: whether it is a pipe, a terminal or another device, which cannot be resumed.
-        answered: answered requests in the file.
+    its results are in a temporary file. A pipe, a terminal or another device, `is_stream`, cannot be resumed. OSError
+    if the file cannot be opened, ValueError if another run writes to it.
     """
 
     def __init__(self, path: str) -> None:

@@ -62,10 +62,7 @@ class BatchRequest:
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, processor: InputProcessor) -> None:
-        """Encode the prompt if the request has encoding options; other prompts are encoded together.
-
-        ValueError if the messages do not fit the model's chat template, or a value is out of range.
-        """
+        """Encode the prompt if the request has encoding options, or raise a ValueError; others are encoded together."""
         adds, most, salt = (self.body.get(name) for name in _ENCODING)
         if adds is most is salt is None:
             return
@@ -99,10 +96,7 @@ def load_line(text: bytes) -> dict[str, Any]:
 class RequestParser:
     """Parses lines as requests; requests with equal sampling parameters share one object.
 
-    Args:
-        recommended, chosen: sampling parameters from the model's `generation_config.json`, and the user's defaults.
-        form: the model's answer format.
-        separates: default for separating reasoning from answers.
+    `recommended` are the sampling parameters of the model's `generation_config.json`, `chosen` the user's defaults.
     """
 
     def __init__(
@@ -207,10 +201,7 @@ def _template(options: Any) -> dict[str, Any]:
 def result_fields(
     line: int, ids: Mapping[str, Any], output: RequestOutput, request: BatchRequest, model: str
 ) -> dict[str, Any]:
-    """Return the answer to a line by its number and its author's ids, in the form of its request.
-
-    It is reproducible except for OpenAI's `created` and the ids of calls.
-    """
+    """Return the answer to a line in its request's form, reproducible but for OpenAI's `created` and calls' ids."""
     states = {"hidden_states": [layer.tolist() for layer in output.hidden_states]} if output.hidden_states else {}
     if request.url is None:
         if request.answer is not None:

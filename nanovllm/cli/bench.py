@@ -332,10 +332,7 @@ def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
 
 
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
-    """Print and return the better of a workload's rounds, after a warm-up round in which graphs are captured.
-
-    `LONG_WORKLOAD` has only one round: it takes minutes, so that graph capture is negligible.
-    """
+    """Print and return the better of a workload's rounds, after a warm-up; a workload of minutes has one round."""
     num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
     if num_rounds > 1:
         run(llm, make_workload(name, "warm-up", llm))

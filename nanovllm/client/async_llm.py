@@ -194,10 +194,7 @@ class AsyncLLM(Unpicklable):
         priority: int = 0,
         request_id: int | str | None = None,
     ) -> RequestStream:
-        """Queue a request and return the outputs that `stream` yields, so that errors come before the first of them.
-
-        The stream must be read to its end, or closed.
-        """
+        """Queue a request and return the outputs that `stream` yields, to be read to their end, or closed."""
         (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
         return stream
 

@@ -58,12 +58,7 @@ class RequestState:
         return self.output is not None or self.error is not None
 
     def result(self) -> RequestOutput:
-        """Return the whole output of a request that is done and not streamed, with its texts; called once.
-
-        Raises:
-            StepError: its step has failed, or its text cannot be decoded.
-            RuntimeError: it was aborted, or the engine is closed.
-        """
+        """Return the whole output of a done request that is not streamed; StepError or RuntimeError if it failed."""
         output = self._require_output()
         try:
             self.finish(output)

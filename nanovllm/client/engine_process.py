@@ -113,10 +113,7 @@ class EngineProcesses:
             raise
 
     def load(self, folder: str) -> None:
-        """Load the model from a folder in all of them, in parallel, or one by one on a shared GPU.
-
-        Raises as `EngineProcess.wait_until_loaded` does.
-        """
+        """Load the model from a folder in all of them, in parallel, or one by one on a shared GPU."""
         # A GPU's free memory is meaningless while another engine loads on it.
         used: set[str] = set()
         loading: list[EngineProcess] = []

@@ -116,10 +116,7 @@ class Route(NamedTuple):
 
 
 class EngineServer:
-    """An engine, and the front ends that it serves, which get `info` first.
-
-    `make_constraint` compiles the grammar of a request, in a separate thread, before the engine gets it.
-    """
+    """An engine, and the front ends that it serves; `make_constraint` compiles grammars in separate threads."""
 
     def __init__(self, engine: LLMEngine, info: EngineInfo, make_constraint: MakeConstraint) -> None:
         self._engine = engine

@@ -33,10 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Mailbox:
-    """The streams of one event loop that have news, and whose tasks it wakes in rounds.
-
-    After each round it pauses, so that the engine's thread has the interpreter to itself.
-    """
+    """The streams of one event loop that have news; wakes them in rounds, and pauses, so that the engine goes on."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -161,10 +158,9 @@ class RequestStream:
 
 
 class EngineThread:
-    """Steps an engine while it has requests. Other threads reach the engine only by messages, which join the next step.
+    """Steps an engine while it has requests. Other threads reach it only by messages, which join the next step.
 
-    Attributes:
-        error: the error that ended the thread; None while it runs, and after `close`.
+    `error` is the error that ended the thread; None while it runs, and after `close`.
     """
 
     def __init__(self, client: EngineClient) -> None:

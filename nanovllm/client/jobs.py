@@ -45,10 +45,7 @@ _PATIENCE_SECONDS = 0.05
 
 
 class ReadAhead(Generic[T, U]):
-    """Chunks of a source, made by `prepare` in a thread, at most two ahead; to be closed.
-
-    A list of at most one chunk needs no thread. A chunk has at most `size` items, the first one fewer.
-    """
+    """Chunks of a source, made by `prepare` in a thread, at most two ahead; to be closed. A short list needs none."""
 
     def __init__(self, source: Iterable[T], prepare: Callable[[list[T]], U], size: int) -> None:
         self._prepare = prepare
@@ -160,15 +157,8 @@ PreparedPrompt = RequestState | RefusedPrompt
 class Job:
     """The prompts of a call, and their parameters; see `LLM.generate`.
 
-    Args:
-        template: makes the text of a conversation, if prompts are conversations.
-        pooling: asks for hidden states.
-
-    Attributes:
-        num_prompts: number of prompts; None if unknown.
-
-    Raises:
-        ValueError: the prompts are invalid, or the number of parameters or priorities differs from theirs.
+    `template` makes the text of a conversation; `pooling` asks for hidden states. ValueError if the prompts are
+    invalid, or the number of parameters or priorities differs from theirs.
     """
 
     def __init__(

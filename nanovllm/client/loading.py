@@ -28,13 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder, in the Hub's layout, and the data read from it.
-
-    Attributes:
-        tokenizer: of transformers; None without one.
-        max_model_len: most tokens of one request: the setting, capped by the model's own limit.
-        eos_token_ids: tokens that end an output.
-    """
+    """A model's folder, in the Hub's layout, and the data read from it; `max_model_len` is capped by the model's."""
 
     folder: str
     model_config: ModelConfig
@@ -93,14 +87,7 @@ def _read_tokenizer(config: Config, folder: str) -> Any:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine, or replicas of it, with its model's files and metadata.
-
-    Attributes:
-        seeds: numbers their requests.
-        device: where the model runs; with several ranks and replicas, the first one's.
-        dtype: of weights and KV cache.
-        device_name: display name of the device or devices, such as "2 x NVIDIA H200".
-    """
+    """An engine, or replicas of it, with its model's files and metadata, of several ranks the first one's."""
 
     engine: Engine
     seeds: RequestSeeds
@@ -113,9 +100,7 @@ class LoadedModel:
 def load_model(config: Config) -> LoadedModel:
     """Load a model; a single engine into this process. Replicas exit with the engine that represents them.
 
-    Raises:
-        ValueError: too few GPUs, or see `LLM`.
-        RuntimeError: a rank or a replica has failed.
+    ValueError for too few GPUs, or see `LLM`; RuntimeError if a rank or a replica has failed.
     """
     if config.data_parallel_size == 1:
         return _load_here(config)

@@ -54,10 +54,7 @@ Order = Enqueue | Abort | Stop | CallEngine | SendNewTokens
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The first message to a front end: limits of requests, most running sequences, and names of dtype and device.
-
-    `device` and `dtype` have torch's names; with several ranks, the first one's. `device_name` is for display.
-    """
+    """The first message to a front end; `device` (of several ranks the first's) and `dtype` have torch's names."""
 
     limits: RequestLimits
     max_num_running: int

@@ -37,13 +37,8 @@ _MOST_QUEUED = 4000
 class ModelClient(Unpicklable):
     """A loaded model: `LLM` adds calls that step its engine, `AsyncLLM` has a thread that does.
 
-    Methods that change the engine do so between two steps, and may be called from any thread.
-
-    Attributes:
-        device: where the model runs; with several ranks, the first one's.
-        dtype: of weights and KV cache.
-        device_name: display name of the device or devices.
-        limits: limits that a request must keep to.
+    Methods that change the engine do so between two steps, and may be called from any thread. `device` is the first
+    rank's, `dtype` that of weights and KV cache, `limits` what a request must keep to.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:

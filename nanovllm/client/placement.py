@@ -29,9 +29,7 @@ the first, at least the second.
 class Share:
     """The work of one replica, which runs `capacity` sequences at once.
 
-    Attributes:
-        stretch: ids of requests that it will get, in order.
-        sent, num_sent: ids of requests that it has, and the number of their sequences.
+    `stretch` has the requests that it will get, in order, `sent` the ones that it has, of `num_sent` sequences.
     """
 
     capacity: int
@@ -51,12 +49,7 @@ class Share:
 
 
 class Placement:
-    """Distributes requests among replicas, which each have a capacity in sequences.
-
-    Attributes:
-        shares: of the live replicas, by their index.
-        requests: unfinished requests, by id.
-    """
+    """Distributes `requests`, all unfinished ones by id, among replicas; `shares` are of the live ones, by index."""
 
     def __init__(self, capacities: Sequence[int], block_size: int) -> None:
         self.shares = {index: Share(capacity) for index, capacity in enumerate(capacities)}

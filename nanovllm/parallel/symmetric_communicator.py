@@ -50,10 +50,7 @@ class StepLimits:
     vocab_size: int
 
     def forward_calls(self, num_ranks: int) -> int:
-        """Return a bound on the sending kernels of a forward pass, which get the first indices of a step.
-
-        It is odd if and only if their number is.
-        """
+        """Return a bound on the sending kernels of a forward pass, the first of a step; odd if and only if they are."""
         row_bytes = self.hidden_size * _LARGEST_ITEM_BYTES
         return self.num_reductions * max(
             num_parts(num_ranks, row_bytes, num_ranks, one_shot=True),

@@ -140,13 +140,9 @@ async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
 
 
 class EventStream(Response):
-    """Sends events until the client disconnects or a time limit.
+    """Sends events until the client disconnects or a time limit, then closes the output streams behind them.
 
-    Args:
-        events: the answer's events.
-        streams: output streams behind the events; always closed at the end.
-        settings: the server's settings.
-        count_error: called with the kind of an error that ends the stream; "client_disconnect" for a disconnect.
+    `count_error` is called with the kind of an error that ends the stream; "client_disconnect" for a disconnect.
     """
 
     def __init__(

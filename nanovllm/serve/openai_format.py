@@ -196,12 +196,11 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """Options for showing tokens in an answer.
+    """Options for showing tokens in an answer; `ids`: whether to include their ids.
 
     Attributes:
         num_logprobs: number of most likely tokens at each position.
         as_ids: whether log-probabilities name tokens by ids, such as "token_id:123", instead of texts.
-        ids: whether to include token ids.
         get_bytes: returns a token's bytes, or None if unknown; None uses the bytes of its text.
     """
 

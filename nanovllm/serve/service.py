@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import socket
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -12,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from fastapi import APIRouter, Depends
@@ -48,8 +49,18 @@ Template = Callable[[list[ChatMessage]], str]
 Result = TypeVar("Result")
 
 
+class SharedServer(NamedTuple):
+    """A front end's part in a server of several, which began at `created`; `on_ready` is called once it is ready."""
+
+    listener: socket.socket
+    on_ready: Callable[[], None]
+    counts: ServerCounts
+    metrics_folder: str
+    created: int
+
+
 class Service:
-    """An engine that answers HTTP requests; `counts` and `metrics_folder` are shared with other front ends, if any.
+    """An engine that answers HTTP requests, alone or `shared` with other front ends.
 
     Attributes:
         names: the model's names in the API; `model`, the first one, is used in answers.
@@ -59,22 +70,15 @@ class Service:
         answer_format: the model's format of tool calls and reasoning.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        settings: ServeSettings,
-        counts: ServerCounts | None = None,
-        metrics_folder: str | None = None,
-        created: int | None = None,
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, settings: ServeSettings, shared: SharedServer | None = None) -> None:
         self.llm, self.settings = llm, settings
         self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.limits, llm.llm.tokenizer
         self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]
         # vLLM's clients use the model's name as given on the command line.
         self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
-        self.counts = counts or ServerCounts()
-        self.created = int(time.time()) if created is None else created
+        self.counts = ServerCounts() if shared is None else shared.counts
+        self.created = int(time.time()) if shared is None else shared.created
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,
@@ -82,7 +86,8 @@ class Service:
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }
-        self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.step_histograms, metrics_folder)
+        folder = None if shared is None else shared.metrics_folder
+        self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.step_histograms, folder)
         self.chat_template = settings.template_text()
         settled = f"{nanovllm.__version__} {self.config}"
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"

@@ -74,10 +74,7 @@ def ranked(scores: Sequence[float], documents: Sequence[str], top_n: int | None 
 
 
 class Judge:
-    """Asks a causal model whether documents match queries; `params`: of its requests.
-
-    A ValueError if the model has no tokenizer, or one with the same first token for both answers.
-    """
+    """Asks a causal model whether documents match queries; ValueError if its tokenizer has no such answers."""
 
     def __init__(self, processor: InputProcessor) -> None:
         self._yes, self._no = (token_ids[0] for token_ids in processor.tokenize(["yes", "no"], False))

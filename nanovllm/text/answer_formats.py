@@ -118,10 +118,7 @@ _UNKNOWN = (
 
 
 def tool_call_format(name: str, tokenizer: Any, template: str | None = None) -> ToolCallFormat:
-    """Return a format by name, else a ValueError; "auto" detects it in the template or the tokenizer's vocabulary.
-
-    `template`: a chat template to use instead of the tokenizer's.
-    """
+    """Return a format by name, else a ValueError; "auto" detects it in the template or the tokenizer's vocabulary."""
     if name != "auto":
         found = TOOL_CALL_FORMATS.get(_SAME.get(name, name))
         if found is None:

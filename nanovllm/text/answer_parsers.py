@@ -51,14 +51,8 @@ Calls = Generator["str | ToolCallDelta | None", None, bool]
 def reasoning(reader: TextReader, start: Start, form: ReasoningFormat, keeps_tags: bool) -> Events:
     """Read the reasoning; the answer follows.
 
-    Space around the tags belongs to neither part. A begin tag counts only at the start of the output.
-
-    Args:
-        reader: reads the output.
-        start: whether the output begins within the reasoning, or before it; "unknown": text before an end tag is
-            reasoning, so text waits for an end tag. "answer": there is no reasoning.
-        form: the tags.
-        keeps_tags: whether tags and the space around them are part of the reasoning.
+    Space around the tags belongs to neither part, unless it `keeps_tags`. A begin tag counts only at the start of the
+    output. If the `start` is "unknown", text before an end tag is reasoning, so text waits for an end tag.
     """
     ends = tuple(end for _, end in form.tags)
     if start in ("before", "unknown"):

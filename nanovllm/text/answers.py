@@ -212,16 +212,7 @@ class AnswerDelta:
 
 
 class AnswerSplitter:
-    """Splits one output's text as it is generated.
-
-    Args:
-        options: options for the answer.
-        start: the part in which the output begins.
-        dropped: special tokens to remove from the text.
-
-    Attributes:
-        call_ids: ids of the calls so far.
-    """
+    """Splits one output's text as it is generated, without the special tokens in `dropped`; `call_ids`: so far."""
 
     def __init__(self, options: AnswerOptions, start: Start, dropped: tuple[str, ...] = ()) -> None:
         form = options.form

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -25,10 +26,7 @@ _NO_HEAD = "the model's folder has no LM head (lm_head.weight): it makes embeddi
 
 
 class CheckedParams(NamedTuple):
-    """A checked copy of sampling parameters, with values derived from them, shared by requests.
-
-    `bad_token_ids`, `bad_sequences`: tokens, and sequences of several tokens, that must not be generated.
-    """
+    """A checked copy of sampling parameters, with values derived from them, shared by requests."""
 
     params: SamplingParams
     bad_token_ids: tuple[int, ...]
@@ -65,22 +63,15 @@ class ParamsChecker:
         return self._last[1]
 
 
+@dataclass(eq=False)
 class InputProcessor:
     """Encodes prompts, texts only with a tokenizer, and validates requests, which `seeds` numbers as they arrive."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        limits: RequestLimits,
-        constraints: ConstraintFactory,
-        seeds: RequestSeeds,
-        has_head: bool = True,
-    ) -> None:
-        self._has_head = has_head
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self.constraints = constraints
-        self.seeds = seeds
+    tokenizer: Any
+    limits: RequestLimits
+    constraints: ConstraintFactory
+    seeds: RequestSeeds
+    has_head: bool = True
 
     @cached_property
     def max_characters(self) -> int:
@@ -125,7 +116,7 @@ class InputProcessor:
             seeds: request numbers; None numbers the requests in this order.
             checker: the checker of earlier chunks of the same job, so that their parameters are not checked again.
         """
-        if pooling is None and not self._has_head:
+        if pooling is None and not self.has_head:
             return [ValueError(_NO_HEAD)] * len(prompts)
         checker = self.params_checker() if checker is None else checker
         encoded = self._encode(prompts, add_special_tokens, max_prompt_tokens, template)

@@ -26,13 +26,8 @@ class Detokenizer:
 
     A token's text may depend on the previous token, so the tokens of the last call are decoded again together with the
     new ones, and their earlier text is cut off (as in Hugging Face's text-generation-inference and in vLLM). The first
-    tokens of an output are decoded after the prompt's last ones, since SentencePiece decoders drop the space at the
+    tokens of an output are decoded after the last ones of `prompt`, since SentencePiece decoders drop the space at the
     start of a text.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        prompt: token ids that precede the output; empty at the start of a text.
-        options: keyword arguments of the tokenizer's `decode`.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), **options: bool) -> None:

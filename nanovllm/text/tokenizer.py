@@ -19,10 +19,7 @@ _OTHER_FILES = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
-    """Return the tokenizer in a model's folder; None if the folder has no tokenizer.
-
-    ValueError if it cannot be read, its vocabulary or a package is missing, or it needs code that is not trusted.
-    """
+    """Return the tokenizer in a model's folder, None if there is none; ValueError if it cannot be read."""
     names = os.listdir(folder)
     found = sorted(name for name in names if name in _VOCABULARIES or name.endswith(_VOCABULARY_SUFFIXES))
     if not found and _CONFIG not in names:

@@ -60,30 +60,20 @@ class _Place(ctypes.Structure):
     """Source or destination in CUDA_MEMCPY3D."""
 
     _fields_ = (
-        ("x", ctypes.c_size_t),
-        ("y", ctypes.c_size_t),
-        ("z", ctypes.c_size_t),
-        ("level", ctypes.c_size_t),
-        ("memory_type", ctypes.c_int),
-        ("host", ctypes.c_void_p),
-        ("address", ctypes.c_uint64),
-        ("array", ctypes.c_void_p),
-        ("reserved", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
+        ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t), ("level", ctypes.c_size_t),
+        ("memory_type", ctypes.c_int), ("host", ctypes.c_void_p), ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p), ("reserved", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    )  # fmt: skip
 
 
 class _Copy3D(ctypes.Structure):
     """CUDA_MEMCPY3D."""
 
     _fields_ = (
-        ("source", _Place),
-        ("destination", _Place),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-        ("depth", ctypes.c_size_t),
-    )
+        ("source", _Place), ("destination", _Place),
+        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t), ("depth", ctypes.c_size_t),
+    )  # fmt: skip
 
 
 _HOST, _DEVICE = 1, 2

@@ -52,10 +52,7 @@ def no_model(folder: str) -> str:
 
 
 def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
-    """Return an explanation for a place without weights, given the names of the files there.
-
-    `folder`: of the config: the same, or a copy of the place's small files.
-    """
+    """Return an explanation for a place without weights, given its files; `folder`: a copy of the small ones."""
     if os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
         return _adapter_advice(folder)
     if (advice := other_layout(place, sorted(names))) is not None:

@@ -97,10 +97,7 @@ def _blocked_sigint() -> Iterator[None]:
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
-    """Exit this process, after `clean_up`, once its parent is gone, even if the main thread is blocked.
-
-    `parent` is the parent's id when this process was started; the parent may be gone already.
-    """
+    """Exit this process, after `clean_up`, once `parent` is gone, even if the main thread is blocked."""
 
     def poll() -> None:
         while os.getppid() == parent:

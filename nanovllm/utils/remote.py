@@ -37,10 +37,7 @@ def absolute_folder(path: str) -> str:
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a path, local or remote, and the path within it.
-
-    ValueError if fsspec or its backend for the URL's scheme is not installed, or the scheme is unknown.
-    """
+    """Return fsspec's file system for a path, and the path within it; ValueError for an unknown scheme or package."""
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415
         from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
@@ -58,10 +55,7 @@ class StorageError(OSError):
 
 @contextmanager
 def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[None]:
-    """Re-raise any error of a file system as `kind`, with the path in the message.
-
-    Clients of object stores raise errors of their own, which are not OSErrors, such as for missing credentials.
-    """
+    """Re-raise any error of a file system, such as an object store's own, as `kind`, with the path in the message."""
     try:
         yield
     # Raised for another path, inside this block.

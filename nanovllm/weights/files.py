@@ -105,10 +105,7 @@ def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
-    """Return a name and its tensor; 64-bit floats, which no model has, are converted to 32.
-
-    ValueError if the item is not such a pair, or the tensor has no values here.
-    """
+    """Return a name and its tensor, of 64-bit floats in 32; ValueError for another item, or one without values."""
     if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
         raise ValueError(f"weights are pairs of a name and a tensor, not {item!r:.80}")
     name, tensor = item

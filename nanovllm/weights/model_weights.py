@@ -130,10 +130,7 @@ class ModelWeights:
         return [target for target, _ in self._parts[name]]
 
     def check(self, name: str, tensor: Any) -> bool:
-        """Return whether a tensor, or a reader of one in safetensors, is needed; a tied head is not.
-
-        ValueError if the model has no tensor of this name in the checkpoint, or one of another shape or dtype.
-        """
+        """Return whether a tensor, or a reader of one, is needed; ValueError for another name, shape or dtype."""
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
         parts = self._find(name)
@@ -259,10 +256,7 @@ class ModelWeights:
             part.store(str(target), drawn[part.index])
 
     def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
-        """Return the number of needed tensors in a folder, and their targets.
-
-        ValueError if a tensor does not fit, a file is damaged, or, with `strict`, tensors are missing.
-        """
+        """Return the number of needed tensors in a folder, and their targets; ValueError if one does not fit."""
         num_needed, found = 0, set[WeightTarget]()
         for name, tensor in self._model.folder_tensors(folder):
             num_needed += self.check(name, tensor)
@@ -284,10 +278,7 @@ class ModelWeights:
                 self.write(name, tensor)
 
     def check_adapter(self, folder: str) -> tuple[int, set[WeightTarget]]:
-        """Return the number of matrices that an adapter changes, and their weights.
-
-        ValueError if it does not fit, or the weights that it changes are missing, quantised or tied to others.
-        """
+        """Return the number of matrices that an adapter changes, and their weights; ValueError if it does not fit."""
         updates = read_adapter(folder)
         if self.missing:
             raise ValueError(f"an adapter needs all weights, but {len(self.missing)} are missing")

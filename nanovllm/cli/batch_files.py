@@ -316,7 +316,7 @@ class ResultFile:
 
     def __init__(self, path: str) -> None:
         self.answered = AnsweredRequests()
-        self.is_stream = path == "-" or _is_device(path)
+        self.is_stream = path == "-" or Path(path).is_fifo() or Path(path).is_char_device()
         # The final destination of the results; None if they are written there directly.
         self._copied_to = path if is_url(path) or Path(path).suffix in _COMPRESSED else None
         self._path = _copy_of(path) if self._copied_to else path
@@ -442,14 +442,6 @@ def _named(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
-
-
-def _is_device(path: str) -> bool:
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
 
 
 def _lock(file: Any, path: str, local: str) -> None:

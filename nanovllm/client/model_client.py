@@ -38,7 +38,7 @@ class ModelClient(Unpicklable):
     """A loaded model: `LLM` adds calls that step its engine, `AsyncLLM` has a thread that does.
 
     Methods that change the engine do so between two steps, and may be called from any thread. `device` is the first
-    rank's, `dtype` that of weights and KV cache, `limits` what a request must keep to.
+    rank's, `dtype` is of weights and KV cache, and requests must keep to `limits`.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:

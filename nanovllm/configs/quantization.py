@@ -231,9 +231,10 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     if not (isinstance(sparsity := values.get("sparsity_config"), Mapping) and sparsity.get("format") == "dense"):
         _refuse({"sparsity_config": sparsity})
     known = "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-    stored, status = values.get("format"), values.get("quantization_status", "compressed")
+    stored: Any = values.get("format")
     _require(stored in known, f"format={stored!r} is", f"{known}")
     # Early versions wrote "frozen" beside the same tensors.
+    status = values.get("quantization_status", "compressed")
     _require(status in ("compressed", "frozen"), f"quantization_status={status!r} is", "'compressed'")
     groups = values.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
@@ -251,7 +252,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     for what, args in (("weights", weights), ("input_activations", inputs)):
         if args or what == "weights":
             _check_e4m3(what, args)
-    strategy = weights.get("strategy")
+    strategy: Any = weights.get("strategy")
     _require(strategy in ("tensor", "channel", "block"), f"weights of strategy={strategy!r} are")
     if strategy == "block":
         _check_block(weights.get("block_structure"))
@@ -308,10 +309,10 @@ def _read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
     _refuse({"is_marlin_format": values.get("is_marlin_format")})
     _check_bits(values)
     # gptqmodel has both names, and packs words of other sizes if asked to.
-    method, dtype = values.get("method", "gptq"), values.get("pack_dtype")
+    method, dtype = values.get("method", "gptq"), values.get("pack_dtype", "int32")
     found = f"method={method!r}, pack_dtype={dtype!r} is"
-    _require(method == "gptq" and dtype in (None, "int32"), found, "'gptq' in 'int32'")
-    stored = values.get("checkpoint_format") or values.get("format") or "gptq"
+    _require(method == "gptq" and dtype == "int32", found, "'gptq' in 'int32'")
+    stored: Any = values.get("checkpoint_format") or values.get("format") or "gptq"
     _require(stored in ("gptq", "gptq_v2"), f"checkpoint_format={stored!r} is", "'gptq', 'gptq_v2'")
     four_bits = FourBits("int4", _group_size(values.get("group_size")), not values.get("sym", True), stored)
     return QuantizationConfig("channel", True, ignored=_read_dynamic(values), four_bits=four_bits)

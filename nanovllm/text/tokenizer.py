@@ -39,7 +39,8 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         from nanovllm.text.mistral_tokenizer import MistralTokenizer  # noqa: PLC0415
 
         return MistralTokenizer.from_pretrained(folder)
-    if not _has_words(tokenizer):
+    added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    if added.issuperset(tokenizer.get_vocab().values()):
         _refuse_faults(folder, found, trust_remote_code)
         files = sorted({*getattr(tokenizer, "vocab_files_names", {}).values(), _FAST})
         raise ValueError(
@@ -47,12 +48,6 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
             f"{', '.join(files)}"
         )
     return tokenizer
-
-
-def _has_words(tokenizer: Any) -> bool:
-    """Return whether a vocabulary has more than the tokens that a config adds."""
-    added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    return any(token_id not in added for token_id in tokenizer.get_vocab().values())
 
 
 def _refuse_faults(folder: str, vocabularies: list[str], trust_remote_code: bool) -> None:

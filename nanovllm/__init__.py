@@ -35,16 +35,13 @@ if TYPE_CHECKING:
     from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 
 _MODULES = {
-    "llm": ("LLM",),
-    "client.async_llm": ("AsyncLLM", "QueueFullError"),
-    "integrations.async_llm_engine": ("AsyncLLMEngine",),
-    "outputs": (
-        "BeamSearchOutput", "BeamSearchSequence", "CompletionOutput", "Logprob", "Logprobs", "RankedDocument",
-        "RequestMetrics", "RequestOutput", "ScoreOutput", "StepError", "StepResult", "TextPrompt", "TokensPrompt",
-        "ToolCall",
-    ),
-    "sampling_params": ("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"),
-}  # fmt: skip
+    "LLM": "llm",
+    "AsyncLLM": "client.async_llm",
+    "QueueFullError": "client.async_llm",
+    "AsyncLLMEngine": "integrations.async_llm_engine",
+    **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "sampling_params"),
+}
+"""The modules of public names; of others `outputs`."""
 __all__ = [
     "LLM", "AsyncLLM", "AsyncLLMEngine", "BeamSearchOutput", "BeamSearchParams", "BeamSearchSequence",
     "CompletionOutput", "Logprob", "Logprobs", "QueueFullError", "RankedDocument", "RequestMetrics", "RequestOutput",
@@ -55,9 +52,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a name on first access: ranks other than 0 never import transformers, which takes seconds."""
-    for module, names in _MODULES.items():
-        if name in names:
-            return getattr(import_module(f"nanovllm.{module}"), name)
+    if name in __all__:
+        return getattr(import_module(f"nanovllm.{_MODULES.get(name, 'outputs')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

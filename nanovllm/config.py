@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
@@ -19,24 +19,9 @@ ModelImpl = Literal["auto", "native", "transformers"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "scaled_logprobs"]
 Pooling = Literal["last", "mean"]
 SpeculativeMethod = Literal["ngram", "eagle3", "mtp"]
-_CHOICES = {
-    "dtype": Dtype,
-    "attention_backend": AttentionBackendName,
-    "kv_cache_dtype": KVCacheDtype,
-    "load_format": LoadFormat,
-    "model_impl": ModelImpl,
-    "logprobs_mode": LogprobsMode,
-}
-_LEAST = {
-    "tensor_parallel_size": 1,
-    "data_parallel_size": 1,
-    "max_model_len": 1,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 1,
-    "kvcache_block_size": 16,
-    "num_kvcache_blocks": -1,
-    "max_logprobs": -1,
-}
+_LEAST = {"kvcache_block_size": 16, "num_kvcache_blocks": -1, "max_logprobs": -1} | dict.fromkeys(
+    ("tensor_parallel_size", "data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"), 1
+)
 _MOST_DRAFTS = 15
 _LONGEST_MATCH = 5
 
@@ -71,13 +56,9 @@ class SpeculativeConfig:
                 "method 'eagle3' of speculative_config needs model, the folder or Hub id of a head, and other methods "
                 f"take none: method={self.method!r}, model={self.model!r:.80}"
             )
-        limits = {
-            "num_speculative_tokens": _MOST_DRAFTS, "prompt_lookup_min": _LONGEST_MATCH,
-            "prompt_lookup_max": _LONGEST_MATCH,
-        }  # fmt: skip
-        for name, high in limits.items():
-            number = check_int(f"{name} of speculative_config", getattr(self, name), 1, high)
-            object.__setattr__(self, name, number)
+        names = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
+        for name, high in zip(names, (_MOST_DRAFTS, _LONGEST_MATCH, _LONGEST_MATCH), strict=True):
+            object.__setattr__(self, name, check_int(f"{name} of speculative_config", getattr(self, name), 1, high))
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
@@ -192,8 +173,11 @@ class Config:
     def __post_init__(self) -> None:
         for name, low in _LEAST.items():
             object.__setattr__(self, name, check_int(name, getattr(self, name), low))
-        for name in ("enable_expert_parallel", "enforce_eager", "enable_prefix_caching", "trust_remote_code"):
-            check_bool(name, getattr(self, name))
+        for name, kind in get_type_hints(type(self)).items():
+            if kind is bool:
+                check_bool(name, getattr(self, name))
+            elif get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
         if self.kvcache_block_size % 16:
             raise ValueError(f"kvcache_block_size must be a positive multiple of 16, not {self.kvcache_block_size}")
         if self.num_kvcache_blocks == 0:
@@ -208,9 +192,6 @@ class Config:
             raise ValueError(f"device must be a string such as 'cuda:0', not {self.device!r}")
         if self.tokenizer is not None and not isinstance(self.tokenizer, str | os.PathLike):
             raise ValueError(f"tokenizer must be a folder or a Hub id, not {self.tokenizer!r}")
-        for name, kind in _CHOICES.items():
-            if getattr(self, name) not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
         if self.kv_cache_dtype == "fp8" and self.attention_backend == "flash_attn":
             raise ValueError("attention_backend='flash_attn' does not support kv_cache_dtype='fp8'")
         if self.quantization not in (None, *get_args(Quantization)):

@@ -6,9 +6,12 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar, Union, overload
+from typing import Any, NamedTuple, Protocol, TypeVar, Union, overload
 
 import numpy as np
+
+# `typing` has both since Python 3.11.
+from typing_extensions import NotRequired, TypedDict
 
 At_co = TypeVar("At_co", bound="dict[int, Logprob] | None", covariant=True)
 
@@ -188,34 +191,27 @@ class _TokenArray(Protocol):
 TokenIds = Union[Sequence[int], _TokenArray]  # noqa: UP007 (Python 3.10 evaluates it)
 
 
-class _Salted(TypedDict, total=False):
-    cache_salt: str
-
-
-class _Text(TypedDict):
-    prompt: str
-
-
-class TextPrompt(_Text, _Salted):
+class TextPrompt(TypedDict):
     """A prompt as text. It shares prefix cache blocks only with prompts of the same `cache_salt`.
 
     Example:
         >>> outputs = llm.generate(TextPrompt(prompt="Hello", cache_salt="of one user"))
     """
 
+    prompt: str
+    cache_salt: NotRequired[str]
 
-class _TokenIds(_Salted):
-    prompt_token_ids: Sequence[int]
 
-
-class TokensPrompt(_TokenIds, total=False):
+class TokensPrompt(TypedDict):
     """A prompt as token ids; its optional text is only for display.
 
     Example:
         >>> outputs = llm.generate([TokensPrompt(prompt_token_ids=[5, 6]), TokensPrompt(prompt_token_ids=[7])])
     """
 
-    prompt: str
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007

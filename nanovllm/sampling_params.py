@@ -6,7 +6,7 @@ import os
 import re
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from nanovllm.utils.checks import (
@@ -143,28 +143,29 @@ class SamplingParams:
     max_tokens: int | None = 64
     ignore_eos: bool = False
     seed: int | None = None
-    n: int = field(default=1, kw_only=True)
-    top_p: float = field(default=1.0, kw_only=True)
-    top_k: int = field(default=0, kw_only=True)
-    min_p: float = field(default=0.0, kw_only=True)
-    presence_penalty: float = field(default=0.0, kw_only=True)
-    frequency_penalty: float = field(default=0.0, kw_only=True)
-    repetition_penalty: float = field(default=1.0, kw_only=True)
-    logit_bias: Mapping[int, float] | None = field(default=None, kw_only=True)
-    bad_words: Sequence[str] | None = field(default=None, kw_only=True)
-    allowed_token_ids: Sequence[int] | None = field(default=None, kw_only=True)
-    min_tokens: int = field(default=0, kw_only=True)
-    stop: str | Sequence[str] | None = field(default=None, kw_only=True)
-    include_stop_str_in_output: bool = field(default=False, kw_only=True)
-    stop_token_ids: Sequence[int] | None = field(default=None, kw_only=True)
-    logprobs: int | None = field(default=None, kw_only=True)
-    prompt_logprobs: int | None = field(default=None, kw_only=True)
-    prompt_logprobs_start: int = field(default=0, kw_only=True)
-    hidden_states: Sequence[int] | None = field(default=None, kw_only=True)
-    skip_special_tokens: bool = field(default=True, kw_only=True)
-    spaces_between_special_tokens: bool = field(default=True, kw_only=True)
-    detokenize: bool = field(default=True, kw_only=True)
-    structured_outputs: StructuredOutputsParams | None = field(default=None, kw_only=True)
+    _: KW_ONLY
+    n: int = 1
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
+    hidden_states: Sequence[int] | None = None
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self._check()
@@ -257,6 +258,14 @@ class SamplingParams:
             raise ValueError(
                 f"structured_outputs must be StructuredOutputsParams, not {type(self.structured_outputs).__name__}"
             )
+
+
+def make_params(values: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters whose `structured_outputs` may be a dict."""
+    structured = values.get("structured_outputs")
+    if isinstance(structured, dict):
+        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
+    return SamplingParams(**values)
 
 
 def recommended_values(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -45,11 +45,7 @@ _SAMPLING_DEFAULTS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code.
-
-    Args:
-        arguments: the command line; None: the process's.
-    """
+    """Run a command line, by default the process's, and return the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in _WITH_OWN_PARSER:
         own, *rest = arguments

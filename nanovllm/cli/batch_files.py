@@ -72,10 +72,7 @@ def answer_header(line: int, run: str, request: int) -> dict[str, Any]:
 class AnsweredRequests:
     """The digests of answered requests by line number, in 8 bytes per line, so that files larger than memory work.
 
-    Attributes:
-        num_unchanged: lines so far with a valid answer.
-        num_changed: lines so far that changed since they were answered.
-        num_gone: answers so far whose line is blank or gone.
+    Attributes: `num_unchanged` and `num_changed` lines so far, and `num_gone` answers whose line is blank or gone.
     """
 
     def __init__(self) -> None:
@@ -118,11 +115,9 @@ class AnsweredRequests:
 
 @dataclass(frozen=True)
 class LineShard:
-    """A share of an input's lines; all shards together cover the input.
+    """Shard `index`, from 0, of `count` that together cover an input of `num_lines`.
 
-    Attributes:
-        index, count: the shard's index, from 0, and the number of shards.
-        num_lines: lines of the input, for a contiguous shard; None: every `count`th line.
+    It is a stretch of the input, or if `num_lines` is None every `count`th line.
     """
 
     index: int = 0
@@ -152,11 +147,7 @@ WHOLE = LineShard()
 
 
 class UnansweredLines:
-    """The shard's lines of a source that are not blank and not answered, each with its number, from 1, and its digest.
-
-    Attributes:
-        num_lines: number of the source's lines so far.
-    """
+    """The shard's lines that are neither blank nor answered, with number, from 1, and digest; `num_lines`: read."""
 
     def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, shard: LineShard = WHOLE) -> None:
         self._source, self._answered, self._shard = source, answered, shard
@@ -174,14 +165,11 @@ class UnansweredLines:
 class InputFile:
     """An input: a local file, one that fsspec opens, or the standard input for "-".
 
+    OSError if it cannot be read, UnreadableInputError if it is not JSON lines.
+
     Attributes:
         is_stream: whether it is not a regular file: it may be slow, and may end because its writer was killed.
         lines: its lines. A file's first one is read at once, a stream's may arrive late.
-
-    Raises:
-        OSError: the file cannot be read.
-        UnreadableInputError: it is not JSON lines.
-        ValueError: see `filesystem`.
     """
 
     def __init__(self, path: str) -> None:
@@ -241,12 +229,7 @@ def _open(path: str) -> Any:
 
 
 def read_lines(file: Any, name: str) -> Iterator[bytes]:
-    """Yield the lines of a file, decompressed, without a byte order mark.
-
-    Raises:
-        OSError: it cannot be read; each compression module has its own errors.
-        UnreadableInputError: it is not JSON lines.
-    """
+    """Yield the decompressed lines of a file without a byte order mark; OSError or UnreadableInputError."""
     try:
         reader = _decompressed(file if isinstance(file, io.BufferedReader) else io.BufferedReader(file), name)
         head = reader.peek(1).lstrip()
@@ -327,20 +310,13 @@ class ResultFile:
     """Appends results to a file, which is created if missing, or writes them to a stream ("-": the standard output).
 
     A compressed output, or one opened by fsspec, is written as a whole when the run ends or is interrupted; until then
-    its results are in a temporary file.
-
-    Attributes:
-        is_stream: whether it is a pipe, a terminal or another device, which cannot be resumed.
-        answered: answered requests in the file.
-
-    Raises:
-        OSError: the file cannot be opened.
-        ValueError: another run writes to it.
+    its results are in a temporary file. A pipe, a terminal or another device, `is_stream`, cannot be resumed. OSError
+    if the file cannot be opened, ValueError if another run writes to it.
     """
 
     def __init__(self, path: str) -> None:
         self.answered = AnsweredRequests()
-        self.is_stream = path == "-" or _is_device(path)
+        self.is_stream = path == "-" or Path(path).is_fifo() or Path(path).is_char_device()
         # The final destination of the results; None if they are written there directly.
         self._copied_to = path if is_url(path) or Path(path).suffix in _COMPRESSED else None
         self._path = _copy_of(path) if self._copied_to else path
@@ -365,11 +341,7 @@ class ResultFile:
         return descriptor is not None and not self.is_stream and os.path.sameopenfile(descriptor, self._file.fileno())
 
     def load(self, run: str) -> None:
-        """Read the answered requests, and truncate an incomplete last line.
-
-        Raises:
-            ValueError: the file has answers of another run than this digest's, or lines that are not results.
-        """
+        """Read the answered requests, without an incomplete last line; ValueError for results of another run."""
         if self.is_stream:
             return
         self._file.seek(0)
@@ -470,14 +442,6 @@ def _named(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, path) from error
-
-
-def _is_device(path: str) -> bool:
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)
 
 
 def _lock(file: Any, path: str, local: str) -> None:

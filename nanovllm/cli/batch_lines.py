@@ -13,14 +13,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokensPrompt
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.openai_format import (
     ENDPOINTS,
     LEAST_LOGPROB,
     SAMPLING_FIELDS,
     ShownTokens,
     chat_choice,
-    make_params,
     prompt_positions,
     request_params,
     template_values,
@@ -45,14 +44,9 @@ _encode = json.JSONEncoder(allow_nan=False).encode
 
 @dataclass(slots=True)
 class BatchRequest:
-    """A parsed line.
+    """A parsed line: a prompt, or `messages` with the options of `render_text` and for splitting their answer.
 
     Attributes:
-        prompt: a text, token ids, or both with a salt; None for a conversation.
-        params: the sampling parameters.
-        messages: a conversation; None for a prompt.
-        template: options of `render_text`.
-        answer: options for splitting the answer to a conversation.
         asked: the sampling parameters before `answer` constrained them.
         url: OpenAI's endpoint; None for a line in this library's form.
         body: the other fields of a request in OpenAI's form.
@@ -68,11 +62,7 @@ class BatchRequest:
     body: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self, processor: InputProcessor) -> None:
-        """Encode the prompt if the request has encoding options; other prompts are encoded together.
-
-        Raises:
-            ValueError: the messages do not fit the model's chat template, or a value is out of range.
-        """
+        """Encode the prompt if the request has encoding options, or raise a ValueError; others are encoded together."""
         adds, most, salt = (self.body.get(name) for name in _ENCODING)
         if adds is most is salt is None:
             return
@@ -106,11 +96,7 @@ def load_line(text: bytes) -> dict[str, Any]:
 class RequestParser:
     """Parses lines as requests; requests with equal sampling parameters share one object.
 
-    Args:
-        recommended: sampling parameters from the model's `generation_config.json`.
-        chosen: default sampling parameters.
-        form: the model's answer format.
-        separates: default for separating reasoning from answers.
+    `recommended` are the sampling parameters of the model's `generation_config.json`, `chosen` the user's defaults.
     """
 
     def __init__(
@@ -215,10 +201,7 @@ def _template(options: Any) -> dict[str, Any]:
 def result_fields(
     line: int, ids: Mapping[str, Any], output: RequestOutput, request: BatchRequest, model: str
 ) -> dict[str, Any]:
-    """Return the answer to a line by its number and its author's ids, in the form of its request.
-
-    It is reproducible except for OpenAI's `created` and the ids of calls.
-    """
+    """Return the answer to a line in its request's form, reproducible but for OpenAI's `created` and calls' ids."""
     states = {"hidden_states": [layer.tolist() for layer in output.hidden_states]} if output.hidden_states else {}
     if request.url is None:
         if request.answer is not None:

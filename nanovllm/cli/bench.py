@@ -278,10 +278,7 @@ def floor_seconds(work: Workload, llm: LLM, ceilings: Ceilings) -> float:
 
 
 def measure_ceilings() -> Ceilings:
-    """Measure read bandwidth (a sum over a large tensor) and matmul rate, each the best of several tries.
-
-    Runs beside an engine, in the GPU memory that it leaves.
-    """
+    """Measure read bandwidth (of a sum) and matmul rate, the best of several tries, in the memory an engine leaves."""
     device, synchronize = ("cuda", torch.cuda.synchronize) if ON_GPU else ("cpu", lambda: None)
     num_bytes = min(2**32, torch.cuda.mem_get_info()[0] // 2) if ON_GPU else 2**30
     data = torch.ones(num_bytes // 4, device=device, dtype=torch.float32)
@@ -335,10 +332,7 @@ def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
 
 
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
-    """Print and return the better of a workload's rounds, after a warm-up round in which graphs are captured.
-
-    `LONG_WORKLOAD` has only one round: it takes minutes, so that graph capture is negligible.
-    """
+    """Print and return the better of a workload's rounds, after a warm-up; a workload of minutes has one round."""
     num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
     if num_rounds > 1:
         run(llm, make_workload(name, "warm-up", llm))
@@ -433,11 +427,7 @@ def measure_apart(size: int, arguments: Sequence[str]) -> list[Result]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the machine, run the workloads, print the table and the JSON.
-
-    Args:
-        arguments: the command line; None: the process's.
-    """
+    """Measure the machine, run the workloads of a command line, print the table and the JSON."""
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
     names = WORKLOADS if options.workload == "all" else (options.workload,)

@@ -42,7 +42,7 @@ _MODEL_NAME = re.compile(r"[\w.~-]*(/[\w.-]+)+/?")
 def check_flags(options: argparse.Namespace, *, prints_answer: bool = False) -> tuple[Config, dict[str, Any]]:
     """Return the engine's settings and the sampling parameters set by flags; ValueError if one is out of range.
 
-    With `prints_answer`, the answer is printed as it is generated, and there can be only one.
+    With `prints_answer` there can be only one answer.
     """
     values = flag_values(options, SamplingParams)
     SamplingParams(**values)
@@ -99,10 +99,9 @@ class Conversation:
         self.messages: list[dict[str, Any]] = [*self._system]
 
     def answer(self, text: str) -> None:
-        """Print the answer to a message as it is generated. Ctrl-C stops it; the conversation keeps the printed part.
+        """Print the answer to a message as it comes. Ctrl-C stops it; the conversation keeps the printed part.
 
-        Raises:
-            ValueError: the conversation is too long, or does not fit the chat template; the message is dropped.
+        ValueError if the conversation is too long, or does not fit the chat template; the message is dropped.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = render_chat(self._llm.tokenizer, messages, add_generation_prompt=True)

@@ -9,7 +9,7 @@ import argparse
 import gc
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Line(NamedTuple):
     request: BatchRequest | None
 
 
+@dataclass(eq=False)
 class BatchRun:
     """Answers lines, and writes results that name the run by its `digest`.
 
@@ -59,41 +60,33 @@ class BatchRun:
     and one is being read. `num_lines` is for the progress bar; None if unknown.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        lines: UnansweredLines,
-        parser: RequestParser,
-        digest: str,
-        write: Callable[[list[bytes]], object],
-        *,
-        num_lines: int | None = None,
-        chunk_size: int = CHUNK_SIZE,
-    ) -> None:
-        self._llm, self._lines, self._parser, self._digest, self._write = llm, lines, parser, digest, write
-        self._num_lines, self._chunk_size = num_lines, chunk_size
-        self._checker = llm.input_processor.params_checker()
-        self.num_answered = self.num_failed = 0
+    llm: LLM
+    lines: UnansweredLines
+    parser: RequestParser
+    digest: str
+    write: Callable[[list[bytes]], object]
+    num_lines: int | None = None
+    chunk_size: int = CHUNK_SIZE
+    num_answered: int = 0
+    num_failed: int = 0
+
+    def __post_init__(self) -> None:
+        self._checker = self.llm.input_processor.params_checker()
 
     def run(self) -> None:
-        """Answer all lines.
-
-        Raises:
-            OSError: a file cannot be read or written.
-            RuntimeError: the engine is closed because the device is lost.
-        """
-        client = self._llm.engine_client
+        """Answer all lines; OSError if a file cannot be read or written, RuntimeError if the device is lost."""
+        client = self.llm.engine_client
         # None disables the progress bar without a terminal.
-        progress = Progress(client.engine, self._num_lines, "line", disable=None)
-        lines = ReadAhead(self._lines, self._prepare, self._chunk_size)
+        progress = Progress(client.engine, self.num_lines, "line", disable=None)
+        lines = ReadAhead(self.lines, self._prepare, self.chunk_size)
 
         def deliver(done: Done) -> None:
             if any(output.error is not None for _, output in done):
                 # Lines that failed with the device get no result, so that a later run answers them.
                 client.engine.require_open()
-            self._write([self._result(item, output) for item, output in done])
+            self.write([self._result(item, output) for item, output in done])
 
-        JobRun(client, lines, deliver, progress, self._llm.most_pending, returns_errors=True).run()
+        JobRun(client, lines, deliver, progress, self.llm.most_pending, returns_errors=True).run()
 
     def _prepare(self, lines: list[tuple[int, int, bytes]]) -> list[PreparedPrompt]:
         """Return the requests of lines."""
@@ -103,21 +96,21 @@ class BatchRun:
             try:
                 record = load_line(text)
                 ids = {name: record[name] for name in IDS if name in record}
-                request = self._parser.parse(record)
-                request.encode(self._llm.input_processor)
+                request = self.parser.parse(record)
+                request.encode(self.llm.input_processor)
             except ValueError as error:
                 prepared.append(RefusedPrompt(number, Line(number, digest, ids, None), error))
             else:
                 line = Line(number, digest, ids, request)
                 (prompts if request.messages is None else chats).append(line)
-        rendered = self._process(chats, lambda request: request.rendered(self._llm.tokenizer))
+        rendered = self._process(chats, lambda request: request.rendered(self.llm.tokenizer))
         return [*prepared, *self._process(prompts), *rendered]
 
     def _process(
         self, lines: list[Line], template: Callable[[BatchRequest], str] | None = None
     ) -> Iterator[PreparedPrompt]:
-        asked, seed = [line.request for line in lines if line.request is not None], self._llm.config.seed
-        requests = self._llm.input_processor.process_each(
+        asked, seed = [line.request for line in lines if line.request is not None], self.llm.config.seed
+        requests = self.llm.input_processor.process_each(
             [request.prompt for request in asked] if template is None else asked,
             [request.params for request in asked],
             [0] * len(asked),
@@ -127,16 +120,16 @@ class BatchRun:
             checker=self._checker,
         )
         for line, request in zip(lines, requests, strict=True):
-            yield prepared_prompt(request, self._llm.output_processor, line.number, line)
+            yield prepared_prompt(request, self.llm.output_processor, line.number, line)
 
     def _result(self, item: PreparedPrompt, output: RequestOutput) -> bytes:
         line: Line = item.source
         if output.error is not None or line.request is None:
             code = "invalid_request" if isinstance(item, RefusedPrompt) else "server_error"
             return self._failure(line, code, output.error or "")
-        fields = result_fields(line.number, line.ids, output, line.request, self._llm.config.model)
+        fields = result_fields(line.number, line.ids, output, line.request, self.llm.config.model)
         try:
-            encoded = encode_line(answer_header(line.number, self._digest, line.digest) | fields)
+            encoded = encode_line(answer_header(line.number, self.digest, line.digest) | fields)
         except ValueError as error:
             # JSON has no NaN, the log-probability of a token if constraints allow no token.
             return self._failure(line, "server_error", f"the answer cannot be written: {error}")

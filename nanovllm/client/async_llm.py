@@ -194,10 +194,7 @@ class AsyncLLM(Unpicklable):
         priority: int = 0,
         request_id: int | str | None = None,
     ) -> RequestStream:
-        """Queue a request and return the outputs that `stream` yields, so that errors come before the first of them.
-
-        The stream must be read to its end, or closed.
-        """
+        """Queue a request and return the outputs that `stream` yields, to be read to their end, or closed."""
         (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
         return stream
 
@@ -235,11 +232,7 @@ class AsyncLLM(Unpicklable):
                 yield output
 
     async def render_chat(self, messages: Sequence[Message], **template: Unpack[ChatTemplateOptions]) -> list[int]:
-        """Return a conversation's prompt as token ids; see `LLM.chat`.
-
-        Raises:
-            ValueError: the messages do not fit the template.
-        """
+        """Return a conversation's prompt as token ids; ValueError if it does not fit the template. See `LLM.chat`."""
         return list((await self._render(messages, template))["prompt_token_ids"])
 
     async def _render(self, messages: Sequence[Message], template: ChatTemplateOptions) -> TokensPrompt:
@@ -316,11 +309,7 @@ class AsyncLLM(Unpicklable):
             self._thread.abort(stream)
 
     async def run_beside(self, function: Callable[[], Result], work: Work) -> Result:
-        """Call a function in a thread for its kind of input work.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Call a function in a thread for its kind of input work; a RuntimeError if the engine is closed."""
         self._thread.require_running()
         return await asyncio.get_running_loop().run_in_executor(self._executors[work], function)
 
@@ -381,13 +370,7 @@ class AsyncLLM(Unpicklable):
     async def enqueue(
         self, num_requests: int, process: Callable[[], list[Request]], work: Work, request_id: int | str | None = None
     ) -> list[RequestStream]:
-        """Queue requests, all or none.
-
-        Args:
-            num_requests: number of requests that `process` makes.
-            process: makes them, in another thread.
-            work: kind of that work.
-            request_id: of a single request; None: numbers.
+        """Queue the requests that `process` makes in another thread, all or none; `request_id`: of a single one.
 
         Raises:
             QueueFullError: too many requests are pending.

@@ -23,16 +23,11 @@ class RequestState:
 
     An engine in another process continues for a few tokens after a stop string; they are left out.
 
-    Args:
-        request: from `InputProcessor`.
-        processor: makes texts.
-        index, source: the prompt's index in its call, and its source.
-
     Attributes:
         request_id: in the engine; -1 until it is queued.
+        index, source: the prompt's index in its call, and its source.
         outputs: the state of each output if the engine streams its tokens.
-        output: the engine's, once the request has finished.
-        error: why it has failed.
+        output, error: the engine's output, or its error, once the request is done.
         awaits_step: whether `step` returns its output.
     """
 
@@ -63,12 +58,7 @@ class RequestState:
         return self.output is not None or self.error is not None
 
     def result(self) -> RequestOutput:
-        """Return the whole output of a request that is done and not streamed, with its texts; called once.
-
-        Raises:
-            StepError: its step has failed, or its text cannot be decoded.
-            RuntimeError: it was aborted, or the engine is closed.
-        """
+        """Return the whole output of a done request that is not streamed; StepError or RuntimeError if it failed."""
         output = self._require_output()
         try:
             self.finish(output)
@@ -84,11 +74,7 @@ class RequestState:
         return StepError(f"the text of request {self.request_id} cannot be decoded: {cause}", [self.request_id], cause)
 
     def news(self) -> RequestOutput | None:
-        """Return the new part of a streamed request's outputs, at last all that is left; None without news.
-
-        Raises:
-            RuntimeError: see `result`.
-        """
+        """Return the new part of a streamed request's outputs, at last all that is left, or None; see `result`."""
         final, outputs = self._require_output() if self.is_done else None, []
         for i, state in enumerate(self.outputs):
             new = state.take(final is not None)
@@ -166,12 +152,7 @@ News = dict[int, RequestState]
 
 
 class EngineClient:
-    """Drives an engine for callers that each have their own requests; it is the engine's only driver.
-
-    Args:
-        engine: in this process or in another.
-        processor: makes texts.
-    """
+    """Drives an engine for callers that each have their own requests; it is the engine's only driver."""
 
     def __init__(self, engine: Engine, processor: OutputProcessor) -> None:
         self.engine = engine
@@ -200,19 +181,14 @@ class EngineClient:
             pending.update(zip(request_ids, states, strict=True))
 
     def steps(self, has_work: Callable[[], bool]) -> Iterator[News]:
-        """Drive the engine: run steps while there is work, and yield the news of each.
-
-        Raises:
-            EngineRunningError: another call drives the engine.
-            RuntimeError: the engine is closed.
-        """
+        """Drive the engine: run steps while there is work, and yield the news of each; see `Engine.steps`."""
         for _ in self.engine.steps(has_work):
             yield self.take_news()
 
     def run(self, fill: Callable[[News], None]) -> Generator[News, None, None]:
         """Drive the engine until all requests are done, and yield each step's news; drops the rest when closed.
 
-        fill: called before each step with the pending requests, by id; queues more, and adds them.
+        `fill` gets the pending requests before each step, and adds more.
 
         Raises:
             StepError: a step without requests failed.
@@ -295,10 +271,7 @@ class EngineClient:
         return failures
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Drop requests, from any thread; see `Engine.abort`.
-
-        Their state is removed at once, or with the next step of another thread that drives the engine.
-        """
+        """Drop requests, from any thread, at once or with the next step of a thread that drives; see `Engine.abort`."""
         self.engine.abort(request_ids)
         if not self.engine.is_driven:
             self.take_news()
@@ -328,10 +301,7 @@ class EngineClient:
             raise RuntimeError("requests of this generate were aborted by another caller")
 
     def _take_tokens(self, tokens: list[StreamedToken], news: News) -> list[tuple[int, int]]:
-        """Give requests their new tokens, and return the outputs that have reached a stop string.
-
-        A request whose text cannot be decoded fails alone.
-        """
+        """Give requests their tokens, and return outputs at a stop string; undecodable text fails its request alone."""
         stopped = []
         for request_id, index, token_id, is_end, logprobs in tokens:
             if (state := self._states.get(request_id)) is None:

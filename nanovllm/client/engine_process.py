@@ -25,11 +25,7 @@ _GRACE_SECONDS = 2.0
 
 
 class EngineProcess(PythonProcess):
-    """An engine in a process of its own. The constructor starts it; it then waits for a plan.
-
-    Args:
-        index, size: index of the replica, and number of replicas.
-    """
+    """The process of replica `index` of `size`. The constructor starts it; it then waits for a plan."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index = index
@@ -48,12 +44,7 @@ class EngineProcess(PythonProcess):
             self._control.send(plan)
 
     def wait_until_loaded(self) -> None:
-        """Wait until the model is loaded.
-
-        Raises:
-            ValueError: a user error, as an engine in this process raises it.
-            RuntimeError: it failed.
-        """
+        """Wait until the model is loaded; a user's mistake is a ValueError, another failure a RuntimeError."""
         try:
             # Polling keeps Ctrl-C responsive.
             while not self._control.poll(_POLL_SECONDS):
@@ -96,14 +87,7 @@ class EngineProcess(PythonProcess):
 
 
 class EngineProcesses:
-    """The processes of all replicas.
-
-    Args:
-        config: shared by all of them.
-
-    Raises:
-        ValueError: there are too few GPUs, or too little memory for the `swap_space` of all.
-    """
+    """The processes of all replicas; ValueError if there are too few GPUs, or too little memory for `swap_space`."""
 
     def __init__(self, config: Config) -> None:
         size = config.data_parallel_size
@@ -129,11 +113,7 @@ class EngineProcesses:
             raise
 
     def load(self, folder: str) -> None:
-        """Load the model from a folder in all of them, in parallel, or one by one on a shared GPU.
-
-        Raises:
-            ValueError, RuntimeError: see `EngineProcess.wait_until_loaded`.
-        """
+        """Load the model from a folder in all of them, in parallel, or one by one on a shared GPU."""
         # A GPU's free memory is meaningless while another engine loads on it.
         used: set[str] = set()
         loading: list[EngineProcess] = []
@@ -161,13 +141,10 @@ class EngineProcesses:
 
 
 def replica_devices(config: Config) -> list[str]:
-    """Return the `device` setting of each replica.
+    """Return the `device` setting of each replica; ValueError if there are too few GPUs.
 
     Replica i has the GPUs `i * tensor_parallel_size` and on, counted from the one that is named. If there are fewer,
     replicas share the available GPUs, provided that `gpu_memory_utilization` leaves room for each.
-
-    Raises:
-        ValueError: there are too few GPUs.
     """
     size, num_ranks, name = config.data_parallel_size, config.tensor_parallel_size, config.device
     if size == 1 or name == "cpu":

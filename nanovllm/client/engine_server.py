@@ -60,11 +60,7 @@ _NUM_COMPILERS = 4
 
 
 class FrontEnd:
-    """One front end: its requests, and the messages to send to it.
-
-    Args:
-        connection: to it; messages go out in a thread of their own.
-        info: the first message.
+    """One front end: its requests, and the messages to send to it, in a thread of their own; `info` is the first.
 
     Attributes:
         engine_ids: ids of its unfinished requests in the engine, by its own ids.
@@ -120,13 +116,7 @@ class Route(NamedTuple):
 
 
 class EngineServer:
-    """An engine, and the front ends that it serves.
-
-    Args:
-        engine: has no other driver.
-        info: sent to front ends first.
-        make_constraint: compiles the grammar of a request, in a separate thread, before the engine gets it.
-    """
+    """An engine, and the front ends that it serves; `make_constraint` compiles grammars in separate threads."""
 
     def __init__(self, engine: LLMEngine, info: EngineInfo, make_constraint: MakeConstraint) -> None:
         self._engine = engine
@@ -159,11 +149,7 @@ class EngineServer:
         self._has_work.set()
 
     def run(self) -> str | None:
-        """Drive the engine until `close`.
-
-        Returns:
-            The error that closed the engine, already sent to front ends; None otherwise.
-        """
+        """Drive the engine until `close`; return the error that closed it, already sent to front ends, or None."""
         cause = None
         try:
             while cause is None and not self._is_closing:
@@ -326,12 +312,7 @@ class EngineServer:
 
 
 def run_engine(descriptor: int, parent: int) -> None:
-    """Run an engine's process.
-
-    Args:
-        descriptor: of the socket to the parent process.
-        parent: the parent's process id.
-    """
+    """Run an engine's process, given the socket to its parent, and the parent's process id."""
     faulthandler.enable()
     end_with_parent(parent)
     control = Connection(descriptor)

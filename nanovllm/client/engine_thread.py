@@ -33,10 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Mailbox:
-    """The streams of one event loop that have news, and whose tasks it wakes in rounds.
-
-    After each round it pauses, so that the engine's thread has the interpreter to itself.
-    """
+    """The streams of one event loop that have news; wakes them in rounds, and pauses, so that the engine goes on."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -82,12 +79,7 @@ class RequestStream:
     """One request, and its new output as it comes: an asynchronous iterator, whose last output is `finished`.
 
     One task at a time reads it, to its end or until `aclose`. Once it is garbage-collected, the request is aborted.
-
-    Args:
-        state: of the request, which an `EngineThread` computes.
-        request_id: id of its outputs.
-        mailbox: of the reading task's event loop.
-        leave: called, perhaps more than once, when the stream has no reader any more.
+    `leave` is called, perhaps more than once, when the stream has no reader any more.
     """
 
     def __init__(
@@ -115,12 +107,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for news and return them.
-
-        Raises:
-            StepError: the step that the request was in has failed.
-            RuntimeError: the engine is closed.
-        """
+        """Wait for news and return them; StepError if its step failed, RuntimeError if the engine is closed."""
         if self._has_left:
             raise StopAsyncIteration
         try:
@@ -171,13 +158,9 @@ class RequestStream:
 
 
 class EngineThread:
-    """Steps an engine while it has requests. Other threads reach the engine only by messages, which join the next step.
+    """Steps an engine while it has requests. Other threads reach it only by messages, which join the next step.
 
-    Args:
-        client: has no other caller.
-
-    Attributes:
-        error: the error that ended the thread; None while it runs, and after `close`.
+    `error` is the error that ended the thread; None while it runs, and after `close`.
     """
 
     def __init__(self, client: EngineClient) -> None:
@@ -204,11 +187,7 @@ class EngineThread:
             raise _closed_error(self.error)
 
     def submit(self, stream: RequestStream) -> None:
-        """Begin a request with the next step.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Begin a request with the next step; a RuntimeError if the engine is closed."""
         with self._lock:
             self.require_running()
             self._messages.append(stream)

@@ -45,13 +45,7 @@ _PATIENCE_SECONDS = 0.05
 
 
 class ReadAhead(Generic[T, U]):
-    """Chunks of a source, prepared in a thread, at most two ahead; to be closed.
-
-    Args:
-        source: yields items; a list of at most one chunk needs no thread.
-        prepare: turns a chunk's items into the value that `take` returns.
-        size: most items of a chunk; the first has fewer.
-    """
+    """Chunks of a source, made by `prepare` in a thread, at most two ahead; to be closed. A short list needs none."""
 
     def __init__(self, source: Iterable[T], prepare: Callable[[list[T]], U], size: int) -> None:
         self._prepare = prepare
@@ -76,14 +70,7 @@ class ReadAhead(Generic[T, U]):
         Thread(target=self._read, name="read-ahead", daemon=True).start()
 
     def take(self, wait: bool) -> U | None:
-        """Return the next chunk; None at the end, or if it is not ready.
-
-        Args:
-            wait: wait for it; then None means the end.
-
-        Raises:
-            BaseException: the error of the source.
-        """
+        """Return the next chunk, or raise the source's error; None at the end or, unless `wait`, if it is not ready."""
         if self._small is not None:
             items, self._small = self._small, []
             return self._prepare(items) if items else None
@@ -168,23 +155,10 @@ PreparedPrompt = RequestState | RefusedPrompt
 
 
 class Job:
-    """The prompts of a call, and their parameters.
+    """The prompts of a call, and their parameters; see `LLM.generate`.
 
-    Args:
-        processor: checks and encodes them.
-        output_processor: makes their texts.
-        prompts: see `LLM.generate`; with `template`, conversations.
-        params: one for all, or one each.
-        priority: of each.
-        schedule: the order in which they run.
-        template: makes the text of a conversation.
-        pooling: asks for hidden states.
-
-    Attributes:
-        num_prompts: number of prompts; None if unknown.
-
-    Raises:
-        ValueError: the prompts are invalid, or the number of parameters or priorities differs from theirs.
+    `template` makes the text of a conversation; `pooling` asks for hidden states. ValueError if the prompts are
+    invalid, or the number of parameters or priorities differs from theirs.
     """
 
     def __init__(
@@ -275,14 +249,7 @@ def prepared_prompt(
 
 
 class Progress:
-    """A progress bar over requests, with rates and the engine's state.
-
-    Args:
-        engine: computes the requests.
-        total: number of requests; None if unknown.
-        unit: name of a request.
-        disable: show nothing; None shows the bar only on a terminal.
-    """
+    """A progress bar over requests, with rates and the engine's state; `disable=None` shows it only on a terminal."""
 
     def __init__(self, engine: Engine, total: int | None, unit: str, *, disable: bool | None) -> None:
         self._engine = engine
@@ -313,14 +280,10 @@ Done = list[tuple[PreparedPrompt, RequestOutput]]
 
 @dataclass
 class JobRun:
-    """Runs prompts that are read ahead.
+    """Runs prompts that are read ahead, at most `most_pending` in the engine at a time.
 
-    Args:
-        client: drives the engine.
-        prompts: prepared ahead.
+    Attributes:
         deliver: gets the requests finished by each step, and prompts that cannot be served.
-        progress: shows how many are done.
-        most_pending: most requests that the engine has at a time.
         returns_errors: whether prompts that cannot be served, and requests that fail while the engine continues, get an
             output with their error.
     """

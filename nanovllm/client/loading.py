@@ -28,16 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model's folder, and the data read from it.
-
-    Attributes:
-        folder: in the Hub's layout.
-        model_config: the model's shape.
-        tokenizer: of transformers; None without one.
-        max_model_len: most tokens of one request: the setting, capped by the model's own limit.
-        eos_token_ids: tokens that end an output.
-        constraints: makes the constraints of outputs.
-    """
+    """A model's folder, in the Hub's layout, and the data read from it; `max_model_len` is capped by the model's."""
 
     folder: str
     model_config: ModelConfig
@@ -48,11 +39,7 @@ class ModelFiles:
 
 
 def read_model_files(config: Config) -> ModelFiles:
-    """Find a model's folder, download it if necessary, and read everything but the weights.
-
-    Raises:
-        ValueError: the model is unavailable or not supported.
-    """
+    """Find a model's folder, downloaded if necessary, and read all but the weights; ValueError if that fails."""
     folder = resolve_model(config.model, config.revision, config.load_format != "dummy", config.trust_remote_code)
     model_config = ModelConfig.from_folder(folder, config.trust_remote_code, config.model_impl)
     if config.load_format != "dummy" and _lacks_head(folder, model_config):
@@ -100,16 +87,7 @@ def _read_tokenizer(config: Config, folder: str) -> Any:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine with its model's files and metadata.
-
-    Attributes:
-        engine: the engine, in this process, or replicas of it in others.
-        seeds: numbers their requests.
-        files: of the model.
-        device: where the model runs; with several ranks and replicas, the first one's.
-        dtype: of weights and KV cache.
-        device_name: display name of the device or devices, such as "2 x NVIDIA H200".
-    """
+    """An engine, or replicas of it, with its model's files and metadata, of several ranks the first one's."""
 
     engine: Engine
     seeds: RequestSeeds
@@ -122,9 +100,7 @@ class LoadedModel:
 def load_model(config: Config) -> LoadedModel:
     """Load a model; a single engine into this process. Replicas exit with the engine that represents them.
 
-    Raises:
-        ValueError: too few GPUs, or see `LLM`.
-        RuntimeError: a rank or a replica has failed.
+    ValueError for too few GPUs, or see `LLM`; RuntimeError if a rank or a replica has failed.
     """
     if config.data_parallel_size == 1:
         return _load_here(config)

@@ -54,14 +54,7 @@ Order = Enqueue | Abort | Stop | CallEngine | SendNewTokens
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The first message to a front end: the engine's properties.
-
-    Attributes:
-        limits: limits that requests must keep to.
-        max_num_running: most sequences that run at once.
-        device, dtype: of the model, by torch's names; with several ranks, the first one's.
-        device_name: display name of the device or devices.
-    """
+    """The first message to a front end; `device` (of several ranks the first's) and `dtype` have torch's names."""
 
     limits: RequestLimits
     max_num_running: int
@@ -72,15 +65,13 @@ class EngineInfo:
 
 @dataclass
 class StepReport:
-    """Results of steps for the requests of one front end.
+    """Results of steps for the requests of one front end; `new_tokens` are plain tuples, which pickle faster.
 
     Attributes:
-        new_tokens: of requests that stream, as plain tuples, which pickle faster.
         finished: finished requests by id; their outputs have neither text nor prompt.
         failures: messages of failures, ids of the failed requests, and the cause if it pickles.
         dropped: ids of requests that were aborted and have no output.
         steps: the tokens of every step, if requested.
-        stats: the engine's counters.
     """
 
     new_tokens: list[StreamedToken] = field(default_factory=list)

@@ -37,17 +37,8 @@ _MOST_QUEUED = 4000
 class ModelClient(Unpicklable):
     """A loaded model: `LLM` adds calls that step its engine, `AsyncLLM` has a thread that does.
 
-    Methods that change the engine do so between two steps, and may be called from any thread.
-
-    Args:
-        config: the settings.
-        loaded: the model.
-
-    Attributes:
-        device: where the model runs; with several ranks, the first one's.
-        dtype: of weights and KV cache.
-        device_name: display name of the device or devices.
-        limits: limits that a request must keep to.
+    Methods that change the engine do so between two steps, and may be called from any thread. `device` is the first
+    rank's, `dtype` is of weights and KV cache, and requests must keep to `limits`.
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
@@ -95,11 +86,7 @@ class ModelClient(Unpicklable):
 
     @property
     def default_pooling(self) -> Pooling:
-        """The pooling of a sentence-transformers folder; "last" for other folders.
-
-        Raises:
-            ValueError: the folder has a pooling, or another module, that is not supported.
-        """
+        """The pooling of a sentence-transformers folder, "last" for others; ValueError if it is not supported."""
         return folder_pooling(self._folder)
 
     def get_tokenizer(self) -> Any:
@@ -116,8 +103,7 @@ class ModelClient(Unpicklable):
     def most_pending(self) -> int:
         """Requests that a job has in the engine at a time: one running batch, and an equal number waiting.
 
-        Several engines get them from the front end's own queue, which is longer, so that each engine's part of it is
-        long.
+        Several engines get them from the front end's own queue, which is longer, so that each one's part is long.
         """
         count = 2 * self.config.max_num_running
         return count if self._engine.is_in_process else max(self.config.data_parallel_size * count, _MOST_QUEUED)
@@ -365,10 +351,7 @@ class ModelClient(Unpicklable):
         return self._engine.stats(now=True)
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
-        """Return the state of the cache's blocks, in at most `most_cells` cells; see `BlockUsage`.
-
-        Blocks of several replicas are concatenated.
-        """
+        """Return the state of the cache's blocks, of all replicas, in at most `most_cells` cells; see `BlockUsage`."""
         share = max(1, most_cells // self.config.data_parallel_size)
         return joined_usage(self._engine.call(LLMEngine.block_usage, share))
 

@@ -27,13 +27,9 @@ the first, at least the second.
 
 @dataclass(eq=False)
 class Share:
-    """The work of one replica.
+    """The work of one replica, which runs `capacity` sequences at once.
 
-    Attributes:
-        capacity: most sequences that it runs at once.
-        stretch: ids of requests that it will get, in order.
-        sent: ids of requests that it has.
-        num_sent: their sequences.
+    `stretch` has the requests that it will get, in order, `sent` the ones that it has, of `num_sent` sequences.
     """
 
     capacity: int
@@ -53,16 +49,7 @@ class Share:
 
 
 class Placement:
-    """Distributes requests among replicas.
-
-    Args:
-        capacities: most sequences that each replica runs at once.
-        block_size: tokens of a cache block.
-
-    Attributes:
-        shares: of the live replicas, by their index.
-        requests: unfinished requests, by id.
-    """
+    """Distributes `requests`, all unfinished ones by id, among replicas; `shares` are of the live ones, by index."""
 
     def __init__(self, capacities: Sequence[int], block_size: int) -> None:
         self.shares = {index: Share(capacity) for index, capacity in enumerate(capacities)}
@@ -79,10 +66,7 @@ class Placement:
         return index
 
     def spread(self, requests: dict[int, Request]) -> None:
-        """Add requests, by id, that arrive together; `take` assigns them to the replicas.
-
-        Lower priorities are at the front of every replica's stretch.
-        """
+        """Add requests that arrive together; lower priorities are at the front of every replica's stretch."""
         self.requests.update(requests)
         shares, are_new = list(self.shares.values()), not any(share.stretch for share in self.shares.values())
         for _, group in groupby(requests, lambda request_id: requests[request_id].priority):
@@ -122,11 +106,7 @@ class Placement:
         return request
 
     def lose(self, index: int) -> list[int]:
-        """Give the work of a dead replica to another one, from whose stretch all can take.
-
-        Returns:
-            The ids of the requests that it had been sent, which run again.
-        """
+        """Give a dead replica's work to another one, from whose stretch all can take; return the ids that run again."""
         lost = self.shares.pop(index)
         if self.shares:
             heir = min(self.shares.values(), key=lambda share: share.load)

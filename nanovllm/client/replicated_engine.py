@@ -42,24 +42,15 @@ _MOMENTARY_OF_SOME = (
 
 
 class Replica:
-    """An engine in another process.
+    """An engine in another process; RuntimeError if it has exited.
 
-    A thread reads its messages. Orders go out together, with `flush`.
-
-    Args:
-        index: index of the replica.
-        connection: to the engine.
-        receive: gets each report, and None when the engine has exited; called in the thread.
-        exit_text: returns how the process exited, once the connection is closed.
+    A thread reads its messages and calls `receive` with each report, and with None when the engine has exited. Orders
+    go out together, with `flush`. `exit_text` returns how the process exited, once the connection is closed.
 
     Attributes:
         info: the engine's description of itself.
-        stats: the engine's counters, as of its last message.
-        state: the engine's pause and sleep state.
+        stats, state: the engine's counters and its pause and sleep state, as of its last message.
         has_ended: whether no more messages come.
-
-    Raises:
-        RuntimeError: the engine has exited.
     """
 
     def __init__(
@@ -147,20 +138,12 @@ class Replica:
 
 
 class ReplicatedEngine(Engine):
-    """Engines in other processes.
+    """Engines in other processes, all with the settings `config` but for the device; RuntimeError if one has exited.
 
     Args:
-        config: the settings of each replica, except for its device.
         connections: to the engines, from `EngineProcess.connect`.
         exit_texts: for each, returns how its process exited, once its connection is closed.
         close: ends the processes, if this engine owns them.
-
-    Attributes:
-        info: the first engine's description of itself.
-        num_replicas: number of replicas at the start.
-
-    Raises:
-        RuntimeError: an engine has exited.
     """
 
     is_in_process = False

@@ -35,11 +35,7 @@ class DraftHeadConfig:
 
     @classmethod
     def eagle3(cls, folder: str, target: ModelConfig) -> DraftHeadConfig:
-        """Read the config.json of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) for a model.
-
-        Raises:
-            ValueError: it is not the config of such a head, or the head is for another model.
-        """
+        """Read the config.json of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) for a model, or a ValueError."""
         stored = read_json(os.path.join(folder, "config.json"))
         name = (stored.get("architectures") or [""])[0]
         if name not in _EAGLE3_NAMES or stored.get("model_type") != "llama":

@@ -203,15 +203,9 @@ class ModelConfig:
 
     @classmethod
     def from_folder(cls, path: str, trust_remote_code: bool = False, model_impl: ModelImpl = "native") -> ModelConfig:
-        """Read `config.json` and `generation_config.json`.
+        """Read `config.json` and `generation_config.json`; `model_impl`: see `Config`.
 
-        Args:
-            path: the model's folder.
-            trust_remote_code: whether transformers may run the code that the config names.
-            model_impl: implementation that runs the model; see `Config`.
-
-        Raises:
-            ValueError: the config is missing, unreadable, or has a value that is not supported.
+        ValueError if the config is missing, unreadable, or has a value that is not supported.
         """
         if not os.path.isfile(file := os.path.join(path, "config.json")):
             raise ValueError(no_model(path))
@@ -301,8 +295,7 @@ class ModelConfig:
     def with_quantization(self, quantization: Quantization) -> ModelConfig:
         """Return the config of the same model with its linear layers and experts stored in `quantization`.
 
-        Raises:
-            ValueError: they are already stored in another format, or cannot be converted.
+        ValueError if they are already stored in another format, or cannot be converted.
         """
         if self.hf is not None:
             raise ValueError(f"quantization={quantization!r} is not supported for models that transformers' code runs")
@@ -560,11 +553,7 @@ class ExpertsConfig:
 
     @classmethod
     def from_hf(cls, hf: Any) -> ExpertsConfig:
-        """Convert a transformers config.
-
-        Raises:
-            ValueError: a size is missing, or out of range; an `UnsupportedError` if there are no experts.
-        """
+        """Convert a transformers config; ValueError for a size, an `UnsupportedError` if there are no experts."""
         num_experts = check_int("num_experts", getattr(hf, "num_local_experts", getattr(hf, "num_experts", None)), 0)
         if num_experts == 0:
             # transformers' code of some families treats that as a model without mixtures.
@@ -642,11 +631,7 @@ class DeltaNetConfig:
 
     @classmethod
     def from_hf(cls, hf: Any) -> DeltaNetConfig:
-        """Convert a transformers config.
-
-        Raises:
-            ValueError: a size is missing, or not supported.
-        """
+        """Convert a transformers config; ValueError if a size is missing, or not supported."""
         names = (
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
             "linear_conv_kernel_dim",
@@ -686,11 +671,7 @@ class MambaConfig:
 
     @classmethod
     def from_hf(cls, hf: Any) -> MambaConfig:
-        """Convert a transformers config.
-
-        Raises:
-            ValueError: a size is missing, or not supported.
-        """
+        """Convert a transformers config; ValueError if a size is missing, or not supported."""
         names = ["mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"]
         if hasattr(hf, "ssm_state_size"):
             names = ["mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "use_conv_bias"]

@@ -105,11 +105,7 @@ class QuantizationConfig:
 
     @classmethod
     def from_hf(cls, hf: Any) -> QuantizationConfig | None:
-        """Convert the `quantization_config` of a transformers config; None if it has none.
-
-        Raises:
-            ValueError: a method, format or value that is not supported.
-        """
+        """Convert a transformers config's `quantization_config`, if any; ValueError if it is not supported."""
         values = getattr(hf, "quantization_config", None)
         if values is None:
             return None
@@ -129,14 +125,10 @@ class QuantizationConfig:
         return QuantizationConfig("channel", ignored=self.ignored, four_bits=four_bits)
 
     def ignores(self, name: str, parts: Iterable[str | None]) -> bool:
-        """Return whether a layer is stored unquantised.
+        """Return whether a layer is stored unquantised; ValueError if this differs between its parts.
 
-        Args:
-            name: of the layer, such as "model.layers.0.self_attn.qkv_proj".
-            parts: of its weight, such as "q", which is `q_proj` in the checkpoint; None if there is only one.
-
-        Raises:
-            ValueError: this differs between the parts.
+        `name` is such as "model.layers.0.self_attn.qkv_proj", and `parts` are its weight's, such as "q", which is
+        `q_proj` in the checkpoint; None if there is only one.
         """
         parent, _, module = name.rpartition(".")
         known = _DELTA_NET_PARTS.get(module)
@@ -164,25 +156,31 @@ def _has_name(entry: str, name: str) -> bool:
     return f".{entry.removesuffix('.')}." in f".{name}."
 
 
-def _refuse(values: Mapping[str, Any], what: str) -> None:
+def _refuse(values: Mapping[str, Any]) -> None:
     """Reject each value that is set."""
     for name, value in values.items():
         if value:
-            raise ValueError(f"quantization_config: {what}{name}={value!r} is not supported")
+            raise ValueError(f"quantization_config: {name}={value!r} is not supported")
 
 
-def _others(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in known}
+def _refuse_others(values: Mapping[str, Any], known: set[str]) -> None:
+    """Reject each value that is set and not known."""
+    _refuse({name: value for name, value in values.items() if name not in known})
+
+
+def _require(is_supported: bool, found: str, only: str = "") -> None:
+    """Reject what was found, and tell what alone is supported."""
+    if not is_supported:
+        raise ValueError(f"quantization_config: {found} not supported" + (f": only {only}" if only else ""))
 
 
 def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
     scheme, size, scale_fmt = (values.get(name) for name in ("activation_scheme", "weight_block_size", "scale_fmt"))
-    _refuse(_others(values, _FP8_KEYS), "")
+    _refuse_others(values, _FP8_KEYS)
     kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
-    if (fmt := values.get("fmt", "e4m3")) not in ("e4m3", "float8_e4m3fn"):
-        raise ValueError(f"quantization_config: fmt={fmt!r} is not supported: only 'e4m3'")
-    if scale_fmt not in (None, "float"):
-        raise ValueError(f"quantization_config: scale_fmt={scale_fmt!r} is not supported: only 'float'")
+    fmt = values.get("fmt", "e4m3")
+    _require(fmt in ("e4m3", "float8_e4m3fn"), f"fmt={fmt!r} is", "'e4m3'")
+    _require(scale_fmt in (None, "float"), f"scale_fmt={scale_fmt!r} is", "'float'")
     if scheme not in ("dynamic", "static"):
         raise ValueError(f"quantization_config: activation_scheme must be 'dynamic' or 'static', not {scheme!r}")
     ignored = _module_names(values, "modules_to_not_convert") or _module_names(values, "ignored_layers")
@@ -216,38 +214,35 @@ def _read_kv_cache_scheme(scheme: Any) -> KVGranularity | None:
         return "tensor"
     # modelopt's has no strategy.
     strategy = scheme.get("strategy", "tensor") if isinstance(scheme, Mapping) else None
-    if strategy not in ("tensor", "attn_head") or scheme.get("dynamic"):
-        raise ValueError(
-            f"quantization_config: kv_cache_scheme={scheme!r:.400} is not supported: only static scales of "
-            "strategy='tensor' or 'attn_head'"
-        )
+    is_static = strategy in ("tensor", "attn_head") and not scheme.get("dynamic")
+    only = "static scales of strategy='tensor' or 'attn_head'"
+    _require(is_static, f"kv_cache_scheme={scheme!r:.400} is", only)
     _check_e4m3("kv_cache_scheme", scheme)
     return "tensor" if strategy == "tensor" else "head"
 
 
 def _check_block(size: Any) -> None:
-    if size not in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}"):
-        raise ValueError(f"quantization_config: blocks of {size!r} are not supported: only [{BLOCK}, {BLOCK}]")
+    is_known = size in ([BLOCK, BLOCK], (BLOCK, BLOCK), f"{BLOCK}x{BLOCK}")
+    _require(is_known, f"blocks of {size!r} are", f"[{BLOCK}, {BLOCK}]")
 
 
 def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
-    _refuse(_others(values, _COMPRESSED_KEYS), "")
+    _refuse_others(values, _COMPRESSED_KEYS)
     if not (isinstance(sparsity := values.get("sparsity_config"), Mapping) and sparsity.get("format") == "dense"):
-        _refuse({"sparsity_config": sparsity}, "")
+        _refuse({"sparsity_config": sparsity})
     known = "float-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"
-    if (stored := values.get("format")) not in known:
-        raise ValueError(f"quantization_config: format={stored!r} is not supported: only {known}")
+    stored: Any = values.get("format")
+    _require(stored in known, f"format={stored!r} is", f"{known}")
     # Early versions wrote "frozen" beside the same tensors.
-    if (status := values.get("quantization_status", "compressed")) not in ("compressed", "frozen"):
-        raise ValueError(f"quantization_config: quantization_status={status!r} is not supported: only 'compressed'")
+    status = values.get("quantization_status", "compressed")
+    _require(status in ("compressed", "frozen"), f"quantization_status={status!r} is", "'compressed'")
     groups = values.get("config_groups")
     group = next(iter(groups.values())) if isinstance(groups, Mapping) and len(groups) == 1 else None
     if not isinstance(group, Mapping) or group.get("targets") != ["Linear"]:
         raise ValueError(f"quantization_config: config_groups={groups!r:.400} must be one, of targets ['Linear']")
-    if group.get("format") not in (None, stored):
-        raise ValueError(f"quantization_config: format={group['format']!r} is not supported: only {stored!r}")
+    _require(group.get("format") in (None, stored), f"format={group.get('format')!r} is", f"{stored!r}")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-    _refuse({"output_activations": group.get("output_activations")}, "")
+    _refuse({"output_activations": group.get("output_activations")})
     if stored.endswith("pack-quantized"):
         four_bits = _read_packed(stored, weights, inputs)
         kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
@@ -257,14 +252,13 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     for what, args in (("weights", weights), ("input_activations", inputs)):
         if args or what == "weights":
             _check_e4m3(what, args)
-    strategy = weights.get("strategy")
-    if strategy not in ("tensor", "channel", "block"):
-        raise ValueError(f"quantization_config: weights of strategy={strategy!r} are not supported")
+    strategy: Any = weights.get("strategy")
+    _require(strategy in ("tensor", "channel", "block"), f"weights of strategy={strategy!r} are")
     if strategy == "block":
         _check_block(weights.get("block_structure"))
     has_input_scale = bool(inputs) and not inputs.get("dynamic")
-    if has_input_scale and inputs.get("strategy") != "tensor":
-        raise ValueError(f"quantization_config: static inputs of strategy={inputs.get('strategy')!r} are not supported")
+    if has_input_scale:
+        _require(inputs.get("strategy") == "tensor", f"static inputs of strategy={inputs.get('strategy')!r} are")
     kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
     return QuantizationConfig(strategy, True, has_input_scale, _module_names(values, "ignore"), kv_scales)
 
@@ -273,9 +267,8 @@ def _check_e4m3(what: str, args: Any) -> None:
     if not isinstance(args, Mapping):
         raise ValueError(f"quantization_config: {what}={args!r:.400} must be an object with type and num_bits")
     kind, num_bits, symmetric = args.get("type"), args.get("num_bits"), args.get("symmetric", True)
-    if (kind, num_bits, symmetric) != ("float", 8, True):
-        found = f"type={kind!r}, num_bits={num_bits!r}, symmetric={symmetric!r}"
-        raise ValueError(f"quantization_config: {what} of {found} are not supported: only symmetric floats of 8 bits")
+    found = f"{what} of type={kind!r}, num_bits={num_bits!r}, symmetric={symmetric!r} are"
+    _require((kind, num_bits, symmetric) == ("float", 8, True), found, "symmetric floats of 8 bits")
 
 
 def _read_packed(stored: str, weights: Mapping[str, Any], inputs: Any) -> FourBits:
@@ -290,39 +283,37 @@ def _read_packed(stored: str, weights: Mapping[str, Any], inputs: Any) -> FourBi
         if kind != ("float", 4) or strategy != "group" or group != _MXFP4_GROUP or not symmetric:
             raise ValueError(f"quantization_config: weights={dict(weights)!r:.400} are not MXFP4")
         return FourBits("mxfp4", _MXFP4_GROUP, stored="packed_mxfp4")
-    if kind != ("int", 4) or strategy not in ("group", "channel"):
-        found = f"type={kind[0]!r}, num_bits={kind[1]!r}, strategy={strategy!r}"
-        raise ValueError(f"quantization_config: weights of {found} are not supported: only 4-bit groups and channels")
+    found = f"weights of type={kind[0]!r}, num_bits={kind[1]!r}, strategy={strategy!r} are"
+    _require(kind == ("int", 4) and strategy in ("group", "channel"), found, "4-bit groups and channels")
     # Inputs of these were sorted by the groups, or by importance; the former has an index of groups.
-    if (order := weights.get("actorder")) not in (None, False, "weight", "static"):
-        raise ValueError(f"quantization_config: actorder={order!r} is not supported")
-    _refuse({"input_activations": inputs}, "")
+    order = weights.get("actorder")
+    _require(order in (None, False, "weight", "static"), f"actorder={order!r} is")
+    _refuse({"input_activations": inputs})
     return FourBits("int4", _group_size(group) if strategy == "group" else None, not symmetric, "packed")
 
 
 def _group_size(size: Any) -> int | None:
     """Return a config's `group_size`, None for -1."""
-    if size != -1 and size not in _FOUR_BIT_GROUPS:
-        raise ValueError(f"quantization_config: group_size={size!r} is not supported: only -1, {_FOUR_BIT_GROUPS}")
+    _require(size in (-1, *_FOUR_BIT_GROUPS), f"group_size={size!r} is", f"-1, {_FOUR_BIT_GROUPS}")
     return None if size == -1 else int(size)
 
 
 def _check_bits(values: Mapping[str, Any]) -> None:
-    if (bits := values.get("bits", values.get("w_bit"))) != 4:
-        raise ValueError(f"quantization_config: bits={bits!r} is not supported: only 4")
+    bits = values.get("bits", values.get("w_bit"))
+    _require(bits == 4, f"bits={bits!r} is", "4")
 
 
 def _read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
     # `desc_act` alone says little: an index of groups that is not sorted is refused where it is read.
-    _refuse(_others(values, _GPTQ_KEYS), "")
-    _refuse({"is_marlin_format": values.get("is_marlin_format")}, "")
+    _refuse_others(values, _GPTQ_KEYS)
+    _refuse({"is_marlin_format": values.get("is_marlin_format")})
     _check_bits(values)
     # gptqmodel has both names, and packs words of other sizes if asked to.
-    if (method := values.get("method", "gptq")) != "gptq" or values.get("pack_dtype", "int32") != "int32":
-        found = f"method={method!r}, pack_dtype={values.get('pack_dtype')!r}"
-        raise ValueError(f"quantization_config: {found} is not supported: only 'gptq' in 'int32'")
-    if (stored := values.get("checkpoint_format") or values.get("format") or "gptq") not in ("gptq", "gptq_v2"):
-        raise ValueError(f"quantization_config: checkpoint_format={stored!r} is not supported: only 'gptq', 'gptq_v2'")
+    method, dtype = values.get("method", "gptq"), values.get("pack_dtype", "int32")
+    found = f"method={method!r}, pack_dtype={dtype!r} is"
+    _require(method == "gptq" and dtype == "int32", found, "'gptq' in 'int32'")
+    stored: Any = values.get("checkpoint_format") or values.get("format") or "gptq"
+    _require(stored in ("gptq", "gptq_v2"), f"checkpoint_format={stored!r} is", "'gptq', 'gptq_v2'")
     four_bits = FourBits("int4", _group_size(values.get("group_size")), not values.get("sym", True), stored)
     return QuantizationConfig("channel", True, ignored=_read_dynamic(values), four_bits=four_bits)
 
@@ -338,11 +329,11 @@ def _read_dynamic(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
-    _refuse(_others(values, _AWQ_KEYS), "")
+    _refuse_others(values, _AWQ_KEYS)
     _check_bits(values)
-    if (version := str(values.get("version", "gemm")).lower()) != "gemm" or not values.get("zero_point", True):
-        found = f"version={version!r}, zero_point={values.get('zero_point')!r}"
-        raise ValueError(f"quantization_config: {found} is not supported: only 'gemm' with zeros")
+    version, has_zeros = str(values.get("version", "gemm")).lower(), values.get("zero_point", True)
+    found = f"version={version!r}, zero_point={has_zeros!r} is"
+    _require(version == "gemm" and bool(has_zeros), found, "'gemm' with zeros")
     four_bits = FourBits("int4", _group_size(values.get("group_size")), True, "awq")
     ignored = _module_names(values, "modules_to_not_convert")
     return QuantizationConfig("channel", True, ignored=ignored, four_bits=four_bits)
@@ -350,7 +341,7 @@ def _read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
 
 def _read_mxfp4(values: Mapping[str, Any]) -> QuantizationConfig:
     """Read gpt-oss's: experts alone are in four bits."""
-    _refuse(_others(values, {"quant_method", "modules_to_not_convert", "dequantize"}), "")
+    _refuse_others(values, {"quant_method", "modules_to_not_convert", "dequantize"})
     four_bits = FourBits("mxfp4", _MXFP4_GROUP, stored="mxfp4")
     return QuantizationConfig("channel", True, ignored=(r"re:(?!.*\.experts\.)",), four_bits=four_bits)
 
@@ -364,11 +355,10 @@ def modelopt_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
-    _refuse(_others(values, _MODELOPT_KEYS), "")
-    if (algorithm := values.get("quant_algo")) not in ("NVFP4", "FP8"):
-        raise ValueError(f"quantization_config: quant_algo={algorithm!r} is not supported: only 'NVFP4' and 'FP8'")
-    if algorithm == "NVFP4" and (group := values.get("group_size", _NVFP4_GROUP)) != _NVFP4_GROUP:
-        raise ValueError(f"quantization_config: group_size={group!r} is not supported: only {_NVFP4_GROUP}")
+    _refuse_others(values, _MODELOPT_KEYS)
+    algorithm, group = values.get("quant_algo"), values.get("group_size", _NVFP4_GROUP)
+    _require(algorithm in ("NVFP4", "FP8"), f"quant_algo={algorithm!r} is", "'NVFP4' and 'FP8'")
+    _require(algorithm == "FP8" or group == _NVFP4_GROUP, f"group_size={group!r} is", str(_NVFP4_GROUP))
     # Names may have wildcards.
     ignored = tuple(
         f"re:{fnmatch.translate(name)}" if "*" in name else name for name in _module_names(values, "ignore")

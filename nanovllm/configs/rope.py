@@ -38,10 +38,8 @@ class YarnScaling:
 
 
 _SCALINGS: dict[str, type[LinearScaling | Llama3Scaling | YarnScaling]] = {
-    "linear": LinearScaling,
-    "llama3": Llama3Scaling,
-    "yarn": YarnScaling,
-}
+    "linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -116,12 +116,7 @@ class NanoVLLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return log-probabilities of continuations, and whether they are greedy.
-
-        Args:
-            requests: cache key, context tokens and continuation tokens of each request.
-            disable_tqdm, kwargs: the harness's; other models' options are ignored.
-        """
+        """Return log-probabilities of requests (cache key, context, continuation), and whether they are greedy."""
         contexts = [self._truncated(context, self.max_length + 1 - len(tokens)) for _, context, tokens in requests]
         scores = self.llm.score(contexts, [tokens for _, _, tokens in requests], use_tqdm=not disable_tqdm)
         answers = [(score.logprob, score.is_greedy) for score in scores]

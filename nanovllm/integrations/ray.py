@@ -17,7 +17,7 @@ from hashlib import blake2b
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.display import install_hint
 
@@ -191,10 +191,8 @@ def build_processor(
 
 
 def _params(values: Row) -> SamplingParams:
-    if isinstance(constraint := values.get("structured_outputs"), dict):
-        values = {**values, "structured_outputs": StructuredOutputsParams(**constraint)}
     try:
-        params = SamplingParams(**values)
+        params = make_params(values)
     except TypeError as error:
         raise ValueError(f"sampling_params: {error}") from error
     if params.n != 1:

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest import mock
 
-from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams
+from nanovllm.sampling_params import make_params
 from nanovllm.utils.display import install_hint
 
 try:
@@ -25,11 +26,8 @@ _SUPPORTED: dict[str, list[Any]] = {"mode": ["colocate"], "tensor_parallel_size"
 class NanoVLLMGeneration(VLLMGeneration):
     """TRL's `VLLMGeneration`, including its synchronisation of weights, with a one-rank engine on the trainer's device.
 
-    Attributes:
-        engine_settings: additional settings of `LLM`; set it on the class.
-
-    Raises:
-        ValueError: an unsupported request: server mode, tensor parallelism, images.
+    Server mode, tensor parallelism and images are a ValueError. `engine_settings`: more settings of `LLM`, on the
+    class.
     """
 
     engine_settings: ClassVar[dict[str, Any]] = {}
@@ -90,9 +88,7 @@ class NanoVLLMGeneration(VLLMGeneration):
         }  # fmt: skip
         if self.structured_outputs_regex is not None:
             given["structured_outputs"] = {"regex": self.structured_outputs_regex}
-        if isinstance(constraint := given.get("structured_outputs"), dict):
-            given["structured_outputs"] = StructuredOutputsParams(**constraint)
-        return SamplingParams(**given)
+        return make_params(given)
 
 
 @contextmanager

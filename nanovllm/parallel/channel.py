@@ -24,11 +24,7 @@ _SLEEP_SECONDS = 0.0005
 
 
 class Sender:
-    """Sends objects that pickle; every receiver gets every message, in order.
-
-    Attributes:
-        receivers: the descriptor of each receiver's end, for its process to inherit.
-    """
+    """Sends objects that pickle; every receiver gets every message, in order, by its descriptor in `receivers`."""
 
     def __init__(self, num_receivers: int) -> None:
         self.receivers: list[int] = []
@@ -70,11 +66,7 @@ class Receiver:
         self._unread = bytearray()
 
     def receive(self, check: Callable[[], None] = lambda: None) -> Any:
-        """Wait for the next message and return it; `check` is called as in `Sender.send`.
-
-        Raises:
-            EOFError: the sender's process is gone.
-        """
+        """Wait for the next message; `check` as in `Sender.send`. EOFError: the sender's process is gone."""
         self._read(_LENGTH_BYTES, check)
         end = _LENGTH_BYTES + int.from_bytes(self._unread[:_LENGTH_BYTES], "little")
         self._read(end, check)

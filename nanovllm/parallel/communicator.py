@@ -80,10 +80,7 @@ class Communicator:
         return x
 
     def interrupt(self) -> None:
-        """End all pending collectives, with undefined results, because a rank has died.
-
-        Returns at once, and is thread-safe.
-        """
+        """End all pending collectives, with undefined results, because a rank has died; at once, from any thread."""
 
     def close(self) -> None:
         """Leave the process group; called by all ranks, after they have destroyed their CUDA graphs."""

@@ -46,11 +46,7 @@ class DistributedCommunicator(Communicator):
         self._wait(self._group.allreduce([tensor], options))
 
     def _wait(self, work: dist.Work | None) -> None:
-        """Wait for a collective.
-
-        Raises:
-            RuntimeError: it failed, or `interrupt` was called.
-        """
+        """Wait for a collective; RuntimeError if it failed, or `interrupt` was called."""
         if self._uses_nccl:
             # NCCL's collectives run on the current stream, so there is nothing to wait for.
             if work is not None:

@@ -25,18 +25,10 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """Zeroed memory of `num_bytes` on each rank's GPU, mapped by all ranks of one host.
+    """Zeroed memory of `num_bytes` on each rank's GPU, mapped by all ranks of a host, which find it by `store`.
 
-    Args:
-        rank, size: this process's rank, and the number of ranks.
-        device: this rank's GPU, which can access the other ranks' GPUs.
-        store: where the ranks exchange their handles.
-
-    Attributes:
-        addresses: address of each rank's memory in this process, in rank order.
-
-    Raises:
-        RuntimeError: the driver refuses to allocate, export or map the memory.
+    The GPUs can access each other's memory. `addresses` are of each rank's memory in this process, in rank order.
+    RuntimeError if the driver refuses to allocate, export or map it.
     """
 
     def __init__(self, num_bytes: int, rank: int, size: int, device: torch.device, store: Store) -> None:

@@ -69,12 +69,9 @@ class ExpertsShard:
 
 @dataclass(frozen=True)
 class ModelShard:
-    """One rank's shard of a model: KV heads, query heads, MLP columns, token ids; and of mixtures and mixers.
+    """One rank's shard of a model: heads, MLP columns, token ids; and of mixtures and mixers that it has.
 
-    Attributes:
-        key_heads: of gated delta nets.
-        channels: of short convolutions.
-        mamba_groups: of heads of Mamba-2.
+    `key_heads` are of gated delta nets, `channels` of short convolutions, `mamba_groups` of heads of Mamba-2.
     """
 
     kv_heads: Shard
@@ -88,13 +85,10 @@ class ModelShard:
 
 
 def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
-    """Return the shard of rank `rank` of `size`.
+    """Return the shard of rank `rank` of `size`; ValueError if the model has too few heads, columns or experts.
 
     Heads, MLP columns and experts are divided as evenly as possible, the first ranks taking the remainder; vocabulary
     shards have equal, padded sizes.
-
-    Raises:
-        ValueError: the model has too few heads, MLP columns or experts for `size` ranks.
     """
     heads, kv_heads = _head_shards(model, rank, size)
     unit = _input_unit(model)

@@ -41,14 +41,7 @@ _PING_SECONDS = 15.0
 
 
 class Answer(ABC):
-    """An answer to one request; subclasses implement an API's format.
-
-    Args:
-        service: the service.
-        streams: output streams of the prompts.
-        options: the stream options.
-        head: first fields of each chunk.
-    """
+    """An answer to one request; subclasses implement an API's format. `head`: the first fields of each chunk."""
 
     shows_output = True
     """Whether the answer contains the generated tokens."""
@@ -104,12 +97,7 @@ class Answer(ABC):
             yield {**self._chunk([]), "usage": self._usage()}
 
     async def respond(self, stream: bool | None, translation: Translation | None = None) -> Response:
-        """Return the HTTP response.
-
-        Args:
-            stream: whether the answer is sent in chunks.
-            translation: converts the answer to another API's format.
-        """
+        """Return the HTTP response, in chunks if `stream`; `translation` converts it to another API's format."""
         if stream:
             events = _events(self.chunks()) if translation is None else translation.events(self.chunks())
             return EventStream(events, self.streams, self.service.settings, self.service.metrics.count_error)
@@ -152,13 +140,9 @@ async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
 
 
 class EventStream(Response):
-    """Sends events until the client disconnects or a time limit.
+    """Sends events until the client disconnects or a time limit, then closes the output streams behind them.
 
-    Args:
-        events: the answer's events.
-        streams: output streams behind the events; always closed at the end.
-        settings: the server's settings.
-        count_error: called with the kind of an error that ends the stream; "client_disconnect" for a disconnect.
+    `count_error` is called with the kind of an error that ends the stream; "client_disconnect" for a disconnect.
     """
 
     def __init__(
@@ -223,12 +207,8 @@ class EventStream(Response):
 class Translation(ABC):
     """Translates a chat's answer, complete or in chunks, to another API with named events.
 
-    The answer becomes a list of items, texts and function calls; the last one is open until the next one begins. The
-    chat must have one choice, and usage in every chunk.
-
-    Attributes:
-        items: the answer so far.
-        usage: the counts so far.
+    The answer becomes `items`, texts and function calls; the last one is open until the next one begins. The chat must
+    have one choice, and `usage` in every chunk.
     """
 
     is_never_empty = False

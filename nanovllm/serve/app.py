@@ -6,13 +6,12 @@ import asyncio
 import gc
 import logging
 import math
-import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
@@ -34,8 +33,8 @@ from nanovllm.serve.errors import ApiError, api_error, error_response, validatio
 from nanovllm.serve.limits import Connection, ConnectionPool, Guard, give_back_memory
 from nanovllm.serve.logs import RequestLogs, log_refusal
 from nanovllm.serve.protocol import MOST_PROMPTS
-from nanovllm.serve.service import Service
-from nanovllm.serve.settings import Counted, ServerCounts, ServeSettings
+from nanovllm.serve.service import Service, SharedServer
+from nanovllm.serve.settings import Counted, ServeSettings
 
 _logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.0005
@@ -101,15 +100,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         log_refusal(request.scope, found)
         return error_response(found, request.scope)
 
-    for kind in (
-        RequestValidationError,
-        HTTPException,
-        ClientDisconnect,
-        ApiError,
-        ValueError,
-        RuntimeError,
-        Exception,
-    ):
+    expected = RequestValidationError, HTTPException, ClientDisconnect, ApiError, ValueError, RuntimeError
+    for kind in (*expected, Exception):
         app.add_exception_handler(kind, handle)
 
 
@@ -127,16 +119,6 @@ def _answered(error: Exception, scope: Scope, service: Service) -> ApiError:
     return ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
 
 
-class SharedServer(NamedTuple):
-    """A front end's part in a server of several; `on_ready` is called once it is ready. See also `Service`."""
-
-    listener: socket.socket
-    on_ready: Callable[[], None]
-    counts: ServerCounts
-    metrics_folder: str
-    created: int
-
-
 def run_server(
     llm: ModelClient, settings: ServeSettings, max_connections: int, shared: SharedServer | None = None
 ) -> int:
@@ -145,10 +127,7 @@ def run_server(
     most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
     llm.input_processor.constraints.grammars.bound(compiles_here=llm.engine_client.engine.is_in_process)
     async_llm = AsyncLLM.over(llm, max_pending_requests=most_pending)
-    if shared is None:
-        service = Service(async_llm, settings)
-    else:
-        service = Service(async_llm, settings, shared.counts, shared.metrics_folder, shared.created)
+    service = Service(async_llm, settings, shared)
     app = create_app(service)
     pool = ConnectionPool(settings, service.metrics.count_error, max_connections, service.counts)
     sys.setswitchinterval(_SWITCH_SECONDS)

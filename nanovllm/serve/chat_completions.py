@@ -38,15 +38,9 @@ async def chat_completions(body: ChatBody, service: ServiceDep) -> Response:
 
 
 async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = False) -> ChatAnswer:
-    """Queue a chat and return its answer.
+    """Queue a chat and return its answer; ValueError or ApiError if the request is invalid.
 
-    Args:
-        service: the service.
-        body: the request.
-        cuts_output: whether `max_tokens` may exceed the model's room and is reduced to it.
-
-    Raises:
-        ValueError, ApiError: the request is invalid.
+    `cuts_output`: whether `max_tokens` may exceed the model's room and is reduced to it.
     """
     service.check_model(body.model)
     options, given = answer_options(service, body), service.sampling_params(body, ENDPOINTS["/v1/chat/completions"])

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from nanovllm.client.engine_thread import RequestStream
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.errors import ERRORS, answers
 from nanovllm.serve.openai_format import (
@@ -22,7 +22,6 @@ from nanovllm.serve.openai_format import (
     ShownTokens,
     TextChoice,
     chat_logprobs,
-    make_params,
     prompt_positions,
     text_logprobs,
 )

@@ -21,24 +21,13 @@ from nanovllm.text.grammar_trials import GrammarError
 
 # OpenAI's codes and our names in the metrics, by status.
 _CODES = {
-    401: "invalid_api_key",
-    405: "method_not_allowed",
-    408: "timeout",
-    413: "request_too_large",
-    414: "uri_too_long",
-    429: "rate_limit_exceeded",
-    500: "internal_error",
-    503: "service_unavailable",
-}
+    401: "invalid_api_key", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large", 414: "uri_too_long",
+    429: "rate_limit_exceeded", 500: "internal_error", 503: "service_unavailable",
+}  # fmt: skip
 _KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable",
-}
+    401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 413: "request_too_large",
+    429: "rate_limit_error", 500: "server_error", 503: "service_unavailable",
+}  # fmt: skip
 _ANTHROPIC_KINDS = _KINDS | {403: "permission_error", 500: "api_error", 503: "overloaded_error"}
 _ANTHROPIC_PATH = "/v1/messages"
 _MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
@@ -51,15 +40,7 @@ _FIELDS = {item.name for item in fields(SamplingParams)} | {
 
 
 class ApiError(Exception):
-    """An error answer.
-
-    Args:
-        status: HTTP status.
-        message: explanation for the user.
-        param: the invalid field.
-        headers: additional headers of the answer.
-        code: machine-readable code; None: OpenAI's for the status.
-    """
+    """An error answer; `code` is machine-readable, by default OpenAI's for the status."""
 
     def __init__(
         self,
@@ -247,9 +228,8 @@ def api_error(error: Exception) -> ApiError:
 def _sentence(text: str) -> str:
     """Return the first and last line of a text that may contain a traceback: the event and the exception."""
     first, *others = [line.strip() for line in text.splitlines() if line.strip()] or [""]
-    if not others or _MODULE.sub("", others[-1]) in first:
-        return first
-    return f"{first.removesuffix(':')}: {others[-1]}"
+    is_whole = not others or _MODULE.sub("", others[-1]) in first
+    return first if is_whole else f"{first.removesuffix(':')}: {others[-1]}"
 
 
 def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:

@@ -62,14 +62,9 @@ _STATM = Path("/proc/self/statm")
 
 
 class ConnectionPool:
-    """State shared by all connections of a process.
+    """State shared by all connections of a process; the one idle for longest makes room for a new one.
 
-    Args:
-        settings: the server's settings.
-        count_error: called with "slow_client" when a connection is closed because its client reads nothing, and with
-            the kinds of refusals.
-        max_connections: maximum at once; the connection idle for longest makes room for a new one.
-        counts: counts of the whole server.
+    `count_error` is called with the kind of each refusal, and "slow_client" when a client reads nothing.
     """
 
     def __init__(
@@ -280,10 +275,7 @@ def _answer(error: ApiError) -> bytes:
 
 
 def raise_descriptor_limit(max_connections: int) -> int:
-    """Raise the process's limit of open files to the maximum, and return the number of connections that it allows.
-
-    The result is at most `max_connections`; ValueError if the limit does not allow a single one.
-    """
+    """Raise the limit of open files; return how many connections it allows, up to `max_connections`, or ValueError."""
     if sys.platform == "win32":
         return max_connections
     import resource  # noqa: PLC0415

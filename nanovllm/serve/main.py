@@ -137,12 +137,7 @@ class FrontEndProcess(PythonProcess):
 
 
 class FrontEnds:
-    """Supervises the processes of a server with `size` front ends.
-
-    Raises:
-        OSError: the server cannot listen on the address.
-        ValueError: the system cannot share a port, or see `EngineProcesses`.
-    """
+    """Supervises the processes of a server with `size` front ends; OSError or ValueError for a port not to be had."""
 
     def __init__(self, config: Config, settings: ServeSettings, size: int) -> None:
         if not hasattr(socket, "SO_REUSEPORT"):
@@ -352,8 +347,9 @@ def _answer(plan: FrontEndPlan, control: Connection) -> int:
     from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
     from nanovllm.client.model_client import ModelClient  # noqa: PLC0415
     from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
-    from nanovllm.serve.app import SharedServer, run_server  # noqa: PLC0415
+    from nanovllm.serve.app import run_server  # noqa: PLC0415
     from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
+    from nanovllm.serve.service import SharedServer  # noqa: PLC0415
 
     # The engines report problems with the model.
     reading = ThreadPoolExecutor(1).submit(read_model_files, replace(plan.config, model=plan.folder))

@@ -39,22 +39,15 @@ _COUNTERS = {
     "nanovllm_host_cache_loaded_blocks": ("num_loaded_blocks", "Blocks that were copied back."),
     "nanovllm_host_cache_lost_blocks": ("num_lost_blocks", "Blocks that were evicted before they were saved."),
     # Of a model with states, `vllm:prefix_cache_hits` counts the tokens before a kept state.
-    "nanovllm_prefix_cache_key_hits": (
-        "num_matched_tokens",
-        "Prompt tokens with cached keys, before a kept state or not.",
-    ),
+    "nanovllm_prefix_cache_key_hits": ("num_matched_tokens", "Prompt tokens with cached keys, with a state or not."),
     "vllm:spec_decode_num_drafts": ("num_drafts", "Times that a sequence's drafts were verified."),
     "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Drafts that were verified."),
     "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Drafts that were accepted."),
 }
-"""Maps names in Prometheus, where counters end in `_total`, to keys in `LLM.stats` and descriptions."""
-_OPTIONAL_STATS = frozenset(
-    {"num_host_blocks", "num_saved_blocks", "num_loaded_blocks", "num_lost_blocks"}
-    | {"num_used_states", "num_kept_states", "num_matched_tokens"}
-    | {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
-)
-"""Keys that `LLM.stats` has only with `swap_space`, for a model with states, or with speculation."""
+"""Maps names in Prometheus, where counters end in `_total`, to keys in `LLM.stats` and descriptions.
 
+Some keys are there only with `swap_space`, for a model with states, or with speculation.
+"""
 _REQUEST_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
 """Bucket bounds in seconds: from a short prompt on an idle GPU to a long answer in a full queue."""
 _TOKEN_BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2)
@@ -81,13 +74,8 @@ _FINISH_REASONS = ("stop", "length", "abort")
 class Metrics(Collector):
     """Counts requests, times and errors, and renders them together with the engine's counters.
 
-    Args:
-        get_stats: returns the engine's counters: `LLM.stats`.
-        model: the model's name, a label of every metric.
-        cache_config: cache settings, by vLLM's names.
-        get_steps: returns the engine's step histograms.
-        folder: folder of all front ends' counters, which are merged; the client library must have been imported with it
-            as PROMETHEUS_MULTIPROC_DIR. None: there is one front end.
+    `get_stats` and `get_steps` return the engine's counters and step histograms. `folder` has the counters of all front
+    ends, which are merged; the client library must have been imported with it as PROMETHEUS_MULTIPROC_DIR.
     """
 
     def __init__(
@@ -123,10 +111,7 @@ class Metrics(Collector):
     def observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
         """Count a finished request and its known times.
 
-        Args:
-            output: the request's output, or the last one of its stream.
-            num_tokens: tokens of its longest output, required for a stream, whose last output has only new tokens; None
-                counts the tokens of `output`.
+        `num_tokens`: tokens of its longest output, required for a stream, whose last output has only new tokens.
         """
         self._requests.labels(**self._labels, finished_reason=output.outputs[0].finish_reason).inc()
         if num_tokens is None:
@@ -177,16 +162,12 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics, from a single snapshot."""
         stats = self._get_stats()
-        absent = _OPTIONAL_STATS - stats.keys()
         for kind, metrics in ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS)):
             for name, (key, text) in metrics.items():
-                if key not in absent:
+                if key in stats:
                     yield self._values(kind, name, text, {"": stats[key]})
-        num_used, num_free = stats["num_used_blocks"], stats["num_free_blocks"]
-        text, use = (
-            "Fraction of the cache's blocks that are in use, from 0 to 1.",
-            num_used / max(1, num_used + num_free),
-        )
+        text, num_used = "Fraction of the cache's blocks that are in use, from 0 to 1.", stats["num_used_blocks"]
+        use = num_used / max(1, num_used + stats["num_free_blocks"])
         yield self._values(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, {"": use})
         # By vLLM's causes: transfers from host memory count as capacity, and prefixes in the host cache as local hits.
         name, text = "vllm:num_requests_waiting_by_reason", "Sequences that wait, by cause."

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.text.answers import AnswerSplitter, whole_calls
 
 
@@ -106,13 +106,7 @@ LEAST_LOGPROB = -9999.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One of OpenAI's endpoints.
-
-    Attributes:
-        content: name of the field with the messages or the prompt.
-        own_fields: fields that the other endpoint lacks.
-        defaults: the API's default sampling parameters where they differ from ours.
-    """
+    """An endpoint of OpenAI: its field with messages or prompt, fields that only it has, defaults unlike ours."""
 
     content: str
     own_fields: Collection[str] = ()
@@ -150,20 +144,11 @@ def request_params(
     chosen: Mapping[str, Any] | None = None,
     supported: Collection[str] = (),
 ) -> SamplingParams:
-    """Return a request's sampling parameters.
+    """Return a request's sampling parameters; ValueError if one is out of range or not supported.
 
-    The request has precedence, then the operator's choice, the endpoint's default, and the model's recommendation: a
-    completion has at most 16 tokens unless the request or the operator sets another limit.
-
-    Args:
-        body: the request without null values.
-        endpoint: the request's endpoint.
-        recommended: recommendations in the model's `generation_config.json`.
-        chosen: the operator's defaults.
-        supported: additional API fields that the caller handles.
-
-    Raises:
-        ValueError: a value is out of range or not supported.
+    The request, without null values, has precedence, then the operator's choice, the endpoint's default, and the
+    model's recommendation: a completion has at most 16 tokens unless the request or the operator sets another limit.
+    `supported`: further API fields that the caller handles.
     """
     for name, neutral in _NEUTRAL.items():
         if name in body and name not in supported and body[name] not in neutral:
@@ -186,14 +171,6 @@ def request_params(
         # Seeds are signed in the API.
         values["seed"] = seed % 2**64
     return make_params(values)
-
-
-def make_params(values: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters whose `structured_outputs` may be a dict."""
-    structured = values.get("structured_outputs")
-    if isinstance(structured, dict):
-        values = {**values, "structured_outputs": StructuredOutputsParams(**structured)}
-    return SamplingParams(**values)
 
 
 def template_values(body: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,12 +196,11 @@ def _structured_outputs(response_format: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class ShownTokens:
-    """Options for showing tokens in an answer.
+    """Options for showing tokens in an answer; `ids`: whether to include their ids.
 
     Attributes:
         num_logprobs: number of most likely tokens at each position.
         as_ids: whether log-probabilities name tokens by ids, such as "token_id:123", instead of texts.
-        ids: whether to include token ids.
         get_bytes: returns a token's bytes, or None if unknown; None uses the bytes of its text.
     """
 
@@ -348,14 +324,9 @@ def text_logprobs(
     offsets: list[int] | None = None,
     first_token: str = "",
 ) -> dict[str, list[Any]]:
-    """Return log-probabilities of tokens.
+    """Return log-probabilities of tokens; a token without any, such as a prompt's first, has the text `first_token`.
 
-    Args:
-        positions: log-probabilities of each token; None for a token without any, such as a prompt's first.
-        token_ids: the tokens.
-        shown: options for showing tokens.
-        offsets: their offsets in the answer's text; None computes them from the lengths of their texts.
-        first_token: text of a first token without log-probabilities.
+    `offsets`: the tokens' places in the answer's text; None computes them from the lengths of their texts.
     """
     own = [None if found is None else found[token_id] for found, token_id in zip(positions, token_ids, strict=True)]
     texts = [first_token if item is None else item.decoded_token or "" for item in own]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import socket
 import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -12,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import torch
 from fastapi import APIRouter, Depends
@@ -48,41 +49,36 @@ Template = Callable[[list[ChatMessage]], str]
 Result = TypeVar("Result")
 
 
-class Service:
-    """An engine that answers HTTP requests.
+class SharedServer(NamedTuple):
+    """A front end's part in a server of several, which began at `created`; `on_ready` is called once it is ready."""
 
-    Args:
-        llm: the engine.
-        settings: the server's settings.
-        counts: counts of the whole server; None if there is one front end.
-        metrics_folder: folder of all front ends' counters; None if there is one.
-        created: start time of the server; now if None.
+    listener: socket.socket
+    on_ready: Callable[[], None]
+    counts: ServerCounts
+    metrics_folder: str
+    created: int
+
+
+class Service:
+    """An engine that answers HTTP requests, alone or `shared` with other front ends.
 
     Attributes:
         names: the model's names in the API; `model`, the first one, is used in answers.
         chat_template: a chat template that replaces the tokenizer's, or None.
         fingerprint: hash of the version and the engine's settings; equal fingerprints and seeds give equal answers.
         created: start time in seconds since 1970.
-        metrics: counts requests, times and errors.
         answer_format: the model's format of tool calls and reasoning.
     """
 
-    def __init__(
-        self,
-        llm: AsyncLLM,
-        settings: ServeSettings,
-        counts: ServerCounts | None = None,
-        metrics_folder: str | None = None,
-        created: int | None = None,
-    ) -> None:
+    def __init__(self, llm: AsyncLLM, settings: ServeSettings, shared: SharedServer | None = None) -> None:
         self.llm, self.settings = llm, settings
         self.config, self.limits, self.tokenizer = llm.llm.config, llm.llm.limits, llm.llm.tokenizer
         self.names = settings.served_model_name or [Path(self.config.model).name]
         self.model = self.names[0]
         # vLLM's clients use the model's name as given on the command line.
         self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
-        self.counts = counts or ServerCounts()
-        self.created = int(time.time()) if created is None else created
+        self.counts = ServerCounts() if shared is None else shared.counts
+        self.created = int(time.time()) if shared is None else shared.created
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,
@@ -90,7 +86,8 @@ class Service:
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }
-        self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.step_histograms, metrics_folder)
+        folder = None if shared is None else shared.metrics_folder
+        self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.step_histograms, folder)
         self.chat_template = settings.template_text()
         settled = f"{nanovllm.__version__} {self.config}"
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"
@@ -125,11 +122,7 @@ class Service:
         return ShownTokens.of(vars(body), self.llm.llm.output_processor.token_bytes)
 
     def template(self, body: ChatBody | TokenizeBody, tools: list[dict[str, Any]] | None) -> Template:
-        """Return a function that renders messages.
-
-        Raises:
-            ValueError: the request has a template of its own, or variables that requests must not set.
-        """
+        """Return a function that renders messages; ValueError for a template or for reserved variables."""
         if body.chat_template is not None:
             # A template is a program that could take minutes or gigabytes.
             raise ValueError("chat_template: a template comes with the server (--chat-template), not with a request")
@@ -168,19 +161,15 @@ class Service:
         max_tokens: int | None = None,
         is_own: bool = False,
     ) -> list[RequestStream]:
-        """Queue requests for all prompts, or raise.
+        """Queue requests for all prompts, or raise a ValueError or ApiError if one is out of bounds.
 
         Args:
             prompts: texts, lists of token ids, or conversations if there is a template.
             params: sampling parameters of all.
             body: the request, with encoding options, priority, and whether to stream.
             template: renders conversations.
-            max_tokens: the request's number of output tokens, for which the model must have room; None reduces
-                `params` to the available room.
-            is_own: whether the server chose the number of prompts and the parameters, without limits for clients.
-
-        Raises:
-            ValueError, ApiError: a prompt or a parameter is out of bounds.
+            max_tokens: output tokens for which the model must have room; None reduces `params` to the available room.
+            is_own: whether the server chose the prompts and the parameters, without limits for clients.
         """
         params = params if is_own else self._limited(params, len(prompts))
         self._check_priority(body.priority)
@@ -350,12 +339,7 @@ async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, Requ
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[Result], seconds: float) -> Result:
-    """Return the result of a coroutine; cancel it if the client disconnects or it takes too long.
-
-    Raises:
-        ClientDisconnect: the client disconnected.
-        ApiError: it took longer than `seconds`.
-    """
+    """Return the result of a coroutine, cancelled by ClientDisconnect or, after `seconds`, an ApiError."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)

@@ -29,13 +29,8 @@ class Beam:
 class BeamSearch:
     """The search for one prompt.
 
-    Args:
-        prompt_token_ids: the prompt.
-        params: parameters of the search.
-        eos_token_ids: tokens that end a beam.
-        max_tokens: maximum tokens of a beam, at most `params.max_tokens`.
-
     Attributes:
+        max_tokens: maximum tokens of a beam, at most `params.max_tokens`.
         running: beams to extend, most likely first.
         finished: ended beams with their scores, best first; at most `beam_width`.
         done: whether no step can improve `finished`.

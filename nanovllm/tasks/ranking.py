@@ -32,11 +32,9 @@ _PROMPT = (
 
 
 def embeddings(outputs: Sequence[RequestOutput], hidden_size: int) -> torch.Tensor:
-    """Return the normalised embeddings of prompts, [num_prompts, hidden_size] float32.
+    """Return the normalised embeddings of pooled prompts, [num_prompts, hidden_size] float32.
 
-    Args:
-        outputs: output of each prompt's pooling request.
-        hidden_size: the model's hidden size, used only if there are no prompts: some models project their last states.
+    `hidden_size` is used only if there are no prompts: some models project their last states.
     """
     # Chunks return sums, which have the direction of the mean; normalisation keeps only the direction.
     states = [np.sum(output.hidden_states, axis=0) for output in outputs]
@@ -76,17 +74,7 @@ def ranked(scores: Sequence[float], documents: Sequence[str], top_n: int | None 
 
 
 class Judge:
-    """Asks a causal model whether documents match queries.
-
-    Args:
-        processor: the model's input processor.
-
-    Attributes:
-        params: sampling parameters of the requests.
-
-    Raises:
-        ValueError: the model has no tokenizer, or one with the same first token for both answers.
-    """
+    """Asks a causal model whether documents match queries; ValueError if its tokenizer has no such answers."""
 
     def __init__(self, processor: InputProcessor) -> None:
         self._yes, self._no = (token_ids[0] for token_ids in processor.tokenize(["yes", "no"], False))

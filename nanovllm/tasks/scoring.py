@@ -11,11 +11,7 @@ from nanovllm.utils.checks import token_list
 
 
 def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> list[tuple[list[int], int]]:
-    """Return each pair's joined token ids, and the number of tokens of its prompt.
-
-    Raises:
-        ValueError: the lists differ in length, a pair mixes text and token ids, or an item has no tokens.
-    """
+    """Return each pair's joined token ids, and the number of its prompt's tokens; ValueError if it has none."""
     if not isinstance(prompts, (list, tuple)) or not isinstance(continuations, (list, tuple)):
         raise ValueError("prompts and continuations must be lists")
     if len(prompts) != len(continuations):

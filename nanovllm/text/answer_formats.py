@@ -118,13 +118,7 @@ _UNKNOWN = (
 
 
 def tool_call_format(name: str, tokenizer: Any, template: str | None = None) -> ToolCallFormat:
-    """Return a format by name; "auto" detects it in the chat template or the tokenizer's vocabulary.
-
-    Args:
-        name: the format's name; another one is a ValueError.
-        tokenizer: a transformers tokenizer, or None.
-        template: a chat template to use instead of the tokenizer's.
-    """
+    """Return a format by name, else a ValueError; "auto" detects it in the template or the tokenizer's vocabulary."""
     if name != "auto":
         found = TOOL_CALL_FORMATS.get(_SAME.get(name, name))
         if found is None:
@@ -249,11 +243,9 @@ class ReasoningFormat:
     has_channels: bool = False
 
     def start(self, prompt: str, is_taught: bool) -> Start:
-        """Return the part in which an answer begins.
+        """Return the part in which an answer to a prompt with this end begins.
 
-        Args:
-            prompt: the end of the prompt.
-            is_taught: whether the chat template contains the tags: then the begin tag may be missing.
+        `is_taught`: whether the chat template contains the tags: then the begin tag may be missing.
         """
         end = prompt.rstrip()
         if any(end.endswith(begin.rstrip()) for begin, _ in self.tags):

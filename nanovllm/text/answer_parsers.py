@@ -31,13 +31,9 @@ class Reasoning(str):
 
 @dataclass
 class ToolCallDelta:
-    """A new part of a tool call.
+    """A new part of the answer's call number `index`: a piece of its arguments, which together are a JSON object.
 
-    Attributes:
-        index: index of the call in the answer.
-        name: the function's name, in the call's first delta; else None.
-        arguments: a piece of the arguments; all pieces together are a JSON object.
-        id: the model's id of the call, if any, together with the name.
+    The call's first delta has the function's name, and the model's id of the call, if any.
     """
 
     index: int
@@ -55,14 +51,8 @@ Calls = Generator["str | ToolCallDelta | None", None, bool]
 def reasoning(reader: TextReader, start: Start, form: ReasoningFormat, keeps_tags: bool) -> Events:
     """Read the reasoning; the answer follows.
 
-    Space around the tags belongs to neither part. A begin tag counts only at the start of the output.
-
-    Args:
-        reader: reads the output.
-        start: whether the output begins within the reasoning, or before it; "unknown": text before an end tag is
-            reasoning, so text waits for an end tag. "answer": there is no reasoning.
-        form: the tags.
-        keeps_tags: whether tags and the space around them are part of the reasoning.
+    Space around the tags belongs to neither part, unless it `keeps_tags`. A begin tag counts only at the start of the
+    output. If the `start` is "unknown", text before an end tag is reasoning, so text waits for an end tag.
     """
     ends = tuple(end for _, end in form.tags)
     if start in ("before", "unknown"):
@@ -537,10 +527,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return the calls in a list of Python calls, each with its keywords; empty if the text is anything else.
-
-    The names of JSON's constants are accepted as values.
-    """
+    """Return the calls in a list of Python calls, with their keywords; a value may be a JSON constant. Else nothing."""
     try:
         found, calls = ast.parse(text.strip(), mode="eval").body, []
         for element in found.elts if isinstance(found, ast.List) else []:

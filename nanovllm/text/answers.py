@@ -30,7 +30,7 @@ Tool = Mapping[str, Any]
 
 
 class AnswerFormat:
-    """The format in which a model answers chats.
+    """The format in which a model answers chats; ValueError for an unknown name of a parser.
 
     Args:
         tokenizer: a transformers tokenizer; None if the model has none.
@@ -38,12 +38,7 @@ class AnswerFormat:
         template: a chat template to use instead of the tokenizer's.
 
     Attributes:
-        calls: the format of tool calls.
-        reasoning: the tags around reasoning.
         has_channels: whether an answer is a list of messages, whatever a request asks for.
-
-    Raises:
-        ValueError: an unknown name.
     """
 
     def __init__(
@@ -114,15 +109,9 @@ class AnswerOptions:
         parallel: bool | None = None,
         separates: bool = False,
     ) -> AnswerOptions:
-        """Return the options in a request's fields.
+        """Return the options in a request's fields; ValueError if a required tool does not exist, or a value is wrong.
 
-        Args:
-            form, tools, separates: see the class.
-            choice: "auto", "none", "required", or `{"function": {"name": ...}}`.
-            parallel: whether several calls are allowed; None: yes.
-
-        Raises:
-            ValueError: a required tool does not exist, or a value has the wrong form.
+        `choice`: "auto", "none", "required", or `{"function": {"name": ...}}`.
         """
         names = [function_of(tool)["name"] for tool in tools or []]
         wanted = choice or "auto"
@@ -188,13 +177,7 @@ class AnswerOptions:
                 item.text = re.sub("|".join(map(re.escape, dropped)), "", item.text)
 
     def splitters(self, prompt: Sequence[int], params: SamplingParams, count: int = 1) -> list[AnswerSplitter]:
-        """Return a splitter for each output.
-
-        Args:
-            prompt: the prompt's token ids.
-            params: the request's sampling parameters, before `constrain`.
-            count: number of outputs.
-        """
+        """Return a splitter for each of `count` outputs; `params`: the request's, before `constrain`."""
         is_bound = params.structured_outputs is not None or (bool(self.tools) and self.choice != "auto")
         start = self.form.start(prompt) if self._is_taken_apart else "answer"
         if is_bound and start == "unknown":
@@ -229,17 +212,7 @@ class AnswerDelta:
 
 
 class AnswerSplitter:
-    """Splits one output's text as it is generated.
-
-    Args:
-        options: options for the answer.
-        start: the part in which the output begins.
-        dropped: special tokens to remove from the text.
-
-    Attributes:
-        separates: whether reasoning is separated from the text.
-        call_ids: ids of the calls so far.
-    """
+    """Splits one output's text as it is generated, without the special tokens in `dropped`; `call_ids`: so far."""
 
     def __init__(self, options: AnswerOptions, start: Start, dropped: tuple[str, ...] = ()) -> None:
         form = options.form

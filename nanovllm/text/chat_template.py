@@ -43,12 +43,7 @@ class ChatTemplateOptions(TypedDict, total=False):
 
 
 def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
-    """Return conversations in the form that `render_text` expects, and whether `messages` was a list of them.
-
-    Raises:
-        ValueError: `messages` is neither a list of messages nor a list of conversations, a content is not text, or a
-            call's arguments are not an object.
-    """
+    """Return conversations in the form of `render_text`, and whether `messages` was a list of them; or a ValueError."""
     if isinstance(messages, (list, tuple)) and messages:
         is_list = not all(map(_is_message, messages))
         lists = messages if is_list else [messages]
@@ -299,17 +294,10 @@ def _rendered(render: Callable[..., str], messages: list[Message]) -> str:
 
 
 def render_text(tokenizer: Any, conversation: list[Message], /, **options: Any) -> str:
-    """Return the text of a conversation's prompt.
+    """Return the text of a conversation's prompt, as transformers' `apply_chat_template` renders it with these options.
 
-    It equals transformers' rendering. If a template fails on a missing content or on a part, it gets plain texts.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        conversation: messages as `one_conversation` returns them.
-        options: of its `apply_chat_template`.
-
-    Raises:
-        ValueError: there is no tokenizer or template, or the template fails; the message quotes the template's error.
+    If a template fails on a missing content or on a part, it gets plain texts. ValueError, with the template's error,
+    if there is no tokenizer or template, or the template fails.
     """
     if tokenizer is None:
         raise ValueError("chat needs a chat template, but the model has no tokenizer")

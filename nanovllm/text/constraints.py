@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 class ConstraintFactory:
-    """Makes constraints of outputs for one tokenizer (a `MakeConstraint`); picklable.
-
-    Args:
-        tokenizer: a fast transformers tokenizer, if grammars are used.
-        vocab_size: upper bound of the model's token ids.
-        eos_token_ids: tokens that end an output.
-    """
+    """Makes constraints of outputs for one tokenizer (a `MakeConstraint`), fast if grammars are used; picklable."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self._parts = (tokenizer, vocab_size, eos_token_ids)

@@ -101,13 +101,7 @@ def patiently(function: Callable[[], T]) -> T:
 
 @dataclass(frozen=True)
 class TokenizerParts:
-    """The parts of a tokenizer that llguidance needs; picklable.
-
-    Attributes:
-        text: the content of `tokenizer.json`.
-        num_tokens: size of the vocabulary.
-        eos_token_ids: tokens that end an output; None leaves them to llguidance.
-    """
+    """The parts of a tokenizer that llguidance needs; picklable. Without `eos_token_ids`, llguidance finds them."""
 
     text: str
     num_tokens: int
@@ -122,11 +116,8 @@ class TokenizerParts:
 def compile_grammar(library: Any, tokenizer: Any, text: str, is_choice: bool) -> Any:
     """Compile a grammar, compute its first mask, which takes longest, and return a matcher at its start.
 
-    Args:
-        library: the module llguidance.
-        tokenizer: llguidance's.
-        text: the grammar in llguidance's form; a GrammarError if it cannot be used.
-        is_choice: whether the grammar is a list of texts; see `Grammar`.
+    `library` is the module llguidance, `text` in its form; `is_choice`: see `Grammar`. GrammarError if it cannot be
+    used.
     """
     fuel = _CHOICE_FUEL if is_choice else _LEXER_FUEL
     limits = library.LLParserLimits(initial_lexer_fuel=fuel, **_LIMITS)

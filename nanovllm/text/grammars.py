@@ -56,12 +56,7 @@ _COMPOSING = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if", "then", "else",
 
 
 def grammar_text(library: Any, params: StructuredOutputsParams) -> str:
-    """Return a grammar in llguidance's form, not compiled yet; `library`: the module.
-
-    Raises:
-        ValueError: a regular expression or a Lark grammar is too large.
-        TypeError: a value is of the wrong type.
-    """
+    """Return a grammar in llguidance's form, not compiled yet; ValueError or TypeError if it is too large or wrong."""
     matcher = library.LLMatcher
     text: str
     if params.json is not None or params.json_object:
@@ -128,10 +123,7 @@ def _without_unknown_formats(schema: Any) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema whose objects have only the properties that it names.
-
-    An object composed of parts stays open, as do its parts: a closed part would exclude the others.
-    """
+    """Close objects to properties not named, except composed ones and their parts, which would exclude others."""
     parts: set[str] = set()
     while True:
         count, closed = len(parts), _close(schema, False, parts)
@@ -141,13 +133,7 @@ def _closed(schema: Any) -> Any:
 
 
 def _close(schema: Any, is_part: bool, parts: set[str]) -> Any:
-    """Return a closed schema.
-
-    Args:
-        schema: a schema, a list of schemas, or any other value.
-        is_part: whether its objects are parts of others.
-        parts: references to schemas that are parts; newly found ones are added.
-    """
+    """Return a closed schema, or any other value; adds references to schemas that are `parts` of others."""
     if isinstance(schema, list):
         return [_close(item, is_part, parts) for item in schema]
     if not isinstance(schema, dict):
@@ -273,11 +259,8 @@ class GrammarConstraint:
 class AfterThinkingConstraint:
     """A `TokenConstraint` that leaves reasoning free, and then applies another constraint.
 
-    Args:
-        tokenizer: a transformers tokenizer.
-        inner: the constraint on the answer.
-        prompt_token_ids: the prompt, which may end within the reasoning, or after it.
-        end: end tag of reasoning that begins with the output; None: the prompt or the model opens it.
+    The prompt may end within the reasoning, or after it. `end`: end tag of reasoning that begins with the output; None:
+    the prompt or the model opens it.
     """
 
     def __init__(
@@ -344,8 +327,7 @@ class GrammarCompiler:
     def bound(self, *, compiles_here: bool) -> None:
         """Compile each new grammar on trial first, see `GrammarTrials`; no effect on Windows, which cannot fork.
 
-        Args:
-            compiles_here: whether the engine is in this process; other engines compile by themselves.
+        `compiles_here`: whether the engine is in this process; other engines compile by themselves.
         """
         if hasattr(os, "fork") and getattr(self._hf_tokenizer, "is_fast", False):
             self._trials, self._compiles_here = GrammarTrials(self._parts), compiles_here
@@ -397,12 +379,7 @@ class GrammarCompiler:
         return self.library.LLExecutor()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """Compile a grammar for requests; results are cached.
-
-        Raises:
-            GrammarError: the grammar cannot be used.
-            ValueError: the library is not installed, or there is no fast tokenizer.
-        """
+        """Compile a grammar, or find it; GrammarError if it cannot be used, ValueError if a package is missing."""
         # First, since they raise if something is not installed.
         library, _ = self.library, self._parts
         try:

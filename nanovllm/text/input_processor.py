@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -25,13 +26,7 @@ _NO_HEAD = "the model's folder has no LM head (lm_head.weight): it makes embeddi
 
 
 class CheckedParams(NamedTuple):
-    """Checked sampling parameters, with values derived from them, shared by requests.
-
-    Attributes:
-        params: a checked copy that belongs to this call.
-        bad_token_ids, bad_sequences: tokens, and sequences of several tokens, that must not be generated.
-        grammar: the compiled grammar that outputs must match.
-    """
+    """A checked copy of sampling parameters, with values derived from them, shared by requests."""
 
     params: SamplingParams
     bad_token_ids: tuple[int, ...]
@@ -68,30 +63,15 @@ class ParamsChecker:
         return self._last[1]
 
 
+@dataclass(eq=False)
 class InputProcessor:
-    """Encodes prompts and validates requests.
+    """Encodes prompts, texts only with a tokenizer, and validates requests, which `seeds` numbers as they arrive."""
 
-    Args:
-        tokenizer: a transformers tokenizer; with None only token ids are accepted.
-        limits: the engine's limits.
-        constraints: compiles grammars.
-        seeds: numbers requests in order of arrival.
-        has_head: whether the model has an LM head, so that it can generate.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        limits: RequestLimits,
-        constraints: ConstraintFactory,
-        seeds: RequestSeeds,
-        has_head: bool = True,
-    ) -> None:
-        self._has_head = has_head
-        self.tokenizer = tokenizer
-        self.limits = limits
-        self.constraints = constraints
-        self.seeds = seeds
+    tokenizer: Any
+    limits: RequestLimits
+    constraints: ConstraintFactory
+    seeds: RequestSeeds
+    has_head: bool = True
 
     @cached_property
     def max_characters(self) -> int:
@@ -125,19 +105,18 @@ class InputProcessor:
 
         Args:
             prompts: strings, lists of token ids, or `{"prompt": ...}` and `{"prompt_token_ids": ...}`, which may have
-                a `cache_salt`.
-            params: sampling parameters of each prompt.
-            priorities: priority of each prompt.
+                a `cache_salt`; or conversations, which `template` renders.
+            params, priorities: of each prompt.
             streams: whether outputs are streamed.
             pooling: see `process_pooling`.
-            template: renders conversations, if prompts are conversations.
+            template: renders conversations.
             add_special_tokens: whether texts get the tokenizer's special tokens, such as BOS; None: unless a template
                 made them.
             max_prompt_tokens: keep only this number of last tokens of a prompt, which then has no text; None: all.
             seeds: request numbers; None numbers the requests in this order.
             checker: the checker of earlier chunks of the same job, so that their parameters are not checked again.
         """
-        if pooling is None and not self._has_head:
+        if pooling is None and not self.has_head:
             return [ValueError(_NO_HEAD)] * len(prompts)
         checker = self.params_checker() if checker is None else checker
         encoded = self._encode(prompts, add_special_tokens, max_prompt_tokens, template)
@@ -316,10 +295,7 @@ def pooling_params(pooling: Pooling) -> SamplingParams:
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt as given: unchecked token ids, text, or both, and the cache salt.
-
-    A prompt that cannot be parsed or encoded has a ValueError as `token_ids`.
-    """
+    """A prompt as given: unchecked token ids, or a ValueError instead; text, or both; and the cache salt."""
 
     token_ids: Any
     text: str | None = None

@@ -26,13 +26,8 @@ class Detokenizer:
 
     A token's text may depend on the previous token, so the tokens of the last call are decoded again together with the
     new ones, and their earlier text is cut off (as in Hugging Face's text-generation-inference and in vLLM). The first
-    tokens of an output are decoded after the prompt's last ones, since SentencePiece decoders drop the space at the
+    tokens of an output are decoded after the last ones of `prompt`, since SentencePiece decoders drop the space at the
     start of a text.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        prompt: token ids that precede the output; empty at the start of a text.
-        options: keyword arguments of the tokenizer's `decode`.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = (), **options: bool) -> None:
@@ -126,10 +121,6 @@ class OutputState:
     One thread adds tokens; another may read them. Tokens are decoded on arrival if there are stop strings, otherwise
     when they are read, so that the engine's thread does not wait for decoding.
 
-    Args:
-        tokenizer: a transformers tokenizer; None makes no text.
-        params, prompt: the request's.
-
     Attributes:
         num_tokens: tokens so far; tokens after a stop string are dropped.
         stop_string: the stop string that ended the output; None if there was none so far.
@@ -212,11 +203,7 @@ class OutputState:
 
 
 class OutputProcessor:
-    """Decodes tokens.
-
-    Args:
-        tokenizer: a transformers tokenizer; None leaves texts empty.
-    """
+    """Decodes tokens; without a tokenizer texts are empty."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -251,10 +238,7 @@ _BYTES = _byte_characters()
 
 
 def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
-    """Return a function from a token to its bytes; bytes of consecutive tokens join to the text in UTF-8.
-
-    It returns None for a token whose bytes are unknown.
-    """
+    """Return a function from a token to its bytes, None if unknown; consecutive ones join to the text in UTF-8."""
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
     is_byte_level, has_byte_tokens = "ByteLevel" in decoder, "ByteFallback" in decoder
 

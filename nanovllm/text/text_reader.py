@@ -105,12 +105,9 @@ def partial_start(text: str, starts: Sequence[str]) -> int:
 
 
 class EndFinder:
-    """Finds the matching end of a bracket in a growing text.
+    """Finds the matching end of a bracket at `start` in a growing text.
 
-    Args:
-        start: the position of the bracket.
-        parts: pattern of brackets, quotes and escapes.
-        depth: number of open brackets before it.
+    `parts`: pattern of brackets, quotes and escapes; `depth`: number of open brackets before it.
     """
 
     def __init__(self, start: int, parts: re.Pattern[str] = JSON_PARTS, depth: int = 0) -> None:

@@ -19,12 +19,7 @@ _OTHER_FILES = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
 
 
 def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
-    """Return the tokenizer in a model's folder; None if the folder has no tokenizer.
-
-    Raises:
-        ValueError: it cannot be read, its vocabulary or a package is missing, or it needs code in the folder and
-            `trust_remote_code` is False.
-    """
+    """Return the tokenizer in a model's folder, None if there is none; ValueError if it cannot be read."""
     names = os.listdir(folder)
     found = sorted(name for name in names if name in _VOCABULARIES or name.endswith(_VOCABULARY_SUFFIXES))
     if not found and _CONFIG not in names:
@@ -44,7 +39,8 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
         from nanovllm.text.mistral_tokenizer import MistralTokenizer  # noqa: PLC0415
 
         return MistralTokenizer.from_pretrained(folder)
-    if not _has_words(tokenizer):
+    added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    if added.issuperset(tokenizer.get_vocab().values()):
         _refuse_faults(folder, found, trust_remote_code)
         files = sorted({*getattr(tokenizer, "vocab_files_names", {}).values(), _FAST})
         raise ValueError(
@@ -52,12 +48,6 @@ def load_tokenizer(folder: str, trust_remote_code: bool) -> Any:
             f"{', '.join(files)}"
         )
     return tokenizer
-
-
-def _has_words(tokenizer: Any) -> bool:
-    """Return whether a vocabulary has more than the tokens that a config adds."""
-    added = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
-    return any(token_id not in added for token_id in tokenizer.get_vocab().values())
 
 
 def _refuse_faults(folder: str, vocabularies: list[str], trust_remote_code: bool) -> None:

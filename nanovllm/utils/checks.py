@@ -94,9 +94,7 @@ def token_list(token_ids: Any) -> Any:
 def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
     """Return a list or an array of integers (not bools) in `0 ... vocab_size - 1` as an array of int32.
 
-    Raises:
-        TypeError: not a list or an array of integers.
-        ValueError: the list is empty, or an id is outside the vocabulary.
+    TypeError if it is something else, ValueError if it is empty, or an id is outside the vocabulary.
     """
     if not isinstance(token_ids, list | array):
         raise TypeError("not a list")

@@ -10,12 +10,9 @@ import torch
 
 
 def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:
-    """Return the device of a rank; "auto" is CUDA if available, else the CPU.
+    """Return the device of a rank; "auto" is CUDA if available, else the CPU. ValueError if there is none.
 
     Several ranks use consecutive CUDA devices, starting at the named one, or at 0.
-
-    Raises:
-        ValueError: the device is unknown, or there are too few CUDA devices.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,30 +60,20 @@ class _Place(ctypes.Structure):
     """Source or destination in CUDA_MEMCPY3D."""
 
     _fields_ = (
-        ("x", ctypes.c_size_t),
-        ("y", ctypes.c_size_t),
-        ("z", ctypes.c_size_t),
-        ("level", ctypes.c_size_t),
-        ("memory_type", ctypes.c_int),
-        ("host", ctypes.c_void_p),
-        ("address", ctypes.c_uint64),
-        ("array", ctypes.c_void_p),
-        ("reserved", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    )
+        ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t), ("level", ctypes.c_size_t),
+        ("memory_type", ctypes.c_int), ("host", ctypes.c_void_p), ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p), ("reserved", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    )  # fmt: skip
 
 
 class _Copy3D(ctypes.Structure):
     """CUDA_MEMCPY3D."""
 
     _fields_ = (
-        ("source", _Place),
-        ("destination", _Place),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-        ("depth", ctypes.c_size_t),
-    )
+        ("source", _Place), ("destination", _Place),
+        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t), ("depth", ctypes.c_size_t),
+    )  # fmt: skip
 
 
 _HOST, _DEVICE = 1, 2

@@ -16,10 +16,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 def refuse_pointer(path: str, start: bytes | None = None, *, named: str | None = None) -> None:
     """Raise a `ValueError` if a file is empty, or a Git LFS pointer, as in a clone without LFS.
 
-    Args:
-        path: path of the file.
-        start: first bytes of the file; None reads them.
-        named: name of the file in the message; None: the path.
+    `start`: the file's first bytes, read if None; `named`: its name in the message instead of the path.
     """
     if start is None:
         with open(path, "rb") as stream:
@@ -55,13 +52,7 @@ def no_model(folder: str) -> str:
 
 
 def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
-    """Return an explanation for a place without weights, given the files there.
-
-    Args:
-        place: location of the weights.
-        folder: folder of the config: the same, or a copy of the place's small files.
-        names: names of the files at the place.
-    """
+    """Return an explanation for a place without weights, given its files; `folder`: a copy of the small ones."""
     if os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
         return _adapter_advice(folder)
     if (advice := other_layout(place, sorted(names))) is not None:
@@ -87,12 +78,7 @@ def _adapter_advice(folder: str) -> str:
 
 
 def other_layout(place: str, names: list[str]) -> str | None:
-    """Return advice on weights in files of another format; None if there are no such files.
-
-    Args:
-        place: location of the files: a folder, a URL or a Hub id.
-        names: sorted names of the files there.
-    """
+    """Return advice on weights in other formats at a folder, URL or Hub id, given the sorted names there, or None."""
     if found := [name for name in names if name.endswith(".gguf")]:
         return f"{place!r} has its weights in GGUF files, such as {found[0]!r}: give the path of one"
     if found := [name for name in names if name.startswith("consolidated") or name == "params.json"]:

@@ -45,15 +45,9 @@ def gguf_file(path: str) -> Path | None:
 
 
 def cached_folder(file: Path) -> str:
-    """Return the cached folder of a GGUF file's model, in bfloat16; it is written if necessary.
+    """Return the cached folder of a GGUF file's model, in bfloat16; written if necessary, else a ValueError.
 
     Its parent follows from the file's path, and its name from the size and modification time of all parts.
-
-    Args:
-        file: the GGUF file, or any part of several.
-
-    Raises:
-        ValueError: see `convert_gguf`; or the cache cannot be written.
     """
     parts = _parts(file)
     place = cache_folder("gguf") / f"{parts[0].stem}-{digest(repr(os.fspath(parts[0].resolve())))}"

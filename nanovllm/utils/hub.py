@@ -31,16 +31,13 @@ def resolve_model(model: str, revision: str | None, weights: bool = True, code: 
     """Return the folder of a model: `model` itself, or a Hub snapshot, downloaded unless `HF_HUB_OFFLINE` is set.
 
     For a URL that fsspec opens, everything but the weights is copied; weights are read in place. A GGUF file's model is
-    converted once to a folder in a cache.
+    converted once to a folder in a cache. ValueError if it can be neither downloaded nor found.
 
     Args:
         model: a folder, a folder's URL, a GGUF file, a folder with a GGUF file and no config, or a Hub id.
         revision: branch, tag or commit of a Hub id.
         weights: whether to fetch the weights, or only config and tokenizer.
         code: whether to fetch a URL's Python files; transformers fetches a Hub id's.
-
-    Raises:
-        ValueError: `model` is invalid, or a Hub id that can be neither downloaded nor found in the cache.
     """
     if page := _PAGE.fullmatch(model):
         raise ValueError(f"{model!r} is a page of the Hub: give its id, {page[1]!r}")
@@ -72,10 +69,7 @@ def _local_folder(path: str) -> str:
 
 
 def _snapshot(model: str, revision: str | None, weights: bool) -> str:
-    """Return a Hub id's cached folder, updated if the Hub is reachable.
-
-    Errors are raised without their causes, which contain several tracebacks of the HTTP client.
-    """
+    """Return a Hub id's cached folder, updated if the Hub is reachable; errors omit the HTTP client's tracebacks."""
     unreached: Exception | None = None
     names: list[str] = []
     try:

@@ -23,12 +23,7 @@ def start_python(
     """Start a process that calls a module's function and ignores Ctrl-C; it does not import the user's program.
 
     It is started by `subprocess`: a fork of this process would at exit terminate the processes of `multiprocessing`.
-
-    Args:
-        module, function: the function to call.
-        arguments: arguments of the call.
-        title: last item of the command line, for process lists.
-        descriptors: file descriptors to inherit.
+    `title` is the last item of its command line, for process lists; it inherits `descriptors`.
     """
     # The import system ignores entries that are not strings, whose repr may be invalid.
     path = [entry for entry in sys.path if isinstance(entry, str)]
@@ -102,10 +97,7 @@ def _blocked_sigint() -> Iterator[None]:
 
 
 def end_with_parent(parent: int, clean_up: Callable[[], object] = lambda: None) -> None:
-    """Exit this process, after `clean_up`, once its parent is gone, even if the main thread is blocked.
-
-    `parent` is the parent's id when this process was started; the parent may be gone already.
-    """
+    """Exit this process, after `clean_up`, once `parent` is gone, even if the main thread is blocked."""
 
     def poll() -> None:
         while os.getppid() == parent:

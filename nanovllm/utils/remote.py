@@ -37,11 +37,7 @@ def absolute_folder(path: str) -> str:
 
 
 def filesystem(path: str) -> tuple[Any, str]:
-    """Return fsspec's file system for a path, local or remote, and the path within it.
-
-    Raises:
-        ValueError: fsspec or its backend for the URL's scheme is not installed, or the scheme is unknown.
-    """
+    """Return fsspec's file system for a path, and the path within it; ValueError for an unknown scheme or package."""
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415
         from fsspec.implementations.local import LocalFileSystem  # noqa: PLC0415
@@ -59,10 +55,7 @@ class StorageError(OSError):
 
 @contextmanager
 def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[None]:
-    """Re-raise any error of a file system as `kind`, with the path in the message.
-
-    Clients of object stores raise errors of their own, which are not OSErrors, such as for missing credentials.
-    """
+    """Re-raise any error of a file system, such as an object store's own, as `kind`, with the path in the message."""
     try:
         yield
     # Raised for another path, inside this block.
@@ -77,10 +70,8 @@ def storage_errors(path: str, kind: type[Exception] = StorageError) -> Iterator[
 def fetch_small_files(url: str, patterns: list[str]) -> str:
     """Copy a remote folder's files that match patterns to a folder, removed when this process exits; return the folder.
 
-    Other processes of this host may read it, and get the location of the weights from `weights_place`.
-
-    Raises:
-        ValueError: the folder does not exist, or cannot be read.
+    Other processes of this host may read it, and get the location of the weights from `weights_place`. ValueError if
+    the remote folder does not exist, or cannot be read.
     """
     source, path = filesystem(url)
     folder = tempfile.mkdtemp(prefix=_PREFIX)
@@ -124,15 +115,9 @@ def digest(text: str) -> str:
 
 
 def make_cached(path: Path, make: Callable[[Path], object], content: str) -> str:
-    """Return a file or folder of a cache, made if it is missing, in place of older ones in the same parent folder.
+    """Return a file or folder of a cache, in place of older ones in the same parent folder; ValueError if that fails.
 
-    Args:
-        path: of the file or folder.
-        make: makes it at a temporary path.
-        content: describes the cache in an error.
-
-    Raises:
-        ValueError: the cache cannot be written.
+    If it is missing, `make` makes it at a temporary path. `content` describes the cache in an error.
     """
     if path.exists():
         return os.fspath(path)

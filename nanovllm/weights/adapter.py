@@ -57,11 +57,7 @@ def is_adapter(folder: str) -> bool:
 
 
 def read_adapter(folder: str) -> dict[str, LowRankUpdate]:
-    """Return an adapter's updates to tensors, by their names in the checkpoint.
-
-    Raises:
-        ValueError: it is not a plain LoRA, its weights are missing or damaged, or a model's are beside them.
-    """
+    """Return an adapter's updates to tensors, by their names in the checkpoint; ValueError if it is no plain LoRA."""
     config = read_json(os.path.join(folder, ADAPTER_CONFIG))
     _check_config(folder, config)
     pairs: dict[str, dict[str, torch.Tensor]] = {}

@@ -38,13 +38,10 @@ def misfit(folder: str, missing: list[str], surplus: list[str]) -> str:
 
 
 def weight_files(folder: str) -> list[str]:
-    """Return the safetensors of a folder's model, or of its weights' location; see `weights_place`.
+    """Return the safetensors of a folder's model, or of its weights' location; ValueError if one is missing.
 
     As in transformers, model.safetensors is a whole model, else an index names the files. Without either, they are the
     numbered parts, or all files not known to be something else.
-
-    Raises:
-        ValueError: there are no such files, or one is missing.
     """
     place = weights_place(folder)
     present = list_names(place)
@@ -91,10 +88,7 @@ def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
     """Yield each tensor of a folder: its file, its name, and a reader that is indexed by slices.
 
     A remote file is copied to the cache first. Buffers that older code stored and every model now computes are left
-    out: angles, masks, positions.
-
-    Raises:
-        ValueError: the folder has no weights, or a file is missing or damaged.
+    out: angles, masks, positions. ValueError if there are no weights, or a file is missing or damaged.
     """
     for file in weight_files(folder):
         path = cached_copy(file)
@@ -111,11 +105,7 @@ def stored_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def weight_pair(item: Any) -> tuple[str, torch.Tensor]:
-    """Return a name and its tensor; 64-bit floats, which no model has, are converted to 32.
-
-    Raises:
-        ValueError: the item is not such a pair, or the tensor has no values here.
-    """
+    """Return a name and its tensor, of 64-bit floats in 32; ValueError for another item, or one without values."""
     if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
         raise ValueError(f"weights are pairs of a name and a tensor, not {item!r:.80}")
     name, tensor = item
@@ -143,11 +133,7 @@ class TensorFiles:
 
 
 def write_tensors(folder: str, weights: Iterable[Any]) -> TensorFiles:
-    """Write pairs of a name and a tensor to files.
-
-    Raises:
-        ValueError: an item is not such a pair.
-    """
+    """Write pairs of a name and a tensor to files; another item is a ValueError."""
     files: list[str] = []
     gathered: dict[str, torch.Tensor] = {}
 

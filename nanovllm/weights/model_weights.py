@@ -130,11 +130,7 @@ class ModelWeights:
         return [target for target, _ in self._parts[name]]
 
     def check(self, name: str, tensor: Any) -> bool:
-        """Return whether a tensor, or a reader of one in safetensors, is needed; a tied head is not.
-
-        Raises:
-            ValueError: the model has no tensor of this name in the checkpoint, or one of another shape or dtype.
-        """
+        """Return whether a tensor, or a reader of one, is needed; ValueError for another name, shape or dtype."""
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
         parts = self._find(name)
@@ -215,10 +211,8 @@ class ModelWeights:
         """Fill the model for the first time with all tensors from the safetensors of a folder.
 
         A rank reads its slices from the memory-mapped files, one tensor after the other, so that host memory holds at
-        most one. The first rank shows a progress bar, and warns of floats that have to be converted.
-
-        Raises:
-            ValueError: a file is missing or damaged, or tensors are missing, left over, or of another shape or dtype.
+        most one. The first rank shows a progress bar, and warns of floats that have to be converted. ValueError if a
+        file is missing or damaged, or tensors are missing, left over, or of another shape or dtype.
         """
         self._check_names(folder)
         rank, converted = self._communicator.rank, dict[str, torch.dtype]()
@@ -250,10 +244,7 @@ class ModelWeights:
             raise ValueError(misfit(folder, missing, surplus))
 
     def draw(self, seed: int) -> None:
-        """Fill the model with normal random numbers of the config's spread; norms with ones.
-
-        Each checkpoint tensor is drawn as a whole, so that the ranks share one model.
-        """
+        """Fill the model with normal numbers of the config's spread, the same on all ranks, and norms with ones."""
         like = next(self._model.parameters())
         generator = torch.Generator(like.device).manual_seed(seed % 2**63)
         for target, part in self._slices.items():
@@ -265,11 +256,7 @@ class ModelWeights:
             part.store(str(target), drawn[part.index])
 
     def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
-        """Return the number of needed tensors in a folder, and their targets; reject one that does not fit.
-
-        Raises:
-            ValueError: a tensor does not fit, a file is damaged, or, with `strict`, tensors are missing.
-        """
+        """Return the number of needed tensors in a folder, and their targets; ValueError if one does not fit."""
         num_needed, found = 0, set[WeightTarget]()
         for name, tensor in self._model.folder_tensors(folder):
             num_needed += self.check(name, tensor)
@@ -291,11 +278,7 @@ class ModelWeights:
                 self.write(name, tensor)
 
     def check_adapter(self, folder: str) -> tuple[int, set[WeightTarget]]:
-        """Return the number of matrices that an adapter changes, and their weights.
-
-        Raises:
-            ValueError: it does not fit, or the weights that it changes are missing, quantised or tied to others.
-        """
+        """Return the number of matrices that an adapter changes, and their weights; ValueError if it does not fit."""
         updates = read_adapter(folder)
         if self.missing:
             raise ValueError(f"an adapter needs all weights, but {len(self.missing)} are missing")
@@ -434,9 +417,7 @@ def shape_of(parts: Parts) -> list[int]:
 def counted(written: Sized) -> Iterator[None]:
     """If the `with` block raises, add the number of tensors written before to the message.
 
-    Raises:
-        ValueError, LoadFailedError: the block raised it.
-        RuntimeError: it raised another error, for example in the iterator that yields the tensors.
+    ValueErrors and LoadFailedErrors stay such; another error, as of a trainer's iterator, becomes a RuntimeError.
     """
     try:
         yield
@@ -539,11 +520,7 @@ class WeightsLoader:
         return count
 
     def unload_adapter(self) -> int:
-        """Restore the weights that an adapter has changed on every rank, and return their number.
-
-        Raises:
-            LoadFailedError: they were restored in part.
-        """
+        """Restore what an adapter has changed on every rank, and return its number; LoadFailedError if only in part."""
         changed = self.own().adapter_targets
         try:
             counts = self.call(ModelWeights.take_adapter_out)

@@ -26,9 +26,6 @@ class WeightedModel(nn.Module):
     """A model whose weights are loaded and updated by their names in a checkpoint.
 
     Its only subclass is `CausalLM`. The two are apart because `weights` imports nothing of `models`, a layer above.
-
-    Args:
-        config: the shape of the whole.
     """
 
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, str | None]]]
@@ -57,21 +54,14 @@ class WeightedModel(nn.Module):
         return [*self.parameters(), *self.buffers()]
 
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors of a folder, by name, as `ModelWeights` expects them.
-
-        Raises:
-            ValueError: the folder has no weights, or a file is missing or damaged.
-        """
+        """Yield the tensors of a folder, by name, as `ModelWeights` expects them; see `stored_tensors`."""
         from nanovllm.weights.files import stored_tensors  # noqa: PLC0415
 
         for _, name, tensor in stored_tensors(folder):
             yield name, tensor
 
     def weight_targets(self, name: str) -> list[WeightTarget]:
-        """Map the name of a checkpoint tensor to its targets, which may not exist; empty for one that is not needed.
-
-        Several targets are consecutive rows of the tensor.
-        """
+        """Map a checkpoint tensor to its targets, which may not exist: consecutive rows; none if it is not needed."""
         # A tied head is the embedding; many checkpoints store it all the same.
         if self.config.tie_word_embeddings and name == "lm_head.weight":
             return []

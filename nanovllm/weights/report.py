@@ -55,11 +55,7 @@ class WeightsControl(Protocol):
         """Restore the weights that an adapter has changed, and return their number."""
 
     def sleep(self, keep_weights: bool, /) -> MissingWeights:
-        """Release the memory of weights, cache and graphs.
-
-        Args:
-            keep_weights: keep a copy in host memory, unless they were dropped before.
-        """
+        """Release the memory of weights, cache and graphs; `keep_weights`: with a copy in host memory."""
 
     def wake_up(self, tags: list[str], /) -> None:
         """Allocate memory for "weights", with kept values, or for "kv_cache", empty; ignores tags that have memory.

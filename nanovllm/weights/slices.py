@@ -119,11 +119,7 @@ class Int64Slice(WeightSlice):
 
 
 class LoadableModule(nn.Module):
-    """A module that builds its parameters from checkpoint tensors.
-
-    Attributes:
-        policy: chooses the module's kernels.
-    """
+    """A module that builds its parameters from checkpoint tensors; `policy` chooses its kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,10 +136,7 @@ class LoadableModule(nn.Module):
         return ()
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        """Return this rank's slice of each tensor of the module, which the model calls `name`.
-
-        By default one tensor per parameter, whole on every rank.
-        """
+        """Return this rank's slice of each tensor of the module `name`; by default whole parameters."""
         return {
             WeightTarget(f"{name}.{param_name}"): WeightSlice.of(map(Shard.whole, param.shape), param.data)
             for param_name, param in self.named_parameters(recurse=False)

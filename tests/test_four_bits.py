@@ -38,17 +38,12 @@ from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import sort_slots
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.rms_norm import Norm
-from nanovllm.models.base import CausalLM
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.experts import FourBitExpertsWeight
 from nanovllm.quantization.four_bits import FourBitWeight
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
-from tests.reference import reference_logits
-from tests.test_fp8 import GREEDY, NUM_TOKENS, PROMPTS, SETTINGS, change, tokens_and_logits
+from tests.test_fp8 import GREEDY, PROMPTS, SETTINGS, change, check_logits, check_parts, tokens_and_logits
 from tests.test_kernels import BATCHES, DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
-from tests.test_sharding import shards
 
 # Three ranks have a KV head each, whose group of query heads has 128 inputs of o_proj, and 128 columns.
 SHAPE: dict[str, Any] = {
@@ -246,45 +241,15 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_logits_are_those_of_the_dequantised_model(written: tuple[Path, Path]) -> None:
-    stored, meant = written
-    tokens, logits = tokens_and_logits(stored)
-    for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
-        theirs = reference_logits(meant, prompt + output[:-1])[len(prompt) - 1 :]
-        assert output == theirs.argmax(1).tolist()
-        assert (mine - theirs).abs().max() < 1e-5 * theirs.abs().max()
-
-
-def dequantised(model: CausalLM) -> dict[str, tuple[torch.Tensor, tuple[slice, slice]]]:
-    """Return the values of a rank's layers and experts, and their parts of the checkpoint's tensors."""
-    found = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, FourBitWeight | FourBitExpertsWeight):
-            continue
-        path, (parent, _, last) = name.removesuffix(".weight"), name.removesuffix(".weight").rpartition(".")
-        experts = module.experts if isinstance(module, FourBitExpertsWeight) else None
-        for number in range(1 if experts is None else experts.size):
-            matrix = module.matrix if experts is None else module.matrix.expert(number)
-            place = f"{parent}." if experts is None else f"{parent}.{experts.start + number}."
-            for part, outputs, region in module.shard.split(dequantize_four_bits_ref(matrix, torch.float32)):
-                index = outputs.present, module.shard.inputs.present
-                found[f"{place}{last if part is None else f'{part}_proj'}.weight"] = region, index
-        assert path.endswith("_proj")
-    return found
+    check_logits(*written, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "is_parallel"), [(2, True), (3, False)])
 def test_the_ranks_parts_mean_what_the_whole_does(written: tuple[Path, Path], size: int, is_parallel: bool) -> None:
-    config, wide = ModelConfig.from_folder(str(written[0])), load_file(written[1] / "model.safetensors")
+    config = ModelConfig.from_folder(str(written[0]))
     if config.experts is not None:
         config, size = (config.with_expert_parallel() if is_parallel else config), 2
-    seen = set[str]()
-    for model in shards(config, size):
-        ModelWeights(model, torch.device("cpu")).load_folder(str(written[0]))
-        for name, (region, index) in dequantised(model).items():
-            assert torch.allclose(region, wide[name][index], rtol=1e-6, atol=0), name
-            seen.add(name)
-    stored = load_file(written[0] / "model.safetensors")
-    assert seen == {name for name in wide if stored.get(name, torch.empty(0, dtype=torch.uint8)).dtype == torch.uint8}
+    check_parts(*written, config, size, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gptq", "nvfp4"])

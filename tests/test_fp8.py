@@ -28,6 +28,7 @@ from nanovllm.configs.quantization import Granularity, QuantizationConfig
 from nanovllm.kernels import policy
 from nanovllm.kernels._triton import converts_e4m3
 from nanovllm.kernels.e4m3 import Fp8Matrix, dequantize, dequantize_ref, quantize
+from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref
 from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.linear import scaled_gemm as scaled_gemm_op
 from nanovllm.kernels.linear.gemv import gemv
@@ -45,6 +46,7 @@ from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.experts import ExpertsWeight
+from nanovllm.quantization.four_bits import FourBitWeight
 from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.quantization.weight import DenseWeight
 from nanovllm.weights.model_weights import ModelWeights
@@ -227,11 +229,11 @@ def tokens_and_logits(
         return [output["token_ids"] for output in outputs], logits
 
 
-def check_logits(stored: Path, meant: Path) -> None:
+def check_logits(stored: Path, meant: Path, rtol: float = 1e-4) -> None:
     tokens, logits = tokens_and_logits(stored)
     for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
         theirs = reference_logits(meant, prompt + output[:-1])[len(prompt) - 1 :]
-        assert output == theirs.argmax(1).tolist() and (mine - theirs).abs().max() < 1e-4 * theirs.abs().max()
+        assert output == theirs.argmax(1).tolist() and (mine - theirs).abs().max() < rtol * theirs.abs().max()
 
 
 def test_logits_are_those_of_the_dequantised_model(written: tuple[Path, Path]) -> None:
@@ -315,10 +317,10 @@ def dequantised(model: CausalLM) -> Regions:
             for local in range(module.experts.size):
                 held: Any = module.matrix
                 number = module.experts.start + local
-                matrix = held.expert(local) if isinstance(held, Fp8Matrix) else held[local]
+                matrix = held[local] if isinstance(held, torch.Tensor) else held.expert(local)
                 wholes[f"{parent}.{number}."] = wide_values(matrix)
-        elif isinstance(module, Fp8Weight | DenseWeight) and "_proj" in name:
-            wholes[f"{parent}."] = wide_values(module.matrix if isinstance(module, Fp8Weight) else module.values)
+        elif isinstance(module, Fp8Weight | FourBitWeight | DenseWeight) and "_proj" in name:
+            wholes[f"{parent}."] = wide_values(module.values if isinstance(module, DenseWeight) else module.matrix)
         else:
             continue
         last = "down" if isinstance(module, ExpertsWeight) else layer.rpartition(".")[2].removesuffix("_proj")
@@ -330,11 +332,13 @@ def dequantised(model: CausalLM) -> Regions:
     return found
 
 
-def wide_values(matrix: Fp8Matrix | torch.Tensor) -> torch.Tensor:
+def wide_values(matrix: Fp8Matrix | FourBitMatrix | torch.Tensor) -> torch.Tensor:
+    if isinstance(matrix, FourBitMatrix):
+        return dequantize_four_bits_ref(matrix, torch.float32)
     return dequantize_ref(matrix, torch.float32) if isinstance(matrix, Fp8Matrix) else matrix
 
 
-def check_parts(folder: Path, meant: Path, config: ModelConfig, size: int) -> None:
+def check_parts(folder: Path, meant: Path, config: ModelConfig, size: int, rtol: float = 0) -> None:
     """Check that what the ranks' parts of a folder mean is what `meant` has, and that nothing of it is missing."""
     wide, found = load_file(meant / "model.safetensors"), set[str]()
     for theirs, ours in (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w2", "down_proj"), ("w3", "up_proj")):
@@ -342,7 +346,7 @@ def check_parts(folder: Path, meant: Path, config: ModelConfig, size: int) -> No
     for model in shards(config, size):
         ModelWeights(model, torch.device("cpu")).load_folder(str(folder))
         for name, (region, index) in dequantised(model).items():
-            assert torch.equal(region, wide[name][index]), name
+            assert torch.allclose(region, wide[name][index], rtol=rtol, atol=0), name
             found.add(name)
     assert found == {name for name in wide if name.endswith("_proj.weight")}
 
@@ -459,14 +463,6 @@ def test_a_checkpoint_is_quantised_while_it_loads(
     config = ModelConfig.from_folder(str(folder)).with_quantization("fp8")
     meant = quantised(folder, tmp_path)[1]
     check_parts(folder, meant, config.with_expert_parallel() if is_parallel else config, size)
-
-
-def test_several_ranks_say_the_same(base: Path, mixture: Path, tmp_path: Path) -> None:
-    for folder, size in ((base, 2), (mixture, 1)):
-        want = tokens_and_logits(quantised(folder, tmp_path / folder.name)[0])[0]
-        assert tokens_and_logits(folder, quantization="fp8", tensor_parallel_size=size)[0] == want
-    stored, meant = write(mixture, FORMATS["fp8-block"], tmp_path)
-    assert tokens_and_logits(stored, tensor_parallel_size=3)[0] == tokens_and_logits(meant)[0]
 
 
 def test_products_of_rows_that_no_norm_precedes(make_checkpoint: MakeCheckpoint, tmp_path: Path) -> None:
@@ -938,10 +934,3 @@ def test_rows_are_rounded_after_the_sum_of_the_ranks(
         inner_rows, residual = gate_up(x.clone(), norm, gated=gated)
         results.append(torch.cat(down(inner_rows, residual)))
     assert torch.equal(*results)
-
-
-@pytest.mark.parametrize("in_features", [64, 512, 576, 1024, 1100])
-def test_parts_share_the_steps_of_a_layer_evenly(in_features: int) -> None:
-    weight = quantize(torch.ones(8, in_features), 8, in_features)
-    parts = FASTEST.fp8_parts(20, torch.bfloat16, weight)
-    assert -(-in_features // FP8_INS) % parts == 0 and (parts > 1) == (in_features in (512, 1024))

@@ -22,9 +22,8 @@ from nanovllm.kernels.moe.route import route_ref
 from nanovllm.models import count_parameters, make_model
 from nanovllm.parallel.communicator import Communicator
 from tests.conftest import MakeCheckpoint
-from tests.reference import reference_logits
 from tests.test_four_bits import TABLE, Tensors, e2m1, pairs
-from tests.test_fp8 import GREEDY, NUM_TOKENS, SETTINGS, change, tokens_and_logits
+from tests.test_fp8 import GREEDY, PROMPTS, SETTINGS, change, check_logits, tokens_and_logits
 from tests.test_fp8_experts import make_routing
 from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, randn
 
@@ -38,7 +37,6 @@ SHAPE: dict[str, Any] = {
         "original_max_position_embeddings": 64, "rope_theta": 150000.0,
     },
 }  # fmt: skip
-PROMPTS = [[1, 2, 3], list(range(40)), [7]]
 
 
 @pytest.fixture(scope="module")
@@ -88,16 +86,12 @@ def folders(request: pytest.FixtureRequest, wide: Path, tmp_path_factory: pytest
 def test_logits_are_transformers(folders: tuple[Path, Path]) -> None:
     stored, meant = folders
     assert ModelConfig.from_folder(str(stored), model_impl="auto").hf is None
-    tokens, logits = tokens_and_logits(stored, PROMPTS)
-    for prompt, output, mine in zip(PROMPTS, tokens, torch.stack(logits[-NUM_TOKENS:], 1), strict=True):
-        theirs = reference_logits(meant, prompt + output[:-1])[len(prompt) - 1 :]
-        assert output == theirs.argmax(1).tolist()
-        assert (mine - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    check_logits(stored, meant, rtol=1e-5)
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
 def test_ranks_and_updates(folders: tuple[Path, Path], is_parallel: bool) -> None:
-    want, tensors = tokens_and_logits(folders[0], PROMPTS)[0], load_file(folders[0] / "model.safetensors")
+    want, tensors = tokens_and_logits(folders[0])[0], load_file(folders[0] / "model.safetensors")
     with LLM(folders[0], tensor_parallel_size=2, enable_expert_parallel=is_parallel, **SETTINGS) as llm:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
         llm.load_weights(tensors, strict=True)

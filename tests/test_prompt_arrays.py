@@ -50,44 +50,6 @@ def test_tiles_and_sample_tiles(padding: int, samples: list[bool]) -> None:
     assert set(held) <= set(tiled)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_every_field_by_hand(padded: bool) -> None:
-    """Three chunks in blocks of 16: a middle part, a token that is stored already, and a prompt of two tiles."""
-    table = [[0] * 12, [9, 4, 7, *[0] * 9], [0] * 12, [3, 8, *[0] * 10], [*range(20, 32)], [0] * 12]
-    state = np.array(table, dtype=np.int32)[:, None]
-    long = list(range(500, 500 + QUERY_TILE + 2))
-    chunks = [
-        Chunk(3, 14, array("i", [71, 72, 73, 74]), store=True, samples=False, successor=75),
-        Chunk(1, 47, array("i", [81]), store=False, samples=True),
-        Chunk(4, 0, array("i", long), store=True, samples=True),
-    ]
-    total = 5 + len(long)
-
-    def pad(value: int, count: int = 1) -> list[int]:
-        return [value] * (count if padded else 0)
-
-    want = {
-        "token_ids": [71, 72, 73, 74, 81, *long, *pad(0, 2)],
-        "positions": [14, 15, 16, 17, 47, *range(len(long)), *pad(0, 2)],
-        "slot_mapping": [3 * 16 + 14, 3 * 16 + 15, 8 * 16, 8 * 16 + 1, -1, *range(320, 320 + len(long)), *pad(-1, 2)],
-        "slots": [3, 1, 4, *pad(5)],
-        "seq_lens": [18, 48, len(long), *pad(1)],
-        "cu_seqlens_q": [0, 4, 5, total, *pad(total)],
-        "sample_indices": [4, total - 1, 0, *pad(0)],
-        "sample_slots": [1, 4, 5, *pad(5)],
-        # Padded to the most tiles that such sizes can take; tiles whose first query has the longest context come first.
-        "tiles": [2, 1, 0, 2, *pad(-1), 1, 0, 0, 0, *pad(0)],
-        "sample_tiles": [1, 2, -1, *pad(-1), 0, 1, 0, *pad(0)],
-        "successors": [75, -1, -1, *pad(-1)],
-        "state_tiles": [],
-        "state_chunks": [],
-        "kept_states": [],
-    }
-    arrays = make_prompt_arrays(chunks, total + 2 * padded, 3 + padded, state, 5, 16, NO_STATES, has_drafts=True)
-    assert {name: array.tolist() for name, array in arrays._asdict().items()} == want
-    assert all(array.dtype == np.int32 for array in arrays)
-
-
 def test_padding_alone_and_nothing_at_all() -> None:
     state = np.zeros((3, 1, 2), dtype=np.int32)
     arrays = make_prompt_arrays([], 4, 2, state, 2, 16, NO_STATES)

@@ -629,7 +629,8 @@ def test_abort_frees_at_once(depth: int) -> None:
 def test_stats_count_what_happened() -> None:
     engine, _ = make_engine(pipeline_depth=0)
     engine.add_request(list(range(20)), greedy(5))
-    run(engine)
+    steps = [engine.step() for _ in range(5)]
+    assert [(step.num_prefill_tokens, step.num_output_tokens) for step in steps] == [(20, 1), *[(0, 1)] * 4]
     engine.add_request(list(range(20)), greedy(5))
     run(engine)
     assert engine.stats() == {

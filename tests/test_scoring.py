@@ -70,20 +70,6 @@ def test_prompt_logprobs_in_chunks_and_with_a_hot_cache(folder: Path) -> None:
         assert one.prompt_logprobs == [None]
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_a_prompt_preempted_part_way_is_scored_once(folder: Path, depth: int) -> None:
-    tokens = prompt(90, seed=3)
-    with LLM(folder, num_kvcache_blocks=9, max_num_batched_tokens=17, **SETTINGS) as tight:
-        runner: Any = tight.llm_engine._runner
-        runner.pipeline_depth = depth
-        decoding = [prompt(15, seed=i) for i in range(20, 23)]
-        free = SamplingParams(0, 40, ignore_eos=True)
-        params = [*[free] * 3, SamplingParams(0, 4, prompt_logprobs=2, logprobs=1)]
-        *_, output = tight.generate([*decoding, tokens], params, use_tqdm=False)
-        assert tight.stats()["num_preemptions"] > 0
-    check_prompt(folder, output, 2)
-
-
 def test_scores_of_texts_and_tokens(bundled: LLM) -> None:
     prompts = ["The capital of", "The capital of ", "one two three"]
     continuations = [" France is", "France is", " four"]

@@ -169,17 +169,6 @@ def test_an_echo_leaves_a_character_that_its_prompt_begins_to_the_output() -> No
     assert json.loads(bytes(answer.body))["choices"][0]["text"] == "aéb"
 
 
-def test_the_best_is_the_likeliest_by_token_however_long() -> None:
-    # By the whole text the short one is likelier.
-    short, long = output("x", logprob=-1.0).outputs[0], output("wxyz", logprob=-0.5).outputs[0]
-    both = RequestOutput(0, "a", [1], [short, long], True)
-    llm = PlayedLLM([both])
-    body = CompletionBody.model_validate({"prompt": "a", "best_of": 2})
-    answer = asyncio.run(completions(body, make_service(llm)))
-    assert [choice["text"] for choice in json.loads(bytes(answer.body))["choices"]] == ["wxyz"]
-    assert llm.asked[0].n == 2
-
-
 def test_instructions_come_before_the_input() -> None:
     said = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
     chat = response_chat(ResponseBody.model_validate({"input": said, "instructions": "Be brief."}))

@@ -80,40 +80,6 @@ def first_stop(token_ids: list[int], params: SamplingParams) -> tuple[int, str, 
     return len(token_ids), TOKENIZER.decode(token_ids, skip_special_tokens=True), None
 
 
-SMILE = TOKENIZER.encode("é😀", add_special_tokens=False)
-STOPS: list[tuple[list[int], list[str], dict[str, Any], int, str, str | None]] = [
-    # Tokens, stop strings, further parameters; number of tokens, text and stop string.
-    (encode("ab", "cd", "ef"), ["bcd"], {}, len(encode("ab", "cd")), "a", "bcd"),
-    (encode("ab", "cd", "ef"), ["bcd"], {"include_stop_str_in_output": True}, len(encode("ab", "cd")), "abcd", "bcd"),
-    (encode("x", "y", "x"), ["x"], {"min_tokens": 1}, 3, "xy", "x"),
-    (encode("x", "y", "z"), ["xy"], {"min_tokens": 2}, 4, "xyz", None),
-    # The one that is complete first, though another begins before it.
-    (encode("a", "b", "c", "d"), ["abcd", "bc"], {}, 3, "a", "bc"),
-    (SMILE, ["😀"], {}, len(SMILE), "é", "😀"),
-    (SMILE[:-1], ["😀"], {}, len(SMILE), "é\ufffd", None),
-    (encode("no stop"), ["stop!"], {}, len(encode("no stop")) + 1, "no stop", None),
-]
-
-
-@pytest.mark.parametrize(("token_ids", "stop", "given", "count", "text", "reason"), STOPS)
-def test_stop_strings(
-    llm: LLM, script: Script, token_ids: list[int], stop: list[str], given: dict[str, Any], count: int, text: str,
-    reason: str | None,
-) -> None:  # fmt: skip
-    script(token_ids)
-    params = SamplingParams(0, 30, stop=stop, **given)
-    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
-    item = output.outputs[0]
-    assert (len(item.token_ids), item.text, item.stop_reason, item.finish_reason) == (count, text, reason, "stop")
-    assert item.token_ids == [*token_ids, EOS][:count]
-    shown = ""
-    for part in llm.stream(PROMPT, params):
-        shown += "".join(item.text for item in part.outputs)
-        # What becomes a stop string never shows.
-        assert text.startswith(shown)
-    assert shown == text
-
-
 @st.composite
 def texts_with_stops(draw: st.DrawFn) -> tuple[list[int], SamplingParams]:
     """Tokens, many of them bytes of characters, and stop strings, some of them in their text."""

@@ -394,17 +394,6 @@ def test_large_grammars_are_served_or_refused(llm: LLM, fields: dict[str, Any], 
         assert answer[1].startswith(text) and answer[2] == "stop"
 
 
-def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(llm: LLM) -> None:
-    # What may come after the first letters is more than llguidance takes.
-    grammar = "start: /[xy]{4}/ rest\nrest: " + " | ".join(f'"a{i}"' for i in range(2500))
-    params = [SamplingParams(0, 30), constrained(1, grammar=grammar, n=2), SamplingParams(0, 30)]
-    with pytest.raises(StepError, match=r"request \d+ failed: structured_outputs cannot be used: .*[Ii]tems") as caught:
-        llm.generate([PROMPT] * 3, params, use_tqdm=False)
-    assert isinstance(caught.value.__cause__, ValueError) and len(caught.value.request_ids) == 1
-    outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False, on_error="return")
-    assert [output.error is None for output in outputs] == [True, False, True]
-
-
 def allowed(constraint: Any, num_tokens: int) -> set[int]:
     words = np.zeros((1, (num_tokens + 31) // 32), np.int32)
     constraint.fill([(constraint, 0)], words)

@@ -237,6 +237,19 @@ def test_gemv(dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int])
     check_norm_linear(gemv, 1, size, dtype, parts)
 
 
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_gemv_of_parts(has_residual: bool) -> None:
+    """Sums are rounded as by a norm of its own."""
+    dtype, x = DTYPES[-1], randn(3, 1, 200)
+    weight = randn(48, 200, dtype=dtype)
+    norm, residual = Norm(randn(200, dtype=dtype), 0.1), randn(1, 200, dtype=dtype) if has_residual else None
+    out, total = gemv(x, weight, None, norm, residual)
+    same, same_total = norm_linear.norm_linear_ref(x, weight, None, norm, residual)
+    assert torch.equal(total, same_total)
+    wide = Norm(norm.weight.float(), norm.eps)
+    check_error(out, same, norm_linear.norm_linear_ref(total.float(), weight.float(), None, wide)[0])
+
+
 # Its tiles are sized for elements of two bytes; the dispatcher gives it no others.
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.e4m3 import Fp8Matrix, from_e4m3, kernel_arguments
 from nanovllm.kernels.fast_math import round_to, rsqrt
-from nanovllm.kernels.rms_norm import Norm
+from nanovllm.kernels.rms_norm import Norm, norm_dtype
 
 
 @jit
@@ -52,7 +52,7 @@ def _gemv_kernel(
     x_ptr, residual_ptr, norm_weight_ptr, weight_ptr, bias_ptr, out_ptr, total_ptr, eps, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
     scale_ptr=None, SCALE_OUTS: tl.constexpr = 0, SCALE_INS: tl.constexpr = 0, NATIVE: tl.constexpr = False,
-    normed_ptr=None, PARTS: tl.constexpr = 1,
+    normed_ptr=None, PARTS: tl.constexpr = 1, X_PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     outs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     ins = tl.arange(0, BLOCK_IN)
@@ -73,8 +73,11 @@ def _gemv_kernel(
     # Every intermediate value is rounded as by separate ops.
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     x = tl.load(x_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, X_PARTS):
+        x += tl.load(x_ptr + part * IN + ins, mask=in_mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + ins, mask=in_mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None or X_PARTS > 1:
         x = round_to(x, dtype)
         if tl.program_id(0) == 0:
             tl.store(total_ptr + ins, x.to(dtype), mask=in_mask)
@@ -140,23 +143,24 @@ def gemv(
     x: torch.Tensor, weight: torch.Tensor | Fp8Matrix, bias: torch.Tensor | None = None, norm: Norm | None = None,
     residual: torch.Tensor | None = None, gated: bool = False, normed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Compute `norm_linear` of one row; gated layers must not have a bias.
+    """Compute `norm_linear` of one row, or of its parts where there is a norm; gated layers must not have a bias.
 
     `normed`: [1, in_features], or None; filled with the normalised row, if there is a norm.
     """
-    rows, in_features = x.shape
+    (rows, in_features), x_parts = x.shape[-2:], x.numel() // x.shape[-1]
     weight, scaling = kernel_arguments(weight)
     out_features = len(weight) // 2 if gated else len(weight)
     assert rows == 1 and x.is_contiguous() and weight.is_contiguous() and not (gated and bias is not None)
     assert residual is None or (norm is not None and residual.is_contiguous())
-    out = torch.empty(rows, out_features, dtype=x.dtype, device=x.device)
-    total = x if residual is None else torch.empty_like(x)
+    dtype = x.dtype if norm is None else norm_dtype(x, norm, residual)
+    out = torch.empty(rows, out_features, dtype=dtype, device=x.device)
+    total = x if residual is None and x_parts == 1 else out.new_empty(rows, in_features)
     norm_weight, eps = norm or (None, 0.0)
     tile = _tile(in_features, gated) if not scaling else _fp8_tile(in_features, gated, norm is not None)
     parts, block_in, block_out, num_warps = tile
     _gemv_kernel[(triton.cdiv(out_features, block_out),)](
         x, residual, norm_weight, weight, bias, out, total, eps, out_features,
         IN=in_features, BLOCK_IN=block_in, BLOCK_OUT=block_out, GATED=gated, num_warps=num_warps, normed_ptr=normed,
-        PARTS=parts, **pdl_options(x.device), **scaling,
+        PARTS=parts, X_PARTS=x_parts, **pdl_options(x.device), **scaling,
     )  # fmt: skip
     return out, total

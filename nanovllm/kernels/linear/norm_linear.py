@@ -63,8 +63,8 @@ def norm_linear(
     if isinstance(weight, Fp8Matrix) and (rounding := row_rounding(num_rows, dtype, weight, policy)) is not None:
         rows, total = quantize_rows(x, rounding, norm, residual, gated=x.shape[-1] > weight.values.shape[1])
         return multiply_rounded(rows, weight, bias, gated, policy), total
-    if norm is not None and x.dim() == 3:
-        # Kernels of few rows normalise, but add up no parts.
+    if norm is not None and x.dim() == 3 and not (num_rows == 1 and isinstance(weight, torch.Tensor)):
+        # Of kernels that normalise, only `gemv` of weights in 16 bits adds up parts.
         normed, total = rms_norm(x, norm.weight, norm.eps, residual)
         return norm_linear(normed, weight, bias, gated=gated, policy=policy)[0], total
     if isinstance(weight, Fp8Matrix):

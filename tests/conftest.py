@@ -72,6 +72,11 @@ def processes_begin_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--triton", action="append", metavar="FOLDER", help="a Triton to compile with in tests/test_portability.py"

@@ -187,7 +187,6 @@ def check_states(layer: Layer, same_dtype: Layer, exact: Layer, written: set[int
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [16, PUBLISHED, *([32, 64] if GPU else [])])
 def test_prompts(dtype: torch.dtype, size: int, mixers_by_triton: None) -> None:
-    torch.manual_seed(0)
     layer = Layer(dtype, 2, 2, size)
     lengths = LENGTHS if (size == 16 and dtype == torch.float32) or GPU else [2, 70]
     chunks = []
@@ -215,7 +214,6 @@ def test_prompts(dtype: torch.dtype, size: int, mixers_by_triton: None) -> None:
 @pytest.mark.parametrize("size", [16, PUBLISHED])
 @pytest.mark.parametrize("in_turn", [False, True])
 def test_decode_rows(dtype: torch.dtype, size: int, in_turn: bool, mixers_by_triton: None, monkeypatch: Any) -> None:
-    torch.manual_seed(0)
     monkeypatch.setattr(delta, "_FEWEST_HEADS", 1 if in_turn else 10**9)
     monkeypatch.setattr(delta, "_COLUMNS", size // 4)
     layer = Layer(dtype, 2, 3, size)
@@ -251,7 +249,6 @@ def check_rings(layer: Layer, exact: Layer, written: set[int]) -> None:
 @pytest.mark.parametrize("silu", [False, True])
 def test_convolutions_alone(dtype: torch.dtype, silu: bool, mixers_by_triton: None) -> None:
     """Prompts and decode rows, without a scan that stores their inputs."""
-    torch.manual_seed(0)
     layer = Layer(dtype, 1, 3, 16)
     for index in range(8):
         layer.write(index, torch.randn(WIDTH, layer.channels), torch.randn(layer.rule.shape))

@@ -655,7 +655,6 @@ BLOCKS = [(1, 0), (128, 128), (1, 128)]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_gemv(block: tuple[int, int], dtype: torch.dtype, gated: bool) -> None:
-    torch.manual_seed(0)
     made = make_product(1, (300, 256), block, dtype, gated)
     out, total = gemv(made.x, made.weight, made.bias, made.norm, made.residual, gated)
     check_product(out, made)
@@ -666,7 +665,6 @@ def test_gemv(block: tuple[int, int], dtype: torch.dtype, gated: bool) -> None:
 @pytest.mark.parametrize("rows", [8, 9, 16])
 @pytest.mark.parametrize("gated", [False, True])
 def test_skinny_gemm(block: tuple[int, int], rows: int, gated: bool) -> None:
-    torch.manual_seed(0)
     for dtype in DTYPES[1:]:
         made = make_product(rows, (300, 256) if GPU else (160, 256), block, dtype, gated)
         x = rms_norm_ref(made.x, made.norm.weight, 0.1, made.residual)[0] if made.norm is not None else made.x
@@ -675,7 +673,6 @@ def test_skinny_gemm(block: tuple[int, int], rows: int, gated: bool) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_long_sums_of_positive_numbers(block: tuple[int, int]) -> None:
-    torch.manual_seed(0)
     made = make_product(2, (12288, 20), block, torch.float16, gated=False, positive=True)
     check_product(skinny_gemm(made.x, made.weight), made)
     check_product(norm_linear.norm_linear_ref(made.x, made.weight)[0], made)
@@ -684,7 +681,6 @@ def test_long_sums_of_positive_numbers(block: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_dequantize(block: tuple[int, int]) -> None:
-    torch.manual_seed(0)
     weight = quantize(randn(200, 300), block[0], block[1] or 300)
     for dtype in DTYPES:
         want, found = dequantize_ref(weight, dtype), by_triton(dequantize)(weight, dtype)
@@ -694,7 +690,6 @@ def test_dequantize(block: tuple[int, int]) -> None:
 @pytest.mark.parametrize("group", [128, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_are_rounded_alike_in_one_kernel_or_two(group: int, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     x, residual, norm = randn(5, 300, dtype=dtype), randn(5, 300, dtype=dtype), Norm(randn(300, dtype=dtype), 0.1)
     x[2] = 0
     parts = torch.stack((x.float() - 1, torch.ones_like(x).float()))
@@ -734,7 +729,6 @@ cuts all of them 13 bits after the largest one's first; after FP8_INS products t
 )
 def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int, positive: bool) -> None:
     """Against float64 of the same values and scales."""
-    torch.manual_seed(0)
     num_ins, dtype = (12288 if positive else 256 if parts > 1 else 300), DTYPES[-1]
     if positive and not GPU:
         num_ins = 2048
@@ -768,7 +762,6 @@ def test_scaled_gemm(block: tuple[int, int], rows: int, gated: bool, parts: int,
 @pytest.mark.parametrize("block", [(1, 0), (128, 128)])
 def test_products_in_e4m3_on_the_gpu(rows: int, positive: bool, kind: str, block: tuple[int, int]) -> None:
     """Sums of 12,288 positive products lose little, in either kernel."""
-    torch.manual_seed(0)
     made = make_product(rows, (12288, 512), block, torch.bfloat16, False, positive)
     x = quantize_rows(made.x, Rounding(block[1] or 12288))[0]
     wide = dequantize_ref(Fp8Matrix(x.values, x.scales, 1, x.group), torch.float64)
@@ -822,7 +815,6 @@ def test_prompts_of_many_tokens_are_rounded_too(base: Path, tmp_path: Path, name
 
 @pytest.mark.parametrize(("num_rows", "kernel"), [(1, "GEMV"), (16, "SKINNY_GEMM"), (17, "CUBLAS")])
 def test_each_number_of_rows_has_its_kernel(num_rows: int, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
     for module in ("policy", "e4m3", "rms_norm", "gates"):
         monkeypatch.setattr(f"nanovllm.kernels.{module}.uses_triton", lambda device: True)
     # Rows stay as they are on this GPU, too.
@@ -913,7 +905,6 @@ def test_rows_are_rounded_after_the_sum_of_the_ranks(
     rows: int, granularity: Granularity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An MLP on one rank, and on one of two ranks whose other adds nothing."""
-    torch.manual_seed(0)
     monkeypatch.setattr(KernelPolicy, "rounds_rows", quantizes)
     config, inner = QuantizationConfig(granularity), Shard.whole(384)
     gate_up = MergedColumnParallelLinear(256, {"gate": inner, "up": inner}, quant_config=config, prefix="gate_up")

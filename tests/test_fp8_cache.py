@@ -53,11 +53,6 @@ from tests.test_kernels import (
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @jit
 def _round_kernel(x_ptr, out_ptr, NATIVE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     offsets = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
@@ -365,7 +360,6 @@ def test_outputs_of_decode_rows_in_e4m3(
     shares: int, for_scaled_mm: bool, dtype: torch.dtype, projected: bool | None, per_row: int
 ) -> None:
     """projected: by Hopper's kernel, of the projection or of queries; None by the general one, of rows with drafts."""
-    torch.manual_seed(0)
     if projected is not None and not (GPU and is_hopper(torch.device(DEVICE)) and dtype.itemsize == 2):
         pytest.skip("needs a Hopper GPU and 16 bits")
     lens = [1, 17, 300, 129, 70, *([4100] if GPU else [])]
@@ -391,7 +385,6 @@ def test_outputs_of_decode_rows_in_e4m3(
 @pytest.mark.parametrize(("for_scaled_mm", "dtype"), over_dtypes([False, True]))
 @pytest.mark.parametrize("by_hopper", [False, *([True] if GPU else [])])
 def test_outputs_of_prompts_in_e4m3(for_scaled_mm: bool, dtype: torch.dtype, by_hopper: bool) -> None:
-    torch.manual_seed(0)
     if by_hopper and not (is_hopper(torch.device(DEVICE)) and dtype.itemsize == 2):
         pytest.skip("needs a Hopper GPU and 16 bits")
     pairs = [(1, 1), (17, 40), *([(133, 140), (999, 2999)] if GPU else [(129, 131)])]

@@ -28,11 +28,6 @@ from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, over
 from tests.test_live_weights import save_adapter
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture(scope="session")
 def mixture(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint("Qwen3Moe", **MIXTURE)

@@ -45,11 +45,6 @@ CPU = torch.device("cpu")
 LENS = [1, 2, 16, 17, 18, 33, 34, 49, 50, 63, 64, 65, 66, 128, 129, 226, 255, 256, 257, 369, 402, 700, 2047, 4100]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def attend(
     shares: int, x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, tables: torch.Tensor,
     seq_lens: torch.Tensor, slots: torch.Tensor, rope: NormRope | None = None, shared: CascadeGroups | None = None,

@@ -1,7 +1,9 @@
 """Every Triton kernel against its torch reference: on the GPU where there is one, else in Triton's interpreter.
 
 A kernel passes if its error against float32 is at most twice the error of the same op by torch in the kernel's dtype
-(plus float32's own rounding). Outputs are filled with NaN first wherever the kernel is handed them.
+(plus float32's own rounding). Outputs are filled with NaN first wherever the kernel is handed them. What a kernel reads
+before it waits must not come from the kernel ahead (see `pdl_options`); so tests make last what stands for an earlier
+kernel's result, x or logits.
 """
 
 from __future__ import annotations
@@ -78,13 +80,6 @@ def check_error(out: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor
     error = (out.float() - exact).abs().max().item()
     allowed = 2 * (same_dtype.float() - exact).abs().max().item() + FLOAT32_ROUNDING * exact.abs().max().item()
     assert error <= allowed, f"error {error} over {allowed}"
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    # What a kernel reads before it waits must not come from the kernel ahead (see `pdl_options`); so tests make what
-    # stands for an earlier kernel's result, x or logits, last.
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("rows", BATCHES)

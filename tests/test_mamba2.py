@@ -161,7 +161,6 @@ SIZES = [((6, 16), (2, 32), True), ((2, 80), (2, 16), False), ((3, 64), (1, 128)
 def test_prompts(
     dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, mixers_by_triton: None
 ) -> None:
-    torch.manual_seed(0)
     run, chunks = Run(dtype, heads, groups, has_norm), []
     lengths = LENGTHS if (heads[1] == 16 and dtype == torch.float32) or GPU else [2, 70]
     run.start(range(len(lengths)))
@@ -184,7 +183,6 @@ def test_prompts(
 def test_decode_rows(
     dtype: torch.dtype, heads: tuple[int, int], groups: tuple[int, int], has_norm: bool, mixers_by_triton: None
 ) -> None:
-    torch.manual_seed(0)
     run = Run(dtype, heads, groups, has_norm)
     run.start(range(8))
     states, positions = [0, 1, 2, 3, 7, 5], [5, 64, 1, 2, 0, 1023]

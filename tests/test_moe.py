@@ -39,11 +39,6 @@ SIZES = (2048, 768) if GPU else (80, 48)
 ROWS = (1, 2, *((16, 17, 100, 200, 500, 1500, 4096) if GPU else (17, 60)))
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def make_experts(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     hidden, size = SIZES
     gate_up = randn(num_experts, 2 * size, hidden, dtype=dtype) * hidden**-0.5

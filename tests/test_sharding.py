@@ -132,7 +132,6 @@ SHARDS = [Shard(0, 192, 320), Shard(192, 384, 320)], [Shard(i * 64, (i + 1) * 64
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("form", [sampling.sample_ref, by_triton(sampling.sample)])
 def test_the_best_of_the_shards_is_the_best_of_all(shards: list[Shard], form: Any) -> None:
-    torch.manual_seed(0)
     rows, total = 9, shards[0].total
     temperatures = torch.rand(rows, device=DEVICE) * (torch.arange(rows, device=DEVICE) > 3)
     seeds = torch.randint(-(2**31), 2**31 - 1, (rows, 2), dtype=torch.int32, device=DEVICE)
@@ -265,7 +264,6 @@ def normalised(norm: nn.Module, total: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("communicator", [Communicator(), TwoRanks()])
 @pytest.mark.parametrize("rows", [None, torch.tensor([4, 1])])
 def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch.Tensor | None) -> None:
-    torch.manual_seed(0)
     norm = filled(AllReduceRMSNorm(SIZE, 1e-6, communicator))
     gate_up = filled(MergedColumnParallelLinear(SIZE, {"gate": Shard.whole(6), "up": Shard.whole(6)}, bias=False))
     down = filled(RowParallelLinear(Shard.whole(6), SIZE))

@@ -19,11 +19,6 @@ from tests.test_capture_sizes import make_capture_sizes
 from tests.test_kernels import BATCHES, DTYPES, GPU, by_triton, check_error, empty_is_nan, needs_hopper, randn
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("parts", [2, 4])

@@ -191,11 +191,13 @@ def test_mtp_drafts_what_it_does_over_the_whole_text(mtp: tuple[Path, Reference]
 def check_greedy(
     model: Path, speculative_config: dict[str, Any], settings: dict[str, Any], depth: int, forced: type[ForcedDrafter]
 ) -> None:
-    """Assert that greedy answers are the ones without speculation, computed and then from the prefix cache."""
+    """Assert that greedy answers after a sleep are the ones without speculation, computed, then with prefix hits."""
     params, texts = SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0), []
     for config in (None, speculative_config):
         with LLM(model, **{"device": "cpu"} | settings, speculative_config=config) as llm:
             set_depth(llm, depth)
+            llm.sleep()
+            llm.wake_up()
             outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
             check_blocks(llm.llm_engine.block_manager)
             texts.append([[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs])

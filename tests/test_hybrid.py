@@ -62,7 +62,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> CausalLM:
     config = ModelConfig.from_folder(str(folder))
-    return load_model(config, Communicator(), Config(str(folder), **changes), str(folder), 256, dtype, CPU)
+    return load_model(config, Communicator(), Config(str(folder), **changes), str(folder), 256, dtype, CPU)[0]
 
 
 def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
@@ -303,7 +303,7 @@ def test_factors_become_part_of_weights(references: dict[str, tuple[Path, Any]],
     weight = load_model(
         ModelConfig.from_folder(str(folder)).with_quantization("fp8"), Communicator(), Config(str(folder)), str(folder),
         256, torch.float32, CPU,
-    ).model.get_submodule("layers.1.mlp.down_proj.weight")  # fmt: skip
+    )[0].model.get_submodule("layers.1.mlp.down_proj.weight")  # fmt: skip
     assert isinstance(weight, Fp8Weight)
     torch.testing.assert_close(dequantize_ref(weight.matrix, torch.float32), 0.5 * stored, rtol=0.07, atol=1e-3)
     base = {key.replace("feed_forward", "mlp"): value for key, value in model.state_dict().items()}

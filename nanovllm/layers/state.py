@@ -104,12 +104,12 @@ class StateLayer(nn.Module, ABC):
         """Take from the layer what `bind` gave it."""
         del self.conv
 
-    def keep_tokens(self, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate `kept`, if it is needed; dtype: of the activations."""
-        if self.num_drafts and self.kept_size:
+    def keep_drafts(self, num_drafts: int, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Prepare for rows with drafts, and allocate `kept`, if it is needed; dtype: of the activations."""
+        self.num_drafts = num_drafts
+        if num_drafts and self.kept_size:
             # A step's own tokens, beside the ones of the step before.
-            entries = 2 * (1 + self.num_drafts)
-            self.kept = torch.zeros(num_slots + 1, entries, self.kept_size, dtype=dtype, device=device)
+            self.kept = torch.zeros(num_slots + 1, 2 * (1 + num_drafts), self.kept_size, dtype=dtype, device=device)
 
     def run(
         self, inputs: Sequence[torch.Tensor], step: Callable[..., torch.Tensor], prompt: Callable[..., torch.Tensor]

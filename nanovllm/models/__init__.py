@@ -12,6 +12,7 @@ from nanovllm.configs.model import Architecture, ModelConfig
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.weights.files import stored_tensors
+from nanovllm.weights.model_weights import ModelWeights
 
 
 def model_class(architecture: Architecture) -> type[CausalLM]:
@@ -37,7 +38,7 @@ def count_parameters(config: ModelConfig) -> int:
 def load_model(
     model_config: ModelConfig, communicator: Communicator, config: Config, folder: str, max_model_len: int,
     dtype: torch.dtype, device: torch.device,
-) -> CausalLM:  # fmt: skip
+) -> tuple[CausalLM, ModelWeights]:  # fmt: skip
     """Make this rank's shard of a model for `max_model_len` positions, and load it as `config.load_format` says.
 
     Raises:
@@ -51,8 +52,7 @@ def load_model(
         model = make_model(model_config, communicator)
         if config.load_format != "dummy" and (with_head := with_stored_head(model_config, folder)) is not model_config:
             model = make_model(with_head, communicator)
-    model.load(config, folder, max_model_len, dtype, device)
-    return model
+    return model, model.load(config, folder, max_model_len, dtype, device)
 
 
 def with_stored_head(model_config: ModelConfig, folder: str) -> ModelConfig:

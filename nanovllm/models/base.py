@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.configs.model import ModelConfig
     from nanovllm.kernels.policy import KernelPolicy
+    from nanovllm.weights.model_weights import ModelWeights
 
 
 class CausalLM(WeightedModel):
@@ -40,8 +41,10 @@ class CausalLM(WeightedModel):
         self.communicator = communicator
         self.shard = shard_of(config, communicator.rank, communicator.size)
 
-    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Allocate the model for `max_model_len` positions, and load it as `config.load_format` says.
+    def load(
+        self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> ModelWeights:
+        """Allocate the model for `max_model_len` positions, and load its weights as `config.load_format` says.
 
         Raises:
             ValueError: the weights do not fit, or the model cannot be run.
@@ -54,8 +57,13 @@ class CausalLM(WeightedModel):
         if config.load_format == "dummy":
             weights.draw(config.seed or 0)
         else:
-            weights.load_folder(folder)
+            self.fill(weights, folder)
         self.tabulate_rope(max_model_len, device)
+        return weights
+
+    def fill(self, weights: ModelWeights, folder: str) -> None:
+        """Load all weights from a folder."""
+        weights.load_folder(folder)
 
     @property
     def attention_layers(self) -> list[CachedAttention]:

@@ -96,29 +96,16 @@ class DraftHead(CausalLM):
         return self.communicator.all_reduce_argmax(*found)
 
     @override
-    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        for module in self.loadable_modules:
-            module.allocate(dtype, device)
-        self.weights = ModelWeights(self, device, self.communicator)
-        if config.load_format == "dummy":
-            self.weights.draw(config.seed or 0)
-        else:
-            self._load_folder(folder)
-        self.tabulate_rope(max_model_len, device)
-
-    def _load_folder(self, folder: str) -> None:
+    def fill(self, weights: ModelWeights, folder: str) -> None:
         """Load all tensors of the head; others, or a lack of some, are a ValueError."""
-        found = set[WeightTarget]()
-        for name, tensor in self.folder_tensors(folder):
-            if self.weights.check(name, tensor):
-                self.weights.write(name, tensor, finds_nans=False)
-                found.update(self.weights.targets(name))
+        _, found = weights.check_folder(folder, strict=False)
         if missing := [self.stored_name(target) for target in self.weight_slices() if target not in found]:
             names = shown([name.removeprefix("model.") for name in missing])
             raise ValueError(
                 f"the head in {folder!r} is missing, not whole, or of another kind, and lacks {names}: give a folder "
                 "with all of it, or use method 'ngram' of speculative_config"
             )
+        weights.write_folder(folder)
 
 
 class TokenOffsets(LoadableModule):
@@ -321,7 +308,7 @@ def load_draft_head(
         config: of the engine.
         target: the target model, loaded.
         folder: the target model's.
-        max_model_len: positions that the head computes.
+        max_model_len: of the engine; drafts may be beyond it.
         dtype, device: the target model's.
 
     Raises:
@@ -349,5 +336,5 @@ def load_draft_head(
             f"the head in {folder!r} has {head.config.num_kv_heads} KV heads, the model {target.config.num_kv_heads}: "
             f"tensor_parallel_size={size} would give their ranks other heads; use another size"
         )
-    head.load(config, folder, max_model_len, dtype, device)
+    head.weights = head.load(config, folder, max_model_len + speculation.num_speculative_tokens, dtype, device)
     return head

@@ -31,7 +31,7 @@ from nanovllm.models.transformers_shard import SourceParameters, shard_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.weights.files import misfit, stored_tensors
-from nanovllm.weights.model_weights import WholeTensor
+from nanovllm.weights.model_weights import ModelWeights, WholeTensor
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +55,9 @@ class TransformersForCausalLM(CausalLM):
         self.head = self._made(config.hf, torch.float32)
 
     @override
-    def load(self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
+    def load(
+        self, config: Config, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device
+    ) -> ModelWeights:
         if config.load_format == "dummy":
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
                 torch.manual_seed(config.seed or 0)
@@ -81,6 +83,7 @@ class TransformersForCausalLM(CausalLM):
         except Exception as error:  # the code of each model has its own ways to fail
             cause = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise ValueError(f"{self._class.__name__} cannot run over a paged KV cache: {cause}") from error
+        return ModelWeights(self, device, self.communicator)
 
     @override
     def weight_slices(self) -> dict[WeightTarget, WeightSlice]:

@@ -128,8 +128,6 @@ class WovenSlice(WeightSlice):
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
-        # On a GPU, taking every second row and converting it is fast.
-        values = values.to(self.region.device)
         rows = values.T if self.is_transposed else values
         for number, part in enumerate(self.parts):
             part.store(name, rows[number :: len(self.parts)])

@@ -119,8 +119,7 @@ class RoundingSlice(WeightSlice):
     def store(self, name: str, values: torch.Tensor) -> None:
         """Round groups of inputs; raise if a value is not finite."""
         matrix = self.matrix
-        values = self.scaled(values.to(self.region.device))
-        made = quantize_four_bits(values, matrix.group, matrix.format, matrix.scales.dtype)
+        made = quantize_four_bits(self.scaled(values), matrix.group, matrix.format, matrix.scales.dtype)
         for scales in (wide_scales(made.scales, matrix.format), made.factors):
             if scales is not None and not scales.isfinite().all():
                 raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")

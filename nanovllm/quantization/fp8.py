@@ -166,7 +166,7 @@ class QuantizingSlice(WeightSlice):
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
         """Quantise rows with the scale of all their inputs, other ranks' included; raise if a value is not finite."""
-        quantized = quantize(self.scaled(values.to(self.region.device)), 1, values.shape[1])
+        quantized = quantize(self.scaled(values), 1, values.shape[1])
         if not quantized.scales.isfinite().all():
             raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")
         self.region.copy_(quantized.values[:, self.inputs])

@@ -120,8 +120,6 @@ class ConvertedSlice(WeightSlice):
     def store(self, name: str, values: torch.Tensor) -> None:
         self.check_values(name, values)
         if self.convert is not None:
-            # A GPU unpacks words faster.
-            values = values if values.is_floating_point() else values.to(self.region.device)
             self.region.copy_(self.scaled(self.convert(values)))
 
     @override

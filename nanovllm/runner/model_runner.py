@@ -44,7 +44,7 @@ from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sample
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.display import loading_bar
-from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
+from nanovllm.weights.model_weights import WeightsLoader
 from nanovllm.weights.report import MissingWeights
 
 _CPU_DRAFT_RATIO = 1.25
@@ -131,19 +131,16 @@ class ModelRunner:
                 )
 
     def _load(self, folder: str) -> None:
-        self.model = load_model(
+        self.model, self.weights = load_model(
             self.model_config, self.communicator, self.config, folder, self.max_model_len, self.dtype, self.device
         )
-        self.model.set_kernel_policy(self.policy)
+        self.head = load_draft_head(self.config, self.model, folder, self.max_model_len, self.dtype, self.device)
+        models = [self.model] if self.head is None else [self.model, self.head]
+        for model in models:
+            model.set_kernel_policy(self.policy)
         for layer in self.model.state_layers:
-            layer.num_drafts = self.num_drafts
-        self.weights = ModelWeights(self.model, self.device, self.communicator)
-        most_positions = self.max_model_len + self.num_drafts
-        self.head = load_draft_head(self.config, self.model, folder, most_positions, self.dtype, self.device)
-        if self.head is not None:
-            self.head.set_kernel_policy(self.policy)
-        heads = [] if self.head is None else [self.head]
-        self.attention_layers = [layer for model in (self.model, *heads) for layer in model.attention_layers]
+            layer.keep_drafts(self.num_drafts, self.config.max_num_running, self.dtype, self.device)
+        self.attention_layers = [layer for model in models for layer in model.attention_layers]
 
     def _make_backend(self) -> None:
         config, self.shard = self.config, self.model.shard
@@ -188,8 +185,6 @@ class ModelRunner:
             num_drafts=self.num_drafts,
         )  # fmt: skip
         self.drafter = self._make_drafter()
-        for layer in self.model.state_layers:
-            layer.keep_tokens(config.max_num_running, self.dtype, self.device)
         # Tokens of decode rows, padding, and tokens of chunks; and what `PendingStep` says of drafts.
         num_rows = 2 * config.max_num_running
         num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts

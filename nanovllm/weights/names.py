@@ -54,11 +54,10 @@ class WeightedModel(nn.Module):
         return [*self.parameters(), *self.buffers()]
 
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
-        """Yield the tensors of a folder, by name, as `ModelWeights` expects them; see `stored_tensors`."""
+        """Return the tensors of a folder, by name, as `ModelWeights` expects them; see `stored_tensors`."""
         from nanovllm.weights.files import stored_tensors  # noqa: PLC0415
 
-        for _, name, tensor in stored_tensors(folder):
-            yield name, tensor
+        return ((name, tensor) for _, name, tensor in stored_tensors(folder))
 
     def weight_targets(self, name: str) -> list[WeightTarget]:
         """Map a checkpoint tensor to its targets, which may not exist: consecutive rows; none if it is not needed."""

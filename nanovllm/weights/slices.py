@@ -89,7 +89,7 @@ class WeightSlice:
         """Reject values that `store` rejects; `tensor` is read only if some can be rejected."""
 
     def store(self, name: str, values: torch.Tensor) -> None:
-        """Store the slice of the tensor `name`, converting its dtype if both are plain floats."""
+        """Store a slice of the tensor `name`, on the region's device, converting its dtype if both are floats."""
         self.region.copy_(self.scaled(values))
 
     def scaled(self, values: torch.Tensor) -> torch.Tensor:

@@ -126,12 +126,12 @@ def load_model(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> Any:
+) -> tuple[Any, None]:
     torch.set_default_dtype(dtype)
     with torch.device(device):
         model = make_model(model_config, communicator)
     model.tabulate_rope(max_model_len, device)
-    return model
+    return model, None
 
 
 class FirstRank(SymmetricCommunicator):

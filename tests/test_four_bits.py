@@ -84,12 +84,12 @@ def words(codes: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8)
 
 def gptq(weight: torch.Tensor, offset: int = 1, has_zeros: bool = True) -> tuple[Tensors, torch.Tensor]:
     codes, zeros, scales = integers(weight, 128, has_zeros)
-    # The first version cannot store a zero of 0.
-    codes, zeros = (codes + 1, zeros + 1) if has_zeros and (zeros == 0).any() else (codes, zeros)
-    codes, zeros = codes.clamp(max=15), zeros.clamp(max=15)
+    if has_zeros:
+        # The first version stores it as 15.
+        zeros[0, 0] = 0
     tensors = {
-        "qweight": words(codes.T, 0), "qzeros": words(zeros.T - offset, 1), "scales": scales.T.half().contiguous(),
-        "g_idx": (torch.arange(weight.shape[1]) // 128).int(),
+        "qweight": words(codes.T, 0), "qzeros": words((zeros.T - offset) & 15, 1),
+        "scales": scales.T.half().contiguous(), "g_idx": (torch.arange(weight.shape[1]) // 128).int(),
     }  # fmt: skip
     return tensors, meant_by(codes, zeros, scales)
 
@@ -344,6 +344,14 @@ def test_inputs_in_another_order_and_zeros_are_refused(base: Path, tmp_path: Pat
         LLM(stored, **SETTINGS)
 
 
+@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq", "packed"])
+def test_no_rank_begins_within_a_word(form: Any) -> None:
+    shard, config = MatrixShard({None: Shard(4, 16, 16)}, Shard.whole(128)), QuantizationConfig("channel")
+    weight = FourBitWeight(shard, replace(config, four_bits=FourBits(stored=form)))
+    with pytest.raises(ValueError, match="begin within a word of 8"):
+        weight.weight_slices("o_proj.weight")
+
+
 CASES = [("int4", 128), ("int4", 64), ("int4", 32), ("int4", 304), ("mxfp4", 32), ("nvfp4", 16)]
 
 
@@ -404,8 +412,19 @@ def test_products_of_few_rows(rows: int, tile: Any, dtype: torch.dtype, case: tu
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*CASES[:3], ("int4", 256), ("int4", 2048), *CASES[4:]])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("tile", [None, (32, 128, 3), (64,), (128, 128, 3), (256, 64)])
-@pytest.mark.parametrize("rows", [17, 63, 130, 256])
+@pytest.mark.parametrize(
+    ("rows", "tile"),
+    [
+        (17, None),
+        (63, None),
+        (130, None),
+        (256, None),
+        (63, (32, 128, 3)),
+        (130, (64,)),
+        (130, (128, 128, 3)),
+        (256, (256, 64)),
+    ],
+)
 def test_products_of_more_rows_on_hopper(rows: int, tile: Any, dtype: torch.dtype, case: tuple[str, int]) -> None:
     """Outputs and rows end within tiles, and there are several tiles for a program; inputs end within a step."""
     from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile, hopper_four_bit_gemm  # noqa: PLC0415

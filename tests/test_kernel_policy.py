@@ -158,6 +158,16 @@ def test_tiles_of_experts_change_where_kernels_are_compiled(num_experts: int, to
     assert changes
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(("outs", "parts"), [(24576, 1), (6144, 1), (4096, 4), (2560, 2), (151936, 1)])
+def test_tiles_of_linear_layers_change_where_kernels_are_compiled(outs: int, parts: int) -> None:
+    from nanovllm.kernels.linear.hopper_four_bit_gemm import choose_linear_tile  # noqa: PLC0415
+
+    tiles = [choose_linear_tile(rows, outs, parts, 132) for rows in range(513)]
+    changes = {rows for rows in range(18, 513) if tiles[rows] != tiles[rows - 1]}
+    assert changes and changes <= set(FASTEST.four_bit_rows), changes
+
+
 def test_few_rows_beside_four_bits_leave_parts_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "uses_triton", lambda device: True)
     monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))

@@ -110,10 +110,18 @@ else:
 
 
 @jit
-def wait_for_previous(PDL: tl.constexpr):
-    """Wait for the previous kernel's results, and let the next kernel start; see `pdl_options`."""
+def wait_for_previous(PDL: tl.constexpr, LAUNCHES: tl.constexpr = True):
+    """Wait for the previous kernel's results, and by default let the next kernel start; see `pdl_options`."""
     if PDL:
         gdc_wait()
+        if LAUNCHES:
+            gdc_launch_dependents()
+
+
+@jit
+def launch_next(PDL: tl.constexpr):
+    """Let the next kernel start, after `wait_for_previous`."""
+    if PDL:
         gdc_launch_dependents()
 
 
@@ -143,9 +151,9 @@ def uses_triton(device: torch.device) -> bool:
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Return launch arguments of kernels with a `PDL` flag: programmatic dependent launch from Hopper on.
 
-    Such a kernel may start before the previous one is done. Each kernel waits (`gdc_wait`) before it writes or reads
-    what the previous one wrote, and lets the next one start (`gdc_launch_dependents`) only afterwards. All kernels
-    before the previous one have therefore ended, and their results may be read before `gdc_wait`.
+    Such a kernel may start before the previous one is done. Each kernel waits (`gdc_wait`) before it writes, or reads
+    results of the previous one, and lets the next one start (`gdc_launch_dependents`) only afterwards. All kernels
+    before the previous one are therefore finished, and their results may be read before `gdc_wait`.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
         return {"PDL": True, "launch_pdl": True}

@@ -1,7 +1,7 @@
 """Rows of several tokens, the newest and drafts of the next ones: their inputs, and the verification of the drafts.
 
 A draft is right if it is the token that is sampled in its place: noise depends on the request's seed and the output's
-index alone, so the tokens are the ones that one step after another would sample (compare Leviathan et al. 2022,
+index alone, so single steps would sample the same tokens (compare Leviathan et al. 2022,
 arXiv:2211.17192, which changes the sampler instead). Keys of wrong drafts stay where the next step stores its own.
 """
 
@@ -41,7 +41,7 @@ def gather_drafted_rows_ref(
     tokens = torch.cat((state.last_token[slots].unsqueeze(1), drafts.clamp(min=0)), 1)
     per_row = tokens.shape[1]
     columns = torch.arange(per_row, dtype=torch.int32, device=slots.device)
-    # Drafts come before the ones that are missing. A row of padding is whole, so that its keys begin at 0.
+    # Missing drafts come last. A row of padding is whole, so that its keys begin at 0.
     num_real = torch.minimum(num_new, 1 + (drafts >= 0).sum(1, dtype=torch.int32))
     is_row = slots != len(state.last_token) - 1
     num_real = num_real.where(is_row, per_row).unsqueeze(1)
@@ -180,11 +180,11 @@ def verify_drafts(
     state: SlotTensors, slots: torch.Tensor, is_new: torch.Tensor, sampled: torch.Tensor,
     tokens: torch.Tensor, counts: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Accept the leading drafts that equal what was sampled in their place, and write the outcome into the slots.
+    """Accept the leading drafts that equal the tokens sampled in their place, and update the slots.
 
     slots, is_new: see `gather_drafted_rows`; sampled: [num_rows, 1 + num_drafts] int64, the token after each. Fills
-    tokens, of the same shape, with `sampled` with what is new first, and counts, [2, num_rows] int64, with the number
-    of tokens that each row gained, at least 1, the first of those, and the number of new ones; all contiguous.
+    tokens, of the same shape, with `sampled` of new tokens first, and counts, [2, num_rows] int64, with the number of
+    tokens that each row gained, its leading `tokens`, at least 1, and the number of new tokens; all contiguous.
     """
     if not uses_triton(slots.device):
         verify_drafts_ref(state, slots, is_new, sampled, tokens, counts)

@@ -45,8 +45,8 @@ def tanh(x):
 def round_to(x, dtype: tl.constexpr):
     """Return float32 x rounded to `dtype`, as float32: `x.to(dtype).to(tl.float32)`, two elements at a time.
 
-    The compiler converts one by one what is converted back, at a quarter of the rate or less. A tensor of one element
-    makes no pair.
+    The compiler converts values one by one if they are converted back, at a quarter of the rate or less. A tensor of
+    one element makes no pair.
     """
     # One return: what follows one in a branch is compiled, too.
     if _INTERPRETED or dtype.primitive_bitwidth == 32 or x.numel == 1:
@@ -78,7 +78,7 @@ def round_to(x, dtype: tl.constexpr):
 
 @jit
 def to_float16(x):
-    """Return float32 x rounded to float16, two at a time; the compiler converts what was bfloat16 one by one."""
+    """Return float32 x rounded to float16, two at a time; the compiler converts former bfloat16 one by one."""
     if _INTERPRETED:
         return x.to(tl.float16)
     return tl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.float16, is_pure=True, pack=2)

@@ -84,7 +84,7 @@ class EditedRows:
         return self.x.device
 
     def above(self, cutoffs: torch.Tensor) -> EditedRows:
-        """Return the rows with -inf for what is below their cutoffs, [num_rows]."""
+        """Return the rows with -inf for logits below their cutoffs, [num_rows]."""
         return EditedRows(*(t.masked_fill(t < cutoffs.unsqueeze(1), -math.inf) for t in (self.x, self.maxima)))
 
     def __getitem__(self, rows: torch.Tensor) -> EditedRows:

@@ -1,7 +1,7 @@
 """The choice of kernels by the number of rows, in plain Python: it runs no kernel and imports none.
 
 Weights, attention and collectives ask one `KernelPolicy` for all that depends on the rows of a step. kernels/README.md
-has the tables of what is chosen when, from top to bottom, and what each kernel gains.
+has the tables of choices, from top to bottom, and of each kernel's gain.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ EXPERT_TILE_ROWS = (8, 24, 64, 512)
 by it."""
 
 FEW_SEQS = 64
-"""Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 64 contexts of 800 tokens take
-2.60 ms a step instead of 2.74 (0.6B, H200)."""
+"""Up to this many sequences, `decode_attention` uses smaller tiles and fewer programs: 5% less for a step of 64."""
 _PROGRAMS_FOR_BANDWIDTH = 80
 """Programs of `hopper_decode` that saturate an H200's read bandwidth."""
 _FREE_TOKENS = 190
@@ -160,7 +159,7 @@ class KernelPolicy:
     Attributes:
         dense_rows, fp8_rows, four_bit_rows, attention_rows: numbers of rows at which the choice for weights in 16 bits,
             e4m3 and four bits, and for decode attention changes; one step of each is compiled at the start.
-        dense_tokens, fp8_tokens: the same for prompt tokens, beside rows that decode.
+        dense_tokens, fp8_tokens, four_bit_tokens: the same for prompt tokens, beside rows that decode.
         uses_cascade: whether sequences that share a prefix may attend to it together.
     """
 
@@ -175,6 +174,7 @@ class KernelPolicy:
         1, 2, MAX_SKINNY_ROWS // 2 + 1, MAX_SKINNY_ROWS + 1, 33, MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1,
         MAX_SPLITK_ROWS + 1, MAX_HOPPER_FOUR_BIT_ROWS + 1,
     )  # fmt: skip
+    four_bit_tokens: tuple[int, ...] = (MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1)
     # With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do.
     attention_rows: tuple[int, ...] = (1, 17, FEW_SEQS + 1)
     uses_cascade = True

@@ -42,7 +42,7 @@ class KVScales:
 
     Attributes:
         keys, values: [num_kv_heads] float32.
-        num_clipped: [1] int64; of all layers, counts what was stored as 448 times the scale, because it is beyond.
+        num_clipped: [1] int64, shared by all layers; counts values beyond 448 times the scale, which are clipped.
     """
 
     keys: torch.Tensor

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels._triton import jit, launch_next, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.fast_math import rsqrt
 
 
@@ -45,12 +45,14 @@ def _rms_norm_kernel(
     offsets = tl.arange(0, BLOCK)
     mask = offsets < size
     weight = tl.load(weight_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    wait_for_previous(PDL)
+    wait_for_previous(PDL, LAUNCHES=False)
     total = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         total += tl.load(x_ptr + part * part_stride + row * x_stride + offsets, mask=mask, other=0.0)
     if residual_ptr is not None:
         total += tl.load(residual_ptr + row * size + offsets, mask=mask, other=0.0).to(tl.float32)
+    # The next kernel's weights would come before these few rows.
+    launch_next(PDL)
     if residual_ptr is not None or PARTS > 1:
         # The norm reads the rounded sum, which is what the next layer adds to.
         rounded = total.to(total_ptr.dtype.element_ty)

@@ -133,7 +133,7 @@ def gather_decode_rows(
 ) -> DecodeRows:
     """Gather the rows of a decode step; slots: [num_rows] int32, the last slot for padding rows.
 
-    ahead: rows are at this distance from the ones to compute next, and have no KV slot, -1, where the table ends.
+    ahead: distance of the rows from the next tokens to compute; beyond its table a row has no KV slot, -1.
     """
     if not uses_triton(slots.device):
         return gather_decode_rows_ref(state, slots, block_size, ahead)

@@ -62,6 +62,11 @@ class FourBitValues(QuantizedMatrix):
     def kernel_rows(self) -> Collection[int]:
         return self.policy.four_bit_rows
 
+    @property
+    @override
+    def kernel_tokens(self) -> Collection[int]:
+        return self.policy.four_bit_tokens
+
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         super().allocate(dtype, device)

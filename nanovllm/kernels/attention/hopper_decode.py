@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._gluon import barrier, descriptor, gl, gluon, kernel, mbarrier, mma_v2, round_heads, tma_load
-from nanovllm.kernels._triton import device_limits, wait_for_previous
+from nanovllm.kernels._triton import device_limits, launch_next, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, merge_splits
 from nanovllm.kernels.attention.online_softmax import LOG2E
@@ -436,7 +436,7 @@ def _load_scale(scale_ptr, head):
 
 @gluon.jit
 def _to_e4m3(x, scale, clipped_ptr, counts):
-    """Return the bytes of e4m3 that mean x if multiplied by the scale; counts what is clipped if `counts`."""
+    """Return x / scale as bytes of e4m3; counts clipped values if `counts`."""
     LAYOUT: gl.constexpr = x.type.layout
     scaled = x.to(gl.float32) / scale
     gl.atomic_add(
@@ -544,12 +544,12 @@ def _hopper_decode_kernel(
     scale *= k_scale
     if PROJECTED:
         constants = _load_constants((q_norm_ptr, k_norm_ptr), cos_sin_ptr, old_len, dims, HALF, HAS_NORM)
-    wait_for_previous(True)
-
+    wait_for_previous(True, LAUNCHES=False)
     row_ptr = x_ptr + seq * ((GROUP + (2 if PROJECTED else 0)) * KV_HEADS * HEAD_DIM)
     place = (gl.maximum(kv_slot, 0).to(gl.int64) * KV_HEADS + head) * HEAD_DIM
     stored = (k_cache_ptr + place, v_cache_ptr + place)
     token = _load_token(row_ptr, head, stored, rows, dims, value_dims, GROUP, KV_HEADS, PROJECTED)
+    launch_next(True)
     if PROJECTED:
         kv_slot = gl.where(is_first, kv_slot, -1)
         token = _finish_token(

@@ -41,5 +41,5 @@ PLAIN = AttentionOptions()
 
 
 def padded_size(size: int) -> int:
-    """Return the elements to which kernels pad a key or a value: a power of two, and at least what a product takes."""
+    """Return the size to which kernels pad a key or a value: a power of two, at least the 16 of a product."""
     return max(16, 1 << (size - 1).bit_length())

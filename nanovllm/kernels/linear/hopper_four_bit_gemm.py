@@ -33,6 +33,7 @@ from nanovllm.kernels._triton import device_limits
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix
 from nanovllm.kernels.linear.skinny_four_bit_gemm import sum_factor, widen_words
 from nanovllm.kernels.moe.activation import Activation, activate, is_gated
+from nanovllm.kernels.policy import MAX_HOPPER_FOUR_BIT_ROWS
 
 _RUN = gl.constexpr(RUN)
 _GROUP_OUTS = gl.constexpr(64)
@@ -86,7 +87,7 @@ def _outputs(first_out, out_features, LAYOUT: gl.constexpr, GATED: gl.constexpr)
 
 @gluon.jit
 def _load_scales(scale_ptrs, zero_ptrs, first, in_features, INS: gl.constexpr, SCALE_INS: gl.constexpr):
-    """Load a step's scales, the ones of bytes' high halves, and zeros, [64], for each run or group, if that is larger.
+    """Load a step's scales, scales of bytes' high halves, and zeros, [64], for each run or group, if that is larger.
 
     High scales and zeros are the scales where a format has none.
     """
@@ -319,14 +320,8 @@ class HopperTile(NamedTuple):
 
 
 _TILES = (
-    HopperTile(32),
-    HopperTile(32, groups=3),
-    HopperTile(64),
-    HopperTile(64, groups=3),
-    HopperTile(128),
-    HopperTile(128, groups=3),
-    HopperTile(256, ins=64),
-)
+    *(HopperTile(rows, groups=groups) for rows in (32, 64, 128) for groups in (2, 3)), HopperTile(256, ins=64)
+)  # fmt: skip
 _BARRIER_BYTES = 2048
 
 
@@ -335,26 +330,25 @@ def choose_tile(num_rows: int, num_outs: int, parts: int, num_experts: int, num_
 
     def cost(tile: HopperTile) -> tuple[float, int]:
         tiles = num_experts * ceil(num_rows / tile.rows) * ceil(num_outs / (64 * tile.groups)) * parts
-        # Widening a weight takes as long as its products with 48 rows.
-        return ceil(tiles / num_programs) * tile.groups * max(tile.rows, 48), -tile.rows * tile.groups
+        # Widening a weight takes as long as its products with 90 rows, and a third warpgroup hides some of that.
+        groups = {2: 2, 3: 2.7}[tile.groups]
+        return ceil(tiles / num_programs) * groups * (tile.rows + 90), -tile.rows * tile.groups
 
     # Beside what finds an expert's tiles, the two largest have no registers left.
     return min(_TILES if num_experts == 1 else _TILES[:-2], key=cost)
 
 
+def choose_linear_tile(num_rows: int, num_outs: int, parts: int, num_programs: int) -> HopperTile:
+    """Return the tile of a linear layer; it changes where `KernelPolicy.four_bit_rows` says."""
+    most = next((rows for rows in (32, 64, 128, 256) if num_rows <= rows), MAX_HOPPER_FOUR_BIT_ROWS)
+    return choose_tile(most, num_outs, parts, 1, num_programs)
+
+
 def multiply_rows(
-    x: torch.Tensor,
-    weight: FourBitMatrix,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    activation: Activation | None,
-    *,
-    tile: HopperTile,
-    parts: int = 1,
-    starts: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
+    x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None, out: torch.Tensor, activation: Activation | None,
+    *, tile: HopperTile, parts: int = 1, starts: torch.Tensor | None = None, slots: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Multiply 16-bit rows with a matrix, or with the matrices of experts, each from its start on.
 
     slots, weights: of the rows, where outputs go to slots, and are weighted.
@@ -373,14 +367,9 @@ def multiply_rows(
 
 
 def hopper_four_bit_gemm(
-    x: torch.Tensor,
-    weight: FourBitMatrix,
-    bias: torch.Tensor | None = None,
-    gated: bool = False,
-    *,
-    parts: int = 1,
-    tile: HopperTile | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None = None, gated: bool = False,
+    *, parts: int = 1, tile: HopperTile | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Compute `norm_linear` of 16-bit rows without a norm; the inputs must be a multiple of RUN.
 
     With parts, which have whole steps of inputs, outputs are the parts of a sum, [parts, num_rows, out_features]
@@ -391,7 +380,7 @@ def hopper_four_bit_gemm(
     if parts > 1:
         assert bias is None and not gated
         out = torch.empty(parts, num_rows, out_features, dtype=torch.float32, device=x.device)
-    tile = tile or choose_tile(num_rows, len(weight.values), parts, 1, device_limits(x.device)[0])
+    tile = tile or choose_linear_tile(num_rows, len(weight.values), parts, device_limits(x.device)[0])
     assert parts == 1 or x.shape[1] % (parts * tile.ins) == 0
     multiply_rows(x, weight, bias, out, "silu" if gated else None, tile=tile, parts=parts)
     return out

@@ -132,7 +132,7 @@ def linear_into(  # noqa: PLR0911 - one for each kind of weight and kernel
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
 
-    With many rows cuBLAS adds the residual in its epilogue, which halves what the next norm reads and writes.
+    With many rows cuBLAS adds the residual in its epilogue, which halves the reads and writes of the next norm.
 
     Args:
         x: of `norm_linear` without a norm, or rounded as `row_rounding` says.

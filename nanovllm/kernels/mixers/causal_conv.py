@@ -303,13 +303,13 @@ def causal_conv_rows(
     Args:
         x: [num_rows * per_row, channels]; channels contiguous.
         weight, bias, silu: as of `causal_conv`.
-        state: the inputs before the tokens, and of them.
+        state: the previous inputs of each sequence; the tokens' inputs are added.
         rows: the tokens.
-        gates: [num_rows * per_row, size]; what a recurrence reads of a token besides; read with `kept` only.
+        gates: [num_rows * per_row, size]; further inputs of a recurrence; read with `kept` only.
         kept: see `StateRows`; takes each token's outputs, and then its gates.
 
     Returns:
-        `kept`; without it [num_rows * per_row, channels], zeros for what is not new.
+        `kept`; without it [num_rows * per_row, channels], zeros for tokens that are not new.
     """
     if not uses_triton(x.device):
         return causal_conv_rows_ref(x, weight, bias, state, rows, gates=gates, kept=kept, silu=silu)

@@ -1,6 +1,6 @@
-"""Layers with a recurrence after a short convolution: what the gated delta rule and Mamba-2 have in common.
+"""The common part of layers with a recurrence after a short convolution: the gated delta rule and Mamba-2.
 
-The plain torch form of a step is the same for all of them, but for the recurrence itself (`scan`) and the norm.
+Their plain torch forms of a step differ in the recurrence itself (`scan`) and the norm.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ class Recurrence(ABC):
 
         Args:
             x: [num_tokens, channels]; the convolution's inputs.
-            gates: [num_tokens, size]; what the recurrence reads of a token besides, before its functions.
+            gates: [num_tokens, size]; further inputs of the recurrence, before its activations.
             z: [num_tokens, ...]; the output's gate.
             rows: the states.
 
         Returns:
-            Like z; zeros for padding, and for what is not new.
+            Like z; zeros for padding and for tokens that are not new.
         """
         if not uses_triton(x.device):
             return self.step_ref(x, gates, z, rows)

@@ -1,4 +1,4 @@
-"""States of sequences in blocks of the paged cache, and the ones that the tokens of a step start from and leave.
+"""States of sequences in blocks of the paged cache, and the states that a step reads and writes.
 
 A state is the bytes of `blocks_per_state` blocks, one after the other: first a block's part in the first layer's keys,
 then its part in the second layer's, and so on, as the cache divides it. A layer's tensors lie at fixed offsets in a
@@ -72,11 +72,11 @@ class ConvState:
 class StateRows:
     """Decode rows, whose states are read and overwritten: one token each, or several in engines with drafts.
 
-    In these engines the state of a row with drafts is stored one step late, when it is known which were right. A step
-    keeps what the recurrence of a layer reads of its tokens: of each slot in a ring, `[num_slots + 1, entries, size]`,
-    in which the token at position p is entry `p % entries`. The next step computes the accepted ones again, and stores
-    the state between them and its own. Wrong drafts are overwritten, there and among the convolution's inputs. In a
-    step without drafts the row's token is right, and the state after it is stored at once.
+    With drafts, a row's state is stored one step late, when it is known which drafts were right. A step keeps the
+    inputs of a layer's recurrence in a ring for each slot, `[num_slots + 1, entries, size]`, in which the token at
+    position p is entry `p % entries`. The next step computes the accepted tokens again, and stores the state before its
+    own tokens. Wrong drafts are overwritten, there and among the convolution's inputs. In a step without drafts the
+    row's token is right, and the state after it is stored at once.
 
     Attributes:
         positions: [num_rows] int32; of the first new token in its sequence.

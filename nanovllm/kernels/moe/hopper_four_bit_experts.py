@@ -41,17 +41,10 @@ def choose_expert_tile(rows_per_expert: float, num_outs: int, num_experts: int, 
 
 
 def hopper_four_bit_experts(
-    x: torch.Tensor,
-    routing: Routing,
-    order: SortedSlots,
-    weight: FourBitMatrix,
-    out: torch.Tensor,
-    activation: Activation | None,
-    policy: KernelPolicy = FASTEST,
-    *,
-    bias: torch.Tensor | None = None,
-    tile: HopperTile | None = None,
-) -> None:
+    x: torch.Tensor, routing: Routing, order: SortedSlots, weight: FourBitMatrix, out: torch.Tensor,
+    activation: Activation | None, policy: KernelPolicy = FASTEST,
+    *, bias: torch.Tensor | None = None, tile: HopperTile | None = None,
+) -> None:  # fmt: skip
     """Compute `grouped_gemm` of 16-bit rows; their inputs must be a multiple of RUN."""
     top_k, in_features, (num_experts, num_outs) = routing.experts.shape[1], x.shape[-1], weight.values.shape[:2]
     slots, weights = (order.slots, routing.weights) if activation is None else (None, None)

@@ -76,7 +76,7 @@ class SpeculativeConfig:
         known = [item.name for item in fields(cls)]
         settings = {"method": None, "num_speculative_tokens": None, **values}
         unknown = [key for key in values if key not in known]
-        # Unknown methods may have further keys, which are not what is wrong.
+        # Unknown methods may have other keys: the method is the error.
         if unknown and settings["method"] in get_args(SpeculativeMethod):
             near = get_close_matches(str(unknown[0]), known, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"

@@ -561,6 +561,7 @@ def check_engine(engine: LLMEngine) -> None:
             assert num_needed > manager.num_free_blocks
     slots = [seq.slot for seq in running]
     assert len(set(slots)) == len(slots) and -1 not in slots
+    assert all(0 <= seq.num_unsure <= seq.num_in_flight for seq in running), "what is known is not unsure"
     assert all(not seq.block_tables for seq in waiting)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.serve.openai_format import LEAST_LOGPROB, ShownTokens, chat_finish_reason, chat_logprobs
 from nanovllm.text.answer_formats import HERMES, REASONING_FORMATS, Start, reasoning_format
 from nanovllm.text.answers import AnswerFormat, AnswerOptions, AnswerSplitter, whole_calls
 from tests.small_tokenizers import MARK, sentencepiece_tokenizer
@@ -129,6 +132,9 @@ def test_answers_of_channels_are_always_taken_apart() -> None:
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello"
     for pieces in ([text], [*text]):
         assert split(options.splitters([], SamplingParams())[0], pieces) == ("Hm.", "Hello", [])
+    # A message has one call, and its end ends the answer.
+    structured = AnswerOptions.of(options.form, TOOLS, "required").constrain(SamplingParams()).structured_outputs
+    assert structured is not None and "call)*" not in str(structured.grammar)
 
 
 def test_calls_have_the_ids_that_templates_take() -> None:
@@ -138,6 +144,10 @@ def test_calls_have_the_ids_that_templates_take() -> None:
         kimi = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
         splitter.append(kimi if name == "kimi_k2" else CALL * 2, True)
         ids[name] = splitter.call_ids
+    cut = CompletionOutput(0, CALL, [1], None, [{1: Logprob(-math.inf, 1, "a")}], "length")
+    assert chat_finish_reason(cut, splitter) == "length"
+    # JSON has no infinity.
+    assert f'"logprob": {LEAST_LOGPROB}' in json.dumps(chat_logprobs(cut, ShownTokens()), allow_nan=False)
     assert ids["kimi_k2"] == ["functions.f:0"] and len(set(ids["hermes"])) == 2
     assert all(found.startswith("call_") for found in ids["hermes"])
     assert all(len(found) == 9 and found.isalnum() for found in ids["mistral"])

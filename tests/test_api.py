@@ -235,3 +235,4 @@ def test_mistakes_are_value_errors(llm: LLM) -> None:
         with pytest.raises(ValueError, match=message):
             call()
     assert llm.max_model_len == 256 and Config("x", max_logprobs=-1).most_logprobs(99) == 99
+    assert [Config("x", max_logprobs=20).most_logprobs(size) for size in (9, 99)] == [9, 20]

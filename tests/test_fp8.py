@@ -546,8 +546,9 @@ def test_what_has_no_scale_is_refused_by_name(base: Path, tmp_path: Path, value:
     tensors = load_file(folder / "model.safetensors")
     tensors[name][3, 5] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"'{name}' has values that are not finite, and cannot be quantised"):
-        LLM(folder, quantization="fp8", **SETTINGS)
+    for quantization in ("fp8", "int4"):
+        with pytest.raises(ValueError, match=f"'{name}' has values that are not finite, and cannot be quantised"):
+            LLM(folder, quantization=quantization, **SETTINGS)
 
 
 def test_values_too_small_for_a_scale_become_0() -> None:

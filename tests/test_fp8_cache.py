@@ -252,7 +252,9 @@ def with_scales(folder: Path, to: Path, k_scale: list[float], strategy: str) -> 
     for layer in range(2):
         for name, factor in (("k_scale", 1.0), ("v_scale", 0.5)):
             shaped = scale if strategy == "tensor" else scale.view(-1, 1, 1)
-            tensors[f"model.layers.{layer}.self_attn.{name}"] = (shaped * factor).clone()
+            # Two names in use.
+            path = f"{name[0]}_proj.output_scale" if layer else name
+            tensors[f"model.layers.{layer}.self_attn.{path}"] = (shaped * factor).clone()
     save_file(tensors, stored / "model.safetensors", metadata={"format": "pt"})
     return stored
 

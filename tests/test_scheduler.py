@@ -291,13 +291,18 @@ def test_rows_with_drafts_return_several_tokens(depth: int, num_drafts: int) -> 
     assert len(free) > sum(len(batch.rows) > 0 for batch in runner.batches)
     again = engine.add_request([*prompt, *free], SamplingParams(0, 1))
     assert run(engine)[again]["num_cached_tokens"] == 40
+    # Drafts get no place that is not there.
+    engine, _ = make_engine(pipeline_depth=depth, num_drafts=num_drafts, block_size=4, num_blocks=12)
+    ids = [engine.add_request(prompt, SamplingParams(0, 40, ignore_eos=True)) for _ in range(3)]
+    outputs = run(engine)
+    assert [outputs[request_id]["token_ids"] for request_id in ids] == [free] * 3
 
 
 @DEPTHS
 def test_prompts_do_not_wait_for_drafts(depth: int) -> None:
     """A row may fill a step with its drafts; a prompt that comes gets a part of each."""
     engine, runner = make_engine(
-        pipeline_depth=depth, num_drafts=15, block_size=4, num_blocks=64, max_num_batched_tokens=16
+        pipeline_depth=depth, num_drafts=15, block_size=4, num_blocks=64, max_num_batched_tokens=17
     )
     engine.add_request(list(range(20)), SamplingParams(0, 90, ignore_eos=True))
     while len(runner.batches) < 6:
@@ -307,6 +312,8 @@ def test_prompts_do_not_wait_for_drafts(depth: int) -> None:
     while len(runner.batches) < 10:
         engine.step()
     assert any(chunk.samples for batch in runner.batches[6:] for chunk in batch.chunks)
+    # Half of what the row's own token leaves.
+    assert {int(batch.rows.num_new.max()) for batch in runner.batches[6:] if batch.chunks} == {9}
 
 
 def test_drafts_are_made_where_they_pay_at_this_number_of_rows() -> None:
@@ -461,6 +468,12 @@ def test_an_abort_before_the_prompt_is_computed_returns_none_of_its_states(depth
     engine.abort([request_id], keep_outputs=True)
     ((_, output),) = engine.take_results().finished
     assert output.hidden_states == [] and output.prompt_logprobs is None
+    # One that is preempted in its middle is computed again from its start.
+    request_id = engine.add_request(list(range(40)), SamplingParams(max_tokens=1, hidden_states=[0]))
+    engine.step()
+    engine.step()
+    engine.scheduler.preempt_all()
+    assert run(engine)[request_id].hidden_states[0].flatten().tolist() == list(range(40))
 
 
 @DEPTHS
@@ -475,6 +488,11 @@ def test_states_that_are_evicted_in_part_are_kept_again(depth: int) -> None:
     assert [num_cached(), num_cached()] == [0, 12]
     manager._cache.remove(next(block for block in manager.blocks if block.key and block.key[2].startswith(b"state")))
     assert [num_cached(), num_cached()] == [0, 12]
+    # Without the last block of its keys it is of no use.
+    manager._evict(
+        max((block for block in manager.blocks if block.key and not block.is_state), key=lambda b: b.identity)
+    )
+    assert {block.rank for block in manager.blocks if block.key and block.is_state} == {SPENT}
 
 
 @DEPTHS
@@ -535,6 +553,10 @@ def test_states_of_decoding_make_room_where_prompts_leave_out_what_was_decoded(d
     for i in range(3):
         ask([*[i] * 9, 6])
     assert SPARE in ranks()
+    # What was long ago counts no more.
+    for is_repeat in [False] * 99 + [True] * 32:
+        engine.block_manager._note_repeat(is_repeat)
+    assert engine.block_manager._num_repeats == 0
 
 
 @DEPTHS
@@ -576,6 +598,10 @@ def test_outputs_continue_from_the_state_before_the_last_prompt_token(depth: int
     assert [list(item.token_ids) for item in output.outputs] == [want] * 3
     # The other outputs compute one token of the prompt each.
     assert sum(len(chunk.token_ids) for batch in runner.batches for chunk in batch.chunks) == length + 2
+    # A chunk of the last token alone keeps no state on its way.
+    engine, _ = hybrid_engine(depth, StateCache(2, 99), max_num_batched_tokens=length - 1)
+    request_id = engine.add_request(prompt, SamplingParams(0.5, 9, n=3))
+    assert [list(item.token_ids) for item in run(engine)[request_id].outputs] == [want] * 3
 
 
 @DEPTHS
@@ -676,6 +702,8 @@ def test_stats_count_states() -> None:
     # Two of its blocks are cached, without a state after them: it keeps one, and its last.
     assert counted([*head, *[21] * 4]) == [1, 0, 3, 8, 0]
     assert counted([*head, *[22] * 4]) == [1, 0, 4, 16, 8]
+    # Of three blocks one is computed again.
+    assert counted([*head, *[22] * 2]) == [1, 0, 4, 24, 16]
     engine.reset_prefix_cache()
     assert engine.stats()["num_kept_states"] == 0
 

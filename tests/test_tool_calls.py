@@ -29,7 +29,8 @@ TRICKY = '{"a": 1, "s": "}{\\"</tool_call>\\\\"}'
 JSON = '{"a": 1, "b": "x } \\"y", "c": [1, {"d": null}]}'
 BOTH = [("add", JSON), ("now", "{}")]
 # `b` is a text, whatever it looks like.
-SCHEMA = {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {}}}
+TEXT = {"anyOf": [{"oneOf": [{"type": "string"}]}, {"type": "null"}]}
+SCHEMA = {"properties": {"a": {"type": "integer"}, "b": TEXT, "c": {}}}
 FUNCTIONS: list[dict[str, Any]] = [{"name": "add", "parameters": SCHEMA}, {"name": "now"}]
 Found = tuple[str, list[tuple[str, str]]]
 CASES: list[tuple[str, str, Found]] = [
@@ -84,6 +85,9 @@ CASES: list[tuple[str, str, Found]] = [
         "Sure:\n<|python_start|>[a.b(x=True, y=null)]<|python_end|>",
         ("Sure:", [("a.b", '{"x": true, "y": null}')]),
     ),
+    # A call begins a new line.
+    ("pythonic", "Ok <|python_start|>[now()]<|python_end|>", ("Ok", [("now", "{}")])),
+    ("pythonic", "Ok <|tool_call_start|>[now()]<|tool_call_end|> [now()]", ("Ok", [("now", "{}")] * 2)),
     ("pythonic", "[1, 2] and [len(x)]\n[f(1)]", ("[1, 2] and [len(x)]\n[f(1)]", [])),
     (
         "mistral",
@@ -122,6 +126,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("openai", "<|channel|>commentary to=functions.f<|message|><|call|>", ("", [("f", "{}")])),
     ("qwen3_coder", '<function=f>{"a": 1}</function>.', (".", [("f", '{"a": 1}')])),
     ("qwen3_coder", "<function=f> is no call", ("<function=f> is no call", [])),
+    ("glm45", '<tool_call>now{"a": 1}</tool_call>', ('<tool_call>now{"a": 1}</tool_call>', [])),
     (
         "seed_oss",
         "<seed:tool_call><function=f><parameter=a>True</parameter><parameter=c>{'d': None}</parameter>"

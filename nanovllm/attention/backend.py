@@ -32,7 +32,7 @@ class AttentionSetup:
         device, dtype: of the queries.
         block_size: tokens per cache block.
         num_heads: query heads of a layer.
-        specs: what the layers cache.
+        specs: cache specs of the layers.
         num_slots: most decode rows.
         shares_prefixes: whether sequences share blocks of the prefix cache, so that cascade attention may pay.
         all_reduce_min: returns the least of all ranks' numbers, which call this together.
@@ -53,8 +53,8 @@ class AttentionSetup:
 class HostPlan(NamedTuple):
     """A step's plan on the host: steps of one variant and size launch the same kernels.
 
-    `array`, [n] int32, is what the device must have in `AttentionBackend.plan_buffer`: the same object as before if it
-    has not changed; empty if the step does not read it.
+    `array`, [n] int32, is the content of `AttentionBackend.plan_buffer` that the step reads, empty if it reads none:
+    the same object as before if it is unchanged.
     """
 
     variant: Hashable
@@ -87,7 +87,7 @@ class AttentionLayer:
 
     @cached_property
     def spec(self) -> Paged:
-        """Return what it caches."""
+        """The cache spec of the pages."""
         num_kv_heads, key_size = self.pages.k_cache.shape[2:]
         value_size, dtype = self.pages.v_cache.shape[3], self.pages.k_cache.dtype
         return Paged(num_kv_heads, key_size, value_size, self.options.window, dtype)

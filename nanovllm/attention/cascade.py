@@ -1,8 +1,8 @@
 """Plans cascade attention: finds decode rows that share a prefix, to attend to it once for all of them.
 
-Rows share what their block tables have in common from the start on: the prefix cache gave them the same blocks. The
-work changes only with the members of a batch, as blocks in common are full and stay; see `CascadeGroups` in
-`kernels/attention/cascade_attention.py` for what is made here.
+Rows share the common prefix of their block tables, whose blocks the prefix cache gave them. Groups change only with the
+members of a batch, as shared blocks are full and stay. The result is a `CascadeGroups` of
+`kernels/attention/cascade_attention.py`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_groups(tables: np.ndarray, num_full_blocks: np.ndarray) -> Iterator[Pre
 
 
 def _cut(members: np.ndarray, full: np.ndarray, blocks: np.ndarray, row: int) -> PrefixGroup:
-    """The members, and the depth, that save most of what is shared with one of them."""
+    """Return the members and the depth that save the most reads of blocks shared with `row`."""
     same = blocks == blocks[row]
     matched = np.where(same.all(axis=1), blocks.shape[1], same.argmin(axis=1))
     matched = np.minimum(matched, np.minimum(full, full[row]))

@@ -48,7 +48,7 @@ class StepPlan:
     """The plan that all layers of a step share.
 
     Attributes:
-        decodes: how decode rows attend, by what the layer caches.
+        decodes: plans of decode rows, by the layer's cache spec.
         wide: tables of the pages of 16 bits to which the chunks' contexts are widened; None if they are not.
     """
 

@@ -188,7 +188,7 @@ def _add_run(commands: Any) -> CommandParser:
     )  # fmt: skip
     run.add_argument(
         "--overwrite", action="store_true",
-        help="remove what the output holds, instead of going on with it; needed for another model or other parameters",
+        help="overwrite the output instead of continuing it; needed for another model or other parameters",
     )  # fmt: skip
     run.add_argument(
         "--tool-call-parser", default="auto", metavar="NAME",

@@ -134,7 +134,7 @@ class EngineProcesses:
         self.stop(_EXIT_SECONDS)
 
     def stop(self, wait: float = 0.0) -> None:
-        """Kill the ones that are still running after `wait` seconds."""
+        """Kill processes that are still running after `wait` seconds."""
         with deferred_signals():
             for process in self.all:
                 process.stop(wait)

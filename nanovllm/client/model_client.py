@@ -328,7 +328,7 @@ class ModelClient(Unpicklable):
         return self._engine.state.pause_mode is not None
 
     def require_awake(self) -> None:
-        """Raise a RuntimeError if the engine is closed, or lacks what a step needs."""
+        """Raise a RuntimeError if the engine is closed or cannot run a step."""
         self._engine.require_open()
         if (lack := self._engine.state.cannot_run) is not None:
             raise RuntimeError(lack)

@@ -1,9 +1,9 @@
 """Assigns requests to replicas: plain data, without processes.
 
 Requests that arrive together are cut into one stretch per replica, in the given order, so that neighbours with a common
-prefix share a replica's prefix cache. A replica is sent what it can run and a few more; one whose stretch is used up
-gets the far half of the longest. A request that comes alone goes to the replica that had its first block, unless that
-one has over twice the least load.
+prefix share a replica's prefix cache. A replica is sent the requests that it can run and a few more; when its stretch
+is empty, it gets the far half of the longest. A request that comes alone goes to the replica that had its first block,
+unless that one has over twice the least load.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ the first, at least the second.
 class Share:
     """The work of one replica, which runs `capacity` sequences at once.
 
-    `stretch` has the requests that it will get, in order, `sent` the ones that it has, of `num_sent` sequences.
+    `stretch` has its future requests, in order, and `sent` its unfinished ones, of `num_sent` sequences.
     """
 
     capacity: int

@@ -169,8 +169,7 @@ class ModelConfig:
         multipliers: of models that have some.
         max_position: in tokens.
         has_head: whether logits can be computed; a model without an LM head only makes embeddings.
-        hf: transformers' config of a model that its code runs, for which the sizes here are only what the engine needs;
-            None for a native model.
+        hf: the config of a model that transformers' code runs; None for a native model.
     """
 
     architecture: Architecture
@@ -310,7 +309,7 @@ class ModelConfig:
 
     @classmethod
     def for_transformers(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
-        """Extract what the engine needs from the config of a model that transformers' code runs.
+        """Extract the sizes that the engine needs from the config of a model that transformers' code runs.
 
         The layers' types are found at loading. `eos_token_ids` are added to the config's own.
         """

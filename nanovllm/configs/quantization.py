@@ -169,7 +169,7 @@ def _refuse_others(values: Mapping[str, Any], known: set[str]) -> None:
 
 
 def _require(is_supported: bool, found: str, only: str = "") -> None:
-    """Reject what was found, and tell what alone is supported."""
+    """Reject an unsupported setting; `only` names the supported ones."""
     if not is_supported:
         raise ValueError(f"quantization_config: {found} not supported" + (f": only {only}" if only else ""))
 

@@ -3,8 +3,8 @@
 Promises: a block is free, or in `ref_count` block tables; only blocks of the prefix cache are in more than one table,
 and no sequence writes to those; a freed block keeps its content, and can be found again, until it is reused; the least
 recently used goes first, the tail of a prefix before its head, except for states (see `FreeBlocks`) and preempted
-sequences (see `free`). Every
-operation is O(1) per block. Outputs of one request also share the last block of its prompt, until they write to it.
+sequences (see `free`). Every operation is O(1) per block. Outputs of one request also share the last block of its
+prompt, until they write to it.
 
 Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy per group
 (`cache_policy`) decides which blocks a sequence holds there: for all its tokens, for a sliding window, or for one
@@ -104,14 +104,14 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
         self._free = FreeBlocks(range(num_blocks))
-        # Of the last prompts, the ones that repeated earlier outputs, less the others.
+        # Recent prompts that repeated earlier outputs, minus other prompts.
         self._num_repeats = 0
         # Blocks freed or registered so far; each brings a waiting sequence at most one block closer to fitting.
         self._num_gained = 0
         self.host = host
         self._num_clean_blocks, self._keeps_decoded_states = num_clean_blocks, keeps_decoded_states
-        # What the step being planned loads, by destination; the copies of states that it makes; the states that it
-        # computes, and the blocks of the ones that it keeps.
+        # Of the step being planned: loads from host memory, by destination; copies of states; keys of states that it
+        # computes, and the blocks of states that it keeps.
         self._loads: dict[int, BlockTransfer] = {}
         self._num_loading = 0
         self._copies: list[BlockTransfer] = []
@@ -228,7 +228,7 @@ class BlockManager:
 
         None stands for a missing block. Copies in host memory are included where loading them pays.
         """
-        # A waiting sequence may use what was cached since the last reset.
+        # A waiting sequence may use blocks cached since the last reset.
         seq.num_resets = self._cache.num_resets
         most = seq.max_cached_tokens // self.block_size if self.enable_prefix_caching else 0
         matched: list[list[FoundBlock | None]] = []
@@ -560,7 +560,7 @@ class BlockManager:
         self._cache.remove(block)
 
     def take_loads(self) -> list[BlockTransfer]:
-        """Return, each once, what the step being planned loads from host memory."""
+        """Return the loads from host memory of the step being planned, each once."""
         loads, self._loads = list(self._loads.values()), {}
         return loads
 
@@ -717,7 +717,7 @@ class BlockManager:
             seq.source_state = None
 
     def _find_states(self, parent: int) -> list[FoundBlock]:
-        """Return the blocks of the states after the block with identity `parent`, else their copies, if none lacks."""
+        """Return the blocks of the states after the block with identity `parent`, or all their copies on the host."""
         if self._are_cached(keys := self._state_keys(parent)):
             return [self._cache.blocks[key] for key in keys]
         return [] if self.host is None else [*self.host.find_all(keys)]
@@ -730,7 +730,7 @@ class BlockManager:
                 self.host.spend(key)
 
     def _spend(self, parent: int, tokens: bytes = b"") -> None:
-        """Evict first what is cached of the states after the block with identity `parent`, and tokens that follow."""
+        """Evict first the cached states after the block with identity `parent` and the tokens that follow it."""
         for key in self._state_keys(parent, tokens):
             block = self._cache.blocks.get(key)
             if block is not None:
@@ -771,7 +771,7 @@ class BlockManager:
         assert not step.registered and not step.saved
 
     def confirm_step(self) -> None:
-        """Confirm the oldest step without a result: it has succeeded, and what it has written is valid."""
+        """Confirm the oldest step without a result: it has succeeded, and its blocks are valid."""
         self._unconfirmed.popleft()
 
     def rollback(self) -> None:
@@ -793,7 +793,7 @@ class BlockManager:
     def reset(self) -> bool:
         """Forget the prefix cache; return whether no sequence holds blocks from it.
 
-        Running sequences keep their blocks, but no other sequence finds them, nor what they compute from now on.
+        Running sequences keep their blocks, but no other sequence finds these, nor blocks that they fill from now on.
         """
         if self.host is not None:
             self.host.clear()

@@ -343,7 +343,7 @@ class Engine(Unpicklable, ABC):
 
         Raises:
             RuntimeError: the engine is closed, or one exits before it answers; all others have answered by then.
-            Exception: what the function raises.
+            Exception: of the function.
         """
 
     @abstractmethod

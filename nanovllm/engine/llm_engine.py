@@ -2,8 +2,8 @@
 
 It is an `Engine`, and can be driven directly with requests of token ids (`add_request`, `step`).
 
-A step plans the next batch while the device runs the previous one (`pipeline_depth` 1, on CUDA) or runs what it planned
-(depth 0, on the CPU). Decisions that need token values, such as EOS, wait for the step's result; see `Scheduler`.
+A step plans the next batch while the device runs the previous one (`pipeline_depth` 1, on CUDA), or plans and runs one
+batch (0, on the CPU). Decisions that need token values, such as EOS, wait for the step's result; see `Scheduler`.
 
 Requests and aborts may come from any thread, through an inbox that the next step empties. Results are kept until a
 caller collects them. Weights, pauses and sleep change the engine between two steps; see `LLM`.

@@ -120,7 +120,7 @@ class FreeBlocks:
 
     @property
     def num_spare(self) -> int:
-        """Blocks that hold nothing, or what is worth less than all else."""
+        """Number of blocks that hold nothing, or are evicted first."""
         return len(self._queues[SPENT]) + len(self._queues[SPARE])
 
     def add(self, block: Block) -> None:
@@ -200,7 +200,7 @@ class PrefixCache:
 
     Attributes:
         blocks: by key.
-        num_state_blocks: the ones that hold states.
+        num_state_blocks: number of blocks that hold states.
         num_resets: number of resets so far.
     """
 
@@ -223,9 +223,9 @@ class PrefixCache:
         self, root: int, token_ids: array[int], extra: bytes, most: int,
         find_copy: Callable[[BlockKey], HostBlock | None] | None = None,
     ) -> list[FoundBlock | None]:  # fmt: skip
-        """Return at most `most` leading blocks of a prefix, or copies that `find_copy` finds of the ones not cached.
+        """Return at most `most` leading blocks of a prefix; where one is not cached, the copy that `find_copy` finds.
 
-        None stands for an evicted block that others follow.
+        None stands for an evicted block before cached ones.
         """
         matched: list[FoundBlock | None] = []
         identity = root

@@ -242,7 +242,7 @@ class RequestLimits:
             params: from `check_params`.
 
         Raises:
-            ValueError: it cannot; the message says what is out of bounds.
+            ValueError: it cannot; the message names the value that is out of bounds.
         """
         try:
             token_ids = check_token_ids(prompt, self.vocab_size)

@@ -58,9 +58,9 @@ class StepChanges:
 class SchedulerStats:
     """Counts since the scheduler began. Prompt and cached tokens count once per request, at first admission.
 
-    For clipped keys and values see `StepOutput`. Models with states also count `num_matched_tokens`: cached tokens, and
-    the ones that would be with a state kept at the end of their keys. An engine that speculates also counts rows that
-    verified drafts (`num_drafts`), their drafts, and the accepted ones, in all and by position among the row's drafts.
+    For clipped keys and values see `StepOutput`. Models with states also count `num_matched_tokens`: tokens whose keys
+    are cached, with or without a state at their end. With speculation, `num_drafts` counts rows that verified drafts;
+    accepted drafts are counted in all and by position among the row's drafts.
     """
 
     num_steps: int = 0
@@ -109,7 +109,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         # Tokens that the step being planned has room for.
         self._budget = 0
-        # Running sequences that are behind: first the ones that load blocks, then one that had a chunk. No other is
+        # Running sequences that are behind: first sequences that load blocks, then one that had a chunk. No other is
         # admitted before it has caught up.
         self._behind: list[Sequence] = []
         # Unfinished sequences whose sampling needs more than a temperature.
@@ -170,8 +170,8 @@ class Scheduler:
         budget = self.max_num_batched_tokens - len(self.steady)
         budget -= sum([seq.num_tokens - seq.num_computed_tokens for seq in begun])
         for index, seq in enumerate(list(islice(self.waiting.in_order(), len(running)))):
-            # A preempted sequence waits for its token in flight. At 0, the preempted row's own token is left.
-            if budget < 0 or seq.num_in_flight or not running or seq.priority >= running[-1].priority:
+            # At 0, the preempted row's own token is left.
+            if budget < 0 or not running or seq.priority >= running[-1].priority:
                 return
             lacks_blocks = not index and self.block_manager.num_missing_blocks(seq) > 0
             if lacks_blocks or len(self._free_slots) <= index:
@@ -179,7 +179,7 @@ class Scheduler:
             budget -= seq.num_tokens
 
     def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Plan a row for every sequence that has caught up; return the ones that end with it."""
+        """Plan a row for every sequence that has caught up; return the sequences that it finishes."""
         for seq in self.steady.without_room():
             self._make_room(seq, batch)
         budget = self._budget
@@ -218,7 +218,7 @@ class Scheduler:
         self.steady.note_room(seq, manager.capacity(seq))
 
     def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:
-        """Plan chunks of running and waiting sequences that are behind; return the ones that catch up.
+        """Plan chunks of running and waiting sequences that are behind; return the sequences that catch up.
 
         A sequence whose blocks this step loads from host memory gets its first chunk one step later, so that other rows
         do not wait for the copies. If there are no others, the step itself waits for its loads, on the device, and
@@ -240,7 +240,7 @@ class Scheduler:
         link copies in a small step, a sequence that would load more is admitted in the next one.
 
         Returns:
-            The sequences that catch up, and the ones that wait for blocks; the rest of `behind` is in `_behind`.
+            The sequences that catch up, and the sequences that wait for blocks; the rest of `behind` is in `_behind`.
         """
         caught_up, loading = list[Sequence](), list[Sequence]()
         while self._budget and (seq := behind.pop(0) if behind else self._admit(batch)) is not None:

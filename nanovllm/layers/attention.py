@@ -71,7 +71,7 @@ class CachedAttention(nn.Module):
         return self.given_options if self.sinks is None else replace(self.given_options, sinks=self.sinks.values)
 
     def kv_cache_spec(self, dtype: torch.dtype) -> Paged:
-        """Return what the layer caches, in the dtype of its keys and values."""
+        """Return the cache spec of the layer; dtype: of its keys and values."""
         return Paged(self.num_kv_heads, self.key_size, self.value_size, self.given_options.window, dtype)
 
     def bind(self, pages: KVPages, backend: AttentionBackend, group: int = 0) -> None:

@@ -68,7 +68,7 @@ class StateLayer(nn.Module, ABC):
     o_proj: RowParallelLinear
 
     def state_spec(self, dtype: torch.dtype) -> State:
-        """Return what the layer keeps of each sequence; dtype: of the activations."""
+        """Return the spec of the layer's state; dtype: of the activations."""
         return State({"conv": ((self.conv1d.width + self.num_drafts, self.conv1d.channels), dtype)})
 
     @abstractmethod
@@ -108,7 +108,7 @@ class StateLayer(nn.Module, ABC):
         """Prepare for rows with drafts, and allocate `kept`, if it is needed; dtype: of the activations."""
         self.num_drafts = num_drafts
         if num_drafts and self.kept_size:
-            # A step's own tokens, beside the ones of the step before.
+            # Tokens of this step and of the previous one.
             self.kept = torch.zeros(num_slots + 1, 2 * (1 + num_drafts), self.kept_size, dtype=dtype, device=device)
 
     def run(

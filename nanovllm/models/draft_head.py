@@ -109,7 +109,7 @@ class DraftHead(CausalLM):
 
 
 class TokenOffsets(LoadableModule):
-    """Adds what the number of each drafted token lacks to its number in the target model's vocabulary."""
+    """Maps tokens of the head's vocabulary to the target model's by adding an offset to each."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class MTPModel(nn.Module):
         self.norm = AllReduceRMSNorm(size, eps, head.communicator, offset)
 
     def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the layer takes, [num_tokens, hidden_size]; of several ranks each returns its part of a sum."""
+        """Return the layer's input, [num_tokens, hidden_size]; with several ranks, this rank's part of the sum."""
         both = torch.cat((self.pre_fc_norm_embedding(embeds)[0], self.pre_fc_norm_hidden(hidden)[0]), 1)
         return _multiply_part(both, self.fc)
 

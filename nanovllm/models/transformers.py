@@ -193,7 +193,7 @@ class TransformersForCausalLM(CausalLM):
                 setattr(self.model, name, None)
 
     def _take_layers(self, probe: Probe) -> None:
-        """Check and store what the first tokens have shown about the layers."""
+        """Check and store the shapes that the first tokens have shown of the layers."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
         if len(numbers := sorted(set(probe.num_heads))) > 1:

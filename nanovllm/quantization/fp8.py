@@ -120,7 +120,7 @@ def _check_scales(name: str, values: torch.Tensor) -> None:
 
 
 def _check_kv_scales(name: str, values: torch.Tensor) -> None:
-    """Raise if what is stored cannot be divided by the scales."""
+    """Raise if keys or values cannot be divided by the scales."""
     if not (values.isfinite() & (values > 0)).all():
         raise ValueError(f"scales {name!r} must be finite and positive")
 

@@ -24,8 +24,8 @@ class QuantizedMatrix(LoadableModule, ABC):
     """Values and scales of a matrix, or of one for each expert.
 
     Args:
-        shard: this rank's part of the matrix; what has one scale must not be cut between inputs.
-        config: what has one scale, and what the checkpoint has of it.
+        shard: this rank's part of the matrix; inputs with a common scale must not be divided.
+        config: the groups of values with a common scale, and their storage in the checkpoint.
         stack: sizes of the dimensions before the matrix's own: of experts their number.
     """
 
@@ -85,10 +85,10 @@ class QuantizedWeight(QuantizedMatrix, Weight):
 
 @dataclass(frozen=True)
 class ConvertedSlice(WeightSlice):
-    """A slice of a tensor that is converted when it is stored. A factor multiplies scales, and no values of few bits.
+    """A slice of a tensor that is converted when it is stored. A factor multiplies float scales only.
 
     Attributes:
-        convert: from what is read to what the region has; None if the tensor is not used.
+        convert: from the checkpoint's values to the region's; None if the tensor is not used.
         stored_as: dtypes that the tensor may have.
         shapes: other shapes that it may have.
         check: rejects values, given the tensor's name and a part of it; None if all can be stored.

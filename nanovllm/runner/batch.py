@@ -58,11 +58,11 @@ class StepInputs:
         sample_slots: [num_rows] int32; the slots of decode rows, and of chunks that end a prompt.
         sampling: the sampling parameters of each sample.
         is_new: [num_decodes, 1 + num_drafts] bool; see `DraftedRows`. None in steps without drafts.
-        token_slots: [num_tokens] int32; the slot of each token, and of what is not new the padding slot. None in
+        token_slots: [num_tokens] int32; the slot of each new token, and the padding slot for others. None in
             engines without drafts.
         successors: [num_chunks] int32; the token after each chunk, -1 if none is known. Empty without drafts or chunks.
         drafts: see `StepShape`.
-        hidden_states: [num_tokens, size]; the ones that the drafter reads, of all tokens. None if it reads none.
+        hidden_states: [num_tokens, size]; of all tokens, for the drafter. None if it reads none.
     """
 
     token_ids: torch.Tensor
@@ -501,7 +501,7 @@ class BatchBuilder:
     def _state_metadata(
         self, slots: torch.Tensor, is_new: torch.Tensor | None, decodes: DecodeRows, prompts: PromptArrays
     ) -> StateMetadata:
-        """Return the states of a step: sequences own the ones in their tables, and overwrite them."""
+        """Return the states of a step; sequences own the states in their tables, and overwrite them."""
         num_blocks = self._states.num_blocks
         tables = decodes.block_tables[-1][:, :num_blocks]
         kept = prompts.kept_states.view(len(prompts.kept_states) // num_blocks, num_blocks)

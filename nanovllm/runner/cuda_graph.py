@@ -100,7 +100,7 @@ class CaptureSizes:
 
     Args:
         shapes: the sizes.
-        variants: variants of the shapes; the ones that need less memory first.
+        variants: variants of the shapes, in order of the memory that they need.
         attention_rows, weight_rows, weight_tokens: numbers of decode rows, and of prompt tokens, at which the choice of
             kernels changes.
     """

@@ -133,9 +133,9 @@ class HeadDrafter(Drafter):
     def _step_of_drafts(
         self, state: SlotTensors, slots: torch.Tensor, number: int
     ) -> tuple[StepMetadata, torch.Tensor]:
-        """Return what a row of one token for each slot reads, and its position; it stores nothing without a block.
+        """Return the metadata of a row of one token for each slot, and its position; without a block it stores nothing.
 
-        number: drafts up to it; 0 is the newest token that is computed.
+        number: drafts before the token; 0 is the newest token that is computed.
         """
         rows, none = gather_decode_rows(state, slots, self.block_size, number - 1), slots.new_empty(0)
         step = StepMetadata(

@@ -81,11 +81,11 @@ class KVCache:
     """Blocks of keys and values: block i holds the same tokens in each layer of the group that it belongs to.
 
     Args:
-        layers, specs: the attention layers, which get their pages, and what they cache.
+        layers, specs: the attention layers, which get their pages, and their cache specs.
         groups: groups of layers that share blocks; the i-th layers of several groups have equal pages, and share them.
         backend: their attention backend.
         num_clipped: [1] int64 on their device, a running count across caches; see `KVScales`.
-        state_layers, layout: the layers with states, and where their tensors lie in one.
+        state_layers, layout: the layers with states, and the places of their tensors in a state.
 
     Attributes:
         tensors: the pages by cache spec; with several groups, regardless of windows.

@@ -102,8 +102,8 @@ class PendingStep:
 
     Attributes:
         shape, num_rows, num_samples: of the step, its decode rows without padding, and the chunks that it samples.
-        sampled: what `ModelRunner` stores of a step: a token for each row of logits; with drafts the tokens that each
-            decode row gained, and the ones that were new in it; if it makes drafts, the drafts of each row now.
+        sampled: a token for each row of logits; with drafts the numbers of tokens that each decode row gained and
+            computed; if the step makes drafts, the next drafts of each row.
         logprob_rows: the rows of logits that `logprobs` describe.
         logprobs: None if there are no such rows.
         prompt_outputs: see `StepOutput`.
@@ -132,7 +132,7 @@ class PendingStep:
             ready = ready[2 * shape.num_decodes :]
             offsets = np.concatenate(([0], counts, np.ones(self.num_samples, np.int64))).cumsum()
             is_taken = self._is_taken(counts, np.zeros_like(counts))
-            # Tokens come first in a row, but logits of what is new last.
+            # Gained tokens come first in a row, but logits of new tokens last.
             has_logits = self._is_taken(counts, 1 + shape.num_drafts - num_real)
             described = [i for i, row in enumerate(self.logprob_rows) if has_logits[row]]
             places = has_logits.cumsum() - 1

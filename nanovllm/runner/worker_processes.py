@@ -38,7 +38,7 @@ class WorkerProcess:
     reply: Reply | None = None
 
     def read_reports(self, timeout: float = 0.0) -> None:
-        """Receive what the rank has sent, or sends within `timeout` seconds."""
+        """Receive the reports of the rank, including reports sent within `timeout` seconds."""
         try:
             while self.reports.poll(timeout):
                 report = self.reports.recv()

@@ -198,7 +198,7 @@ class CallReader(TextReader):
         # Schemas of each function's arguments, by name.
         self._schemas = {function["name"]: _argument_schemas(function.get("parameters")) for function in functions}
         self._num_calls = 0
-        # Whether only space precedes the position, on its line or since the last call.
+        # Whether only space precedes the position, on its line or since a tag or a call.
         self._is_new_line = True
 
     def events(self) -> Events:
@@ -213,7 +213,9 @@ class CallReader(TextReader):
             if tag in SYNTAX_BY_TAG:
                 is_call = yield from self._tagged_calls(tag)
             else:
-                self.at += len(tag) if tag in BARE_TAGS else 0
+                if tag in BARE_TAGS:
+                    self.at += len(tag)
+                    self._is_new_line = True
                 yield from self.skip_space()
                 is_call = yield from self._bare_calls()
             if is_call:
@@ -295,7 +297,7 @@ class CallReader(TextReader):
             if not (yield from self.skip(*ends)):
                 rest = self.text[self.at :]
                 # The answer may have been cut within the tag.
-                is_cut = bool(rest) and self.is_final and any(end.startswith(rest) for end in ends)
+                is_cut = bool(rest) and any(end.startswith(rest) for end in ends)
                 self.at = len(self.text) if is_cut else start
                 return
 
@@ -319,7 +321,7 @@ class CallReader(TextReader):
             if not (yield from self.peek("{")) or not (yield from self._json_call(is_bare)):
                 self.at = start
                 break
-        if in_list and self._num_calls > count:
+        if in_list:
             yield from self.skip("]")
         return self._num_calls > count
 

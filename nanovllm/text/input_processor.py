@@ -84,7 +84,7 @@ class InputProcessor:
     def process(
         self, prompts: list[Any], params: list[SamplingParams], priorities: list[int], **options: Any
     ) -> list[Request]:
-        """Like `process_each`, but all must be valid: raises the first error, which names what is out of bounds."""
+        """Like `process_each`, but raises the first error, which names the value that is out of bounds."""
         return good_items(self.process_each(prompts, params, priorities, **options))
 
     def process_each(

@@ -1,4 +1,4 @@
-"""Explains in one sentence what is wrong with a model's folder, and what to do about it."""
+"""Explains in one sentence the fault of a model's folder and its remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds out what the host has: free memory, and GPUs without importing torch, which takes seconds."""
+"""Reads the host's resources: free memory, and GPUs without importing torch, which takes seconds."""
 
 from __future__ import annotations
 

@@ -65,12 +65,9 @@ class Logprobs(Sequence[At_co]):
     """
 
     def __init__(
-        self,
-        records: np.ndarray | bytes | bytearray,
-        width: int,
-        decode_token: Callable[[int], str | None] | None = None,
-        num_missing: int = 0,
-    ) -> None:
+        self, records: np.ndarray | bytes | bytearray, width: int,
+        decode_token: Callable[[int], str | None] | None = None, num_missing: int = 0,
+    ) -> None:  # fmt: skip
         found = records if isinstance(records, np.ndarray) else np.frombuffer(records, dtype=np.int32)
         self._records = found.reshape(-1, 1 + 2 * width)
         self._decode_token = decode_token

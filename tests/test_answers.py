@@ -153,6 +153,12 @@ def test_calls_have_the_ids_that_templates_take() -> None:
     assert all(len(found) == 9 and found.isalnum() for found in ids["mistral"])
 
 
+def test_forced_calls_that_are_cut_leave_no_text() -> None:
+    options = AnswerOptions.of(make(), TOOLS, "required")
+    for pieces, calls in ((["<tool_call>\n"], []), ([CALL, '\n<tool_call>\n{"name":'], [("f", "{}")])):
+        assert split(options.splitters([], SamplingParams())[0], pieces) == ("", "", calls)
+
+
 def test_answers_that_begin_within_thoughts_are_bound_after_them() -> None:
     form = make(reasoning_parser="deepseek_r1")
     json_params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"enum": [1]}))
@@ -183,8 +189,8 @@ def test_what_a_request_asks_of_its_answer() -> None:
     structured = forced.constrain(params).structured_outputs
     # Thoughts may come first.
     assert structured is not None and structured.after_thinking and '"f"' in str(structured.grammar)
-    # Then text need not wait for the end of thoughts that have no beginning.
-    assert forced.splitters([], params)[0].append("x", False).content == "x"
+    # Then a call need not wait for the end of thoughts that have no beginning.
+    assert forced.splitters([], params)[0].append(CALL, False).calls
     assert AnswerOptions.of(form, TOOLS).splitters([], params)[0].append("x", False).content == ""
     json_params = SamplingParams(structured_outputs=StructuredOutputsParams(json={"enum": [1]}))
     for separates in (False, True):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.utils.gguf import convert_gguf
+from nanovllm.utils.gguf import check_gguf, convert_gguf
 from nanovllm.utils.hub import resolve_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -170,6 +170,8 @@ def test_what_keeps_a_file_from_being_a_model_is_named(
 ) -> None:
     file = tmp_path / "model.gguf"
     write_gguf(file)
+    with pytest.raises(ValueError, match="is a folder, not a GGUF file"):
+        check_gguf(tmp_path)
     with (
         patch("nanovllm.utils.gguf.find_spec", return_value=None),
         pytest.raises(ValueError, match=r"nanovllm\[gguf\]"),

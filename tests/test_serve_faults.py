@@ -258,11 +258,15 @@ def test_a_slow_sender_is_dropped(server: ServerProcess) -> None:
     assert status == 408 and b"max_read_seconds" in body
 
 
-def test_sigterm_lets_what_runs_finish(roomy_server: ServerProcess) -> None:
+def test_a_signal_lets_what_runs_finish_and_a_second_one_ends_it(roomy_server: ServerProcess) -> None:
     """`test_serve_attacks.py` has requests that outlast the grace period."""
-    with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(roomy_server.post, {**ENDLESS, "max_tokens": 100, "n": 8}) for _ in range(2)]
-        wait_until(lambda: roomy_server.get("/stats")["num_running"] >= 16)
-        code, error = roomy_server.stop()
-        assert [future.result()[0] for future in running] == [200, 200]
-    assert code == -signal.SIGTERM and "Traceback" not in error, error
+    with ThreadPoolExecutor(6) as pool:
+        short = [pool.submit(roomy_server.post, {**ENDLESS, "max_tokens": 20, "n": 8}) for _ in range(2)]
+        long = [pool.submit(roomy_server.post, {**ENDLESS, "max_tokens": 400, "n": 64}) for _ in range(4)]
+        wait_until(lambda: roomy_server.get("/stats")["num_running"] >= 256)
+        roomy_server.process.send_signal(signal.SIGINT)
+        assert [future.result()[0] for future in short] == [200, 200]
+        code, error = roomy_server.stop(signal.SIGINT)
+        answers = [future.result() for future in long]
+    assert all(status == 200 and b'"abort"' in body for status, body in answers), answers
+    assert code == 128 + signal.SIGINT and "Traceback" not in error, error

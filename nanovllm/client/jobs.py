@@ -162,17 +162,10 @@ class Job:
     """
 
     def __init__(
-        self,
-        processor: InputProcessor,
-        output_processor: OutputProcessor,
-        prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: Sequence[int] | None = None,
-        *,
-        schedule: Schedule = "prefix",
-        template: Callable[[Any], str] | None = None,
-        pooling: str | None = None,
-    ) -> None:
+        self, processor: InputProcessor, output_processor: OutputProcessor, prompts: Any,
+        params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None = None,
+        *, schedule: Schedule = "prefix", template: Callable[[Any], str] | None = None, pooling: str | None = None,
+    ) -> None:  # fmt: skip
         if schedule not in ("prefix", "arrival"):
             raise ValueError(f"schedule must be 'prefix' or 'arrival', not {schedule!r:.80}")
         self._processor, self._output_processor = processor, output_processor

@@ -54,12 +54,9 @@ class Replica:
     """
 
     def __init__(
-        self,
-        index: int,
-        connection: Connection,
-        receive: Callable[[Replica, StepReport | None], None],
+        self, index: int, connection: Connection, receive: Callable[[Replica, StepReport | None], None],
         exit_text: Callable[[], str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.index = index
         try:
             self.info: EngineInfo = connection.recv()
@@ -149,12 +146,9 @@ class ReplicatedEngine(Engine):
     is_in_process = False
 
     def __init__(
-        self,
-        config: Config,
-        connections: Sequence[Connection],
-        exit_texts: Sequence[Callable[[], str]],
+        self, config: Config, connections: Sequence[Connection], exit_texts: Sequence[Callable[[], str]],
         close: Callable[[], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         # Messages of the replicas that are not processed yet.
         self._inbox = inbox = deque[tuple[Replica, StepReport | None]]()

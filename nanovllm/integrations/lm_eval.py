@@ -46,17 +46,10 @@ class NanoVLLM(TemplateLM):
     """
 
     def __init__(
-        self,
-        pretrained: str,
-        *,
-        batch_size: int | str | None = None,
-        max_batch_size: int | None = None,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        max_gen_toks: int = 256,
-        device: str = "auto",
-        **config: Any,
-    ) -> None:
+        self, pretrained: str,
+        *, batch_size: int | str | None = None, max_batch_size: int | None = None, add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None, max_gen_toks: int = 256, device: str = "auto", **config: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"

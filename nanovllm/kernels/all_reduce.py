@@ -385,14 +385,9 @@ def fits(x: torch.Tensor, buffer: SymmetricBuffer, one_shot: bool) -> bool:
 
 
 def all_reduce_rms_norm(
-    x: torch.Tensor,
-    norm: Norm,
-    residual: torch.Tensor | None,
-    buffer: SymmetricBuffer,
-    call_in_step: int,
-    one_shot: bool,
-    out: tuple[torch.Tensor | Fp8Rows, torch.Tensor],
-) -> None:
+    x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, buffer: SymmetricBuffer, call_in_step: int,
+    one_shot: bool, out: tuple[torch.Tensor | Fp8Rows, torch.Tensor],
+) -> None:  # fmt: skip
     """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
 
     The next call but one reuses this call's half of the buffer; by then all ranks have read it, because all took part

@@ -276,11 +276,9 @@ def top_values(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def own_logprobs(
-    x: torch.Tensor,
-    token_ids: torch.Tensor,
-    temperatures: torch.Tensor | None = None,
+    x: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None,
     top: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return log-probabilities of given tokens, and of further ones.
 
     Args:

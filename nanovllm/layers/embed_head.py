@@ -46,12 +46,9 @@ class ParallelLMHead(ColumnParallelLinear):
     """
 
     def __init__(
-        self,
-        vocab: Shard,
-        hidden_size: int,
-        tied_to: VocabParallelEmbedding | None,
+        self, vocab: Shard, hidden_size: int, tied_to: VocabParallelEmbedding | None,
         quant_config: QuantizationConfig | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if tied_to is not None:
             super().__init__(tied_to.weight)
             return

@@ -45,16 +45,10 @@ class SelfAttention(nn.Module):
     """Self-attention of one layer; in_features: elements of its input if they are not the hidden size."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        shard: ModelShard,
-        communicator: Communicator,
-        rotary: RotaryEmbedding,
-        options: AttentionOptions,
-        prefix: str,
-        *,
-        in_features: int | None = None,
-    ) -> None:
+        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, rotary: RotaryEmbedding,
+        options: AttentionOptions, prefix: str,
+        *, in_features: int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         quant_config = config.quantization
         hidden_size, head_dim, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
@@ -92,13 +86,9 @@ class SelfAttention(nn.Module):
         )  # fmt: skip
 
     def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm | None,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None, positions: torch.Tensor,
         rows: torch.Tensor | None,
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """Return attention of `norm(x + residual)`, and the residual to add it to, of `rows`, or of all tokens."""
         num_tokens, dtype = len(positions), _dtype(x, norm, residual)
         rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
@@ -131,13 +121,9 @@ class ParallelMixer(nn.Module):
         self.attention, self.mamba = attention, mamba
 
     def forward(
-        self,
-        x: torch.Tensor,
-        norm: AllReduceRMSNorm,
-        residual: torch.Tensor | None,
-        positions: torch.Tensor,
+        self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None, positions: torch.Tensor,
         rows: torch.Tensor | None,
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
         x, total = norm(x, residual)
         attended, _ = self.attention(x, None, None, positions, rows)
@@ -205,13 +191,7 @@ class Relu2MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, or a layer with a state in its place, and MLP, each after a norm and added to the residual stream."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        communicator: Communicator,
-        attention: Mixer,
-        mlp: FeedForward,
-    ) -> None:
+    def __init__(self, config: ModelConfig, communicator: Communicator, attention: Mixer, mlp: FeedForward) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
         size, eps, offset = config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset
@@ -229,13 +209,7 @@ class DecoderLayer(nn.Module):
 class PostNormDecoderLayer(nn.Module):
     """Attention and MLP, each added to the residual stream after a norm."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        communicator: Communicator,
-        attention: Mixer,
-        mlp: FeedForward,
-    ) -> None:
+    def __init__(self, config: ModelConfig, communicator: Communicator, attention: Mixer, mlp: FeedForward) -> None:
         super().__init__()
         self.self_attn, self.mlp = attention, mlp
         self.post_attention_layernorm = AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator)
@@ -296,12 +270,9 @@ class Decoder(nn.Module):
         self.multiplier = 1.0 if config.multipliers is None else config.multipliers.embedding
 
     def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: torch.Tensor | None,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None,
         hidden_states: dict[int, torch.Tensor | None] | None = None,
-    ) -> Stream:
+    ) -> Stream:  # fmt: skip
         """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens.
 
         hidden_states: by layer, to be filled with the layer's input, x + residual.
@@ -329,13 +300,9 @@ class Decoder(nn.Module):
 
 
 def make_layer(
-    config: ModelConfig,
-    shard: ModelShard,
-    communicator: Communicator,
-    layer: LayerConfig,
-    rotaries: dict[RopeConfig | None, RotaryEmbedding],
-    prefix: str,
-) -> nn.Module:
+    config: ModelConfig, shard: ModelShard, communicator: Communicator, layer: LayerConfig,
+    rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
+) -> nn.Module:  # fmt: skip
     """Return a decoder layer; prefix: its name in the checkpoint."""
     mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
     make_mlp = partial(_make_mlp, config, shard, communicator, layer.has_experts)
@@ -348,13 +315,9 @@ def make_layer(
 
 
 def _make_mixer(
-    config: ModelConfig,
-    shard: ModelShard,
-    communicator: Communicator,
-    layer: LayerConfig,
-    rotaries: dict[RopeConfig | None, RotaryEmbedding],
-    prefix: str,
-) -> Mixer | None:
+    config: ModelConfig, shard: ModelShard, communicator: Communicator, layer: LayerConfig,
+    rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
+) -> Mixer | None:  # fmt: skip
     """Return a layer's attention, its layer with a state, or both; None if it has neither."""
     mixer = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
     if not layer.attends:

@@ -187,13 +187,9 @@ class SymmetricCommunicator(DistributedCommunicator):
         return rows, total
 
     def _reduce(
-        self,
-        x: torch.Tensor,
-        norm: Norm,
-        residual: torch.Tensor | None,
-        normed: Callable[[slice], torch.Tensor | Fp8Rows],
-        total: torch.Tensor,
-    ) -> None:
+        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None,
+        normed: Callable[[slice], torch.Tensor | Fp8Rows], total: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Sum the ranks' x, in several calls if it is large; `normed` returns the destination of some of the rows."""
         num_bytes = x.numel() * x.element_size()
         one_shot = self.policy.all_reduces_at_once(len(x), num_bytes, self.size)

@@ -146,12 +146,9 @@ class EventStream(Response):
     """
 
     def __init__(
-        self,
-        events: AsyncIterator[bytes],
-        streams: Iterable[RequestStream],
-        settings: ServeSettings,
+        self, events: AsyncIterator[bytes], streams: Iterable[RequestStream], settings: ServeSettings,
         count_error: Callable[[str], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self._events, self._streams, self._settings, self._count_error = events, streams, settings, count_error
         self._num_sent = 0

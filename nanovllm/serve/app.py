@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, cast
 
 import uvicorn
@@ -162,6 +163,7 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: Service, shared: SharedServer | None) -> None:
         super().__init__(config)
         self._service, self._shared = service, shared
+        self._loop: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
 
     async def startup(self, sockets: Any = None) -> None:
@@ -185,14 +187,26 @@ class _Server(uvicorn.Server):
             return True
         return await super().on_tick(counter)
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            super().handle_exit(sig, frame)
+        elif self._loop is not None:
+            # uvicorn would cancel answers half-way.
+            self._loop.call_soon_threadsafe(self._end_requests)
+
     async def shutdown(self, sockets: Any = None) -> None:
-        llm, grace = self._service.llm, self._service.settings.grace_seconds
-        _logger.info("ending within %g s; %d requests are running", grace, llm.num_pending_requests)
-        loop = asyncio.get_running_loop()
-        loop.call_later(grace * _ABORT_SHARE, llm.abort_all)
-        loop.call_later(grace * _CUT_SHARE, self._cut_connections)
+        grace, num_pending = self._service.settings.grace_seconds, self._service.llm.num_pending_requests
+        _logger.info("ending within %g s, or at a second signal; %d requests are running", grace, num_pending)
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_later(grace * _ABORT_SHARE, self._end_requests)
         await super().shutdown(sockets)
         _logger.info("ended")
+
+    def _end_requests(self) -> None:
+        """End all requests with their tokens so far, and soon cut connections whose clients do not read them."""
+        self._service.llm.abort_all()
+        seconds = self._service.settings.grace_seconds * (_CUT_SHARE - _ABORT_SHARE)
+        asyncio.get_running_loop().call_later(seconds, self._cut_connections)
 
     def _cut_connections(self) -> None:
         left = list(self.server_state.connections)

@@ -65,13 +65,9 @@ class ChatAnswer(Answer):
     """An answer to messages; `params`: the sampling parameters before `options` constrained them."""
 
     def __init__(
-        self,
-        service: Service,
-        streams: list[RequestStream],
-        body: ChatBody,
-        options: AnswerOptions,
+        self, service: Service, streams: list[RequestStream], body: ChatBody, options: AnswerOptions,
         params: SamplingParams,
-    ) -> None:
+    ) -> None:  # fmt: skip
         head = answer_head(service, "chatcmpl", "chat.completion.chunk")
         super().__init__(service, streams, body.stream_options, head)
         self._echo, self._shows_prompt_logprobs = _echoed(body), body.prompt_logprobs is not None

@@ -43,13 +43,9 @@ class ApiError(Exception):
     """An error answer; `code` is machine-readable, by default OpenAI's for the status."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None,
         code: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.status, self.param, self.headers = status, param, headers
         self.code = code or _CODES.get(status)

@@ -68,12 +68,9 @@ class ConnectionPool:
     """
 
     def __init__(
-        self,
-        settings: ServeSettings,
-        count_error: Callable[[str], None],
-        max_connections: int,
+        self, settings: ServeSettings, count_error: Callable[[str], None], max_connections: int,
         counts: ServerCounts | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.settings, self.count_error, self.counts = settings, count_error, counts or ServerCounts()
         self._max_connections = max_connections
         # Idle connections, longest first, with the start of their wait in seconds of the event loop.

@@ -190,6 +190,10 @@ class FrontEnds:
         return code
 
     def _note_signal(self, number: int, _: FrameType | None) -> None:
+        if self._signal is not None:
+            # A second one ends their requests.
+            for front_end in self._front_ends:
+                front_end.terminate()
         self._signal = number
 
     def _start(self, index: int) -> FrontEndProcess:

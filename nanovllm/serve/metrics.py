@@ -79,13 +79,9 @@ class Metrics(Collector):
     """
 
     def __init__(
-        self,
-        get_stats: Callable[[], Mapping[str, Any]],
-        model: str,
-        cache_config: Mapping[str, object],
-        get_steps: Callable[[], StepHistograms] = StepHistograms,
-        folder: str | None = None,
-    ) -> None:
+        self, get_stats: Callable[[], Mapping[str, Any]], model: str, cache_config: Mapping[str, object],
+        get_steps: Callable[[], StepHistograms] = StepHistograms, folder: str | None = None,
+    ) -> None:  # fmt: skip
         self._get_stats, self._get_steps = get_stats, get_steps
         self._cache_config = {name: str(value) for name, value in cache_config.items()}
         self._labels = labels = {"model_name": model, "engine": "0"}
@@ -191,13 +187,9 @@ class Metrics(Collector):
         yield info
 
     def _values(
-        self,
-        kind: type[GaugeMetricFamily | CounterMetricFamily],
-        name: str,
-        text: str,
-        values: Mapping[str, float],
+        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, values: Mapping[str, float],
         label: str | None = None,
-    ) -> Metric:
+    ) -> Metric:  # fmt: skip
         """Return a gauge or a counter, with a value for each value of `label`, or one without a label."""
         family = kind(name, text, labels=[*self._labels, *([label] if label else [])])
         for own, value in values.items():

@@ -137,13 +137,9 @@ ENDPOINTS = {
 
 
 def request_params(
-    body: Mapping[str, Any],
-    endpoint: Endpoint,
-    *,
-    recommended: Mapping[str, Any],
-    chosen: Mapping[str, Any] | None = None,
-    supported: Collection[str] = (),
-) -> SamplingParams:
+    body: Mapping[str, Any], endpoint: Endpoint,
+    *, recommended: Mapping[str, Any], chosen: Mapping[str, Any] | None = None, supported: Collection[str] = (),
+) -> SamplingParams:  # fmt: skip
     """Return a request's sampling parameters; ValueError if one is out of range or not supported.
 
     The request, without null values, has precedence, then the operator's choice, the endpoint's default, and the
@@ -318,12 +314,9 @@ def text_choice(choice: CompletionOutput, shown: ShownTokens) -> TextChoice:
 
 
 def text_logprobs(
-    positions: Sequence[Mapping[int, Logprob] | None],
-    token_ids: Sequence[int],
-    shown: ShownTokens,
-    offsets: list[int] | None = None,
-    first_token: str = "",
-) -> dict[str, list[Any]]:
+    positions: Sequence[Mapping[int, Logprob] | None], token_ids: Sequence[int], shown: ShownTokens,
+    offsets: list[int] | None = None, first_token: str = "",
+) -> dict[str, list[Any]]:  # fmt: skip
     """Return log-probabilities of tokens; a token without any, such as a prompt's first, has the text `first_token`.
 
     `offsets`: the tokens' places in the answer's text; None computes them from the lengths of their texts.

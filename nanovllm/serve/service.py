@@ -152,15 +152,9 @@ class Service:
         return "" if self.tokenizer is None else str(self.tokenizer.decode(token_ids))
 
     async def submit(
-        self,
-        prompts: list[Any],
-        params: SamplingParams,
-        body: SamplingBody,
-        *,
-        template: Template | None = None,
-        max_tokens: int | None = None,
-        is_own: bool = False,
-    ) -> list[RequestStream]:
+        self, prompts: list[Any], params: SamplingParams, body: SamplingBody,
+        *, template: Template | None = None, max_tokens: int | None = None, is_own: bool = False,
+    ) -> list[RequestStream]:  # fmt: skip
         """Queue requests for all prompts, or raise a ValueError or ApiError if one is out of bounds.
 
         Args:

@@ -13,7 +13,7 @@ from nanovllm.utils.checks import token_list
 def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> list[tuple[list[int], int]]:
     """Return each pair's joined token ids, and the number of its prompt's tokens; ValueError if it has none."""
     if not isinstance(prompts, (list, tuple)) or not isinstance(continuations, (list, tuple)):
-        raise ValueError("prompts and continuations must be lists")
+        raise ValueError("prompts and continuations must be lists; `rank` compares a query with documents")
     if len(prompts) != len(continuations):
         raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts: give one each")
     texts: list[str] = []

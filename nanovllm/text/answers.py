@@ -42,12 +42,9 @@ class AnswerFormat:
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
+        self, tokenizer: Any, tool_call_parser: str = "auto", reasoning_parser: str = "auto",
         template: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
         self.calls = tool_call_format(tool_call_parser, tokenizer, template)
         self.reasoning = reasoning_format(reasoning_parser, tokenizer, template)
@@ -102,13 +99,9 @@ class AnswerOptions:
 
     @classmethod
     def of(
-        cls,
-        form: AnswerFormat,
-        tools: Sequence[Tool] | None = None,
-        choice: Any = None,
-        parallel: bool | None = None,
+        cls, form: AnswerFormat, tools: Sequence[Tool] | None = None, choice: Any = None, parallel: bool | None = None,
         separates: bool = False,
-    ) -> AnswerOptions:
+    ) -> AnswerOptions:  # fmt: skip
         """Return the options in a request's fields; ValueError if a required tool does not exist, or a value is wrong.
 
         `choice`: "auto", "none", "required", or `{"function": {"name": ...}}`.
@@ -133,6 +126,11 @@ class AnswerOptions:
     @property
     def _is_taken_apart(self) -> bool:
         return bool(self.tools) or self.separates
+
+    @property
+    def forces_calls(self) -> bool:
+        """Whether a grammar leaves no room for anything but calls."""
+        return bool(self.tools) and self.choice != "auto"
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
         """Return sampling parameters that keep the tags, and force calls or allow them instead of a JSON answer."""
@@ -178,7 +176,7 @@ class AnswerOptions:
 
     def splitters(self, prompt: Sequence[int], params: SamplingParams, count: int = 1) -> list[AnswerSplitter]:
         """Return a splitter for each of `count` outputs; `params`: the request's, before `constrain`."""
-        is_bound = params.structured_outputs is not None or (bool(self.tools) and self.choice != "auto")
+        is_bound = params.structured_outputs is not None or self.forces_calls
         start = self.form.start(prompt) if self._is_taken_apart else "answer"
         if is_bound and start == "unknown":
             # A grammar applies from the start, or from the end of reasoning that has a begin tag.
@@ -221,6 +219,7 @@ class AnswerSplitter:
         self._has_short_ids = form.calls.short_ids
         # Of several calls.
         self._keeps_all = options.parallel or form.has_channels
+        self._has_text = not options.forces_calls
         self._dropped = dropped
         # Text that may be the start of a dropped token.
         self._held = ""
@@ -248,7 +247,8 @@ class AnswerSplitter:
                     new.calls.append(event)
             elif self.separates and isinstance(event, Reasoning):
                 new.reasoning += event
-            else:
+            elif self._has_text or isinstance(event, Reasoning):
+                # Otherwise it is the beginning of a call that was cut.
                 new.content += event
         self.call_ids += [call.id or self._new_id() for call in new.calls if call.name is not None]
         return new

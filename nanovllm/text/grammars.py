@@ -167,13 +167,9 @@ def _whitespace(params: StructuredOutputsParams) -> tuple[dict[str, Any] | None,
 
 
 def tool_call_grammar(
-    functions: Iterable[Mapping[str, Any]],
-    form: ToolCallFormat,
-    *,
-    several: bool,
-    answer: Any = None,
-    tokens: Mapping[str, int] | None = None,
-) -> str:
+    functions: Iterable[Mapping[str, Any]], form: ToolCallFormat,
+    *, several: bool, answer: Any = None, tokens: Mapping[str, int] | None = None,
+) -> str:  # fmt: skip
     """Return a Lark grammar of calls whose arguments match the functions' parameters.
 
     Args:

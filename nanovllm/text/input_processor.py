@@ -88,19 +88,11 @@ class InputProcessor:
         return good_items(self.process_each(prompts, params, priorities, **options))
 
     def process_each(
-        self,
-        prompts: list[Any],
-        params: list[Any],
-        priorities: list[Any],
-        *,
-        streams: bool = False,
-        pooling: str | None = None,
-        template: Callable[[Any], str] | None = None,
-        add_special_tokens: bool | None = None,
-        max_prompt_tokens: int | None = None,
-        seeds: Sequence[int] | None = None,
-        checker: ParamsChecker | None = None,
-    ) -> list[Request | ValueError]:
+        self, prompts: list[Any], params: list[Any], priorities: list[Any],
+        *, streams: bool = False, pooling: str | None = None, template: Callable[[Any], str] | None = None,
+        add_special_tokens: bool | None = None, max_prompt_tokens: int | None = None,
+        seeds: Sequence[int] | None = None, checker: ParamsChecker | None = None,
+    ) -> list[Request | ValueError]:  # fmt: skip
         """Return a request for each prompt, or an error if it cannot be served.
 
         Args:
@@ -187,12 +179,9 @@ class InputProcessor:
             raise kind(f"{name} has {len(text)} characters, over {most}")
 
     def encode(
-        self,
-        prompts: list[Any],
-        add_special_tokens: bool | None = None,
-        max_tokens: int | None = None,
+        self, prompts: list[Any], add_special_tokens: bool | None = None, max_tokens: int | None = None,
         template: Callable[[Any], str] | None = None,
-    ) -> list[TokensPrompt]:
+    ) -> list[TokensPrompt]:  # fmt: skip
         """Encode prompts, without checking the token ids; a text that is too long is a ValueError. See `process`."""
         encoded = self._encode(prompts, add_special_tokens, max_tokens, template)
         found: list[TokensPrompt] = []
@@ -203,22 +192,16 @@ class InputProcessor:
         return found
 
     def render_chat(
-        self,
-        conversation: list[Message],
-        options: dict[str, Any],
-        add_special_tokens: bool = False,
+        self, conversation: list[Message], options: dict[str, Any], add_special_tokens: bool = False,
         max_tokens: int | None = None,
-    ) -> TokensPrompt:
+    ) -> TokensPrompt:  # fmt: skip
         """Return the prompt of a conversation; see `render_text` for `options`, and `encode`."""
         return self.encode([render_text(self.tokenizer, conversation, **options)], add_special_tokens, max_tokens)[0]
 
     def _encode(
-        self,
-        prompts: list[Any],
-        add_special_tokens: bool | None,
-        max_tokens: int | None,
+        self, prompts: list[Any], add_special_tokens: bool | None, max_tokens: int | None,
         template: Callable[[Any], str] | None,
-    ) -> list[ParsedPrompt]:
+    ) -> list[ParsedPrompt]:  # fmt: skip
         """Return prompts with unchecked token ids, or with an error instead of ids."""
         parts: list[ParsedPrompt] = []
         for prompt in prompts:

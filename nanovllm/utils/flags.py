@@ -42,15 +42,10 @@ def user_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
-    cls: type[Any],
-    title: str,
-    *,
-    renamed: Mapping[str, str] | None = None,
-    positional: str | None = None,
-    description: str | None = None,
+    parser: argparse.ArgumentParser, cls: type[Any], title: str,
+    *, renamed: Mapping[str, str] | None = None, positional: str | None = None, description: str | None = None,
     **defaults: Any,
-) -> None:
+) -> None:  # fmt: skip
     """Add a flag for each field of a dataclass, parsed by the field's type, with help from the class's docstring.
 
     A list's flag can be repeated, a bool's has a `--no-` form, and a mapping's or a dataclass's value is JSON. Optional

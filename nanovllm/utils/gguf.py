@@ -102,6 +102,8 @@ def check_gguf(file: Path) -> None:
     """Raise a `ValueError` if a file is not a GGUF file, or the package that reads GGUF is not installed."""
     if find_spec("gguf") is None:
         raise ValueError(f"GGUF files are read by the package gguf, which is not installed: {install_hint('gguf')}")
+    if file.is_dir():
+        raise ValueError(f"{os.fspath(file)!r} is a folder, not a GGUF file; one with safetensors needs no conversion")
     with open(file, "rb") as opened:
         start = opened.read(_MOST_START)
     refuse_pointer(os.fspath(file), start)

@@ -72,7 +72,7 @@ def _hybrid(name: str, has_experts: bool, is_wrapper: bool, delta_net: Literal["
     """Return a family with gated delta nets, and gated attention in every fourth layer."""
     return Architecture(
         name, qk_norm="heads", has_experts=has_experts, gates_attention=True, norm_offset=1.0, mixer="delta_net",
-        delta_net=delta_net, partial_ropes=True, is_wrapper=is_wrapper, model="hybrid.HybridForCausalLM",
+        delta_net=delta_net, partial_ropes=True, is_wrapper=is_wrapper, model="hybrid.DeltaNetForCausalLM",
     )  # fmt: skip
 
 
@@ -97,20 +97,20 @@ _ROWS = (
     _hybrid("Qwen3_5ForConditionalGeneration", has_experts=False, is_wrapper=True, delta_net="parts"),
     _hybrid("Qwen3_5MoeForCausalLM", has_experts=True, is_wrapper=False, delta_net="parts"),
     _hybrid("Qwen3_5MoeForConditionalGeneration", has_experts=True, is_wrapper=True, delta_net="parts"),
-    Architecture("Lfm2ForCausalLM", qk_norm="heads", mixer="short_conv", model="lfm2.Lfm2ForCausalLM"),
+    Architecture("Lfm2ForCausalLM", qk_norm="heads", mixer="short_conv", model="hybrid.Lfm2ForCausalLM"),
     Architecture(
-        "Lfm2MoeForCausalLM", qk_norm="heads", has_experts=True, mixer="short_conv", model="lfm2.Lfm2ForCausalLM"
+        "Lfm2MoeForCausalLM", qk_norm="heads", has_experts=True, mixer="short_conv", model="hybrid.Lfm2ForCausalLM"
     ),
-    Architecture("BambaForCausalLM", mixer="mamba", partial_ropes=True, model="mamba.MambaForCausalLM"),
+    Architecture("BambaForCausalLM", mixer="mamba", partial_ropes=True, model="hybrid.MambaForCausalLM"),
     Architecture(
         "GraniteMoeHybridForCausalLM", has_experts=True, mixer="mamba", partial_ropes=True,
-        model="mamba.MambaForCausalLM",
+        model="hybrid.MambaForCausalLM",
     ),
     Architecture(
         "NemotronHForCausalLM", has_experts=True, ropes="none", mixer="mamba", has_single_blocks=True,
-        model="mamba.NemotronHForCausalLM",
+        model="hybrid.NemotronHForCausalLM",
     ),
-    Architecture("FalconH1ForCausalLM", mixer="mamba", model="mamba.FalconH1ForCausalLM"),
+    Architecture("FalconH1ForCausalLM", mixer="mamba", model="hybrid.FalconH1ForCausalLM"),
 )  # fmt: skip
 MODELS = {row.name: row for row in _ROWS}
 TRANSFORMERS = Architecture("transformers", model="transformers.TransformersForCausalLM")

@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypedDict
 
-from nanovllm.outputs import TokensPrompt
-
 Message = dict[str, Any]
 _MEDIA = "image", "audio", "video", "file", "document"
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -319,13 +317,3 @@ def _applied(tokenizer: Any, conversation: list[Message], options: dict[str, Any
     fitted = _template_form(tokenizer, options).fit(conversation)
     text: str = tokenizer.apply_chat_template(fitted, tokenize=False, **options)
     return text
-
-
-def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> TokensPrompt:
-    """Return a conversation's prompt, as text and as token ids; the template adds special tokens. See `render_text`."""
-    text = render_text(tokenizer, conversation, **options)
-    try:
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    except TypeError as error:
-        raise ValueError(f"the messages cannot be tokenized: {error}") from error
-    return {"prompt_token_ids": token_ids, "prompt": text}

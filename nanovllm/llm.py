@@ -31,7 +31,6 @@ from nanovllm.text.chat_template import (
     conversation_source,
     conversations,
     one_conversation,
-    render_chat,
     render_text,
     template_options,
 )
@@ -149,7 +148,6 @@ class LLM(ModelClient):
             >>> llm.chat([{"role": "user", "content": "Hello"}])[0].outputs[0].text
             'Hello! How can I help you?'
         """
-
         options, answer = template_options(template), self.answer_options(template)
 
         def finish(place: int, output: RequestOutput) -> None:
@@ -215,7 +213,7 @@ class LLM(ModelClient):
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
         found, _ = conversations(messages)
         options = template_options(template)
-        return [render_chat(self.tokenizer, conversation, **options) for conversation in found]
+        return [self.input_processor.render_chat(conversation, options) for conversation in found]
 
     def _run(
         self,

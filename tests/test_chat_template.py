@@ -144,8 +144,8 @@ def test_parts_that_are_text() -> None:
     for bad in ({"type": "text"}, {"type": ["text"]}, {"text": "a"}, 5, {"type": "refusal", "text": "a"}):
         with pytest.raises(ValueError, match="content is a string, or a list of parts of type text"):
             render(TEXTS, {"role": "user", "content": [bad]})
-    with pytest.raises(ValueError, match="not 'input_image': models run on text alone"):
-        render(TEXTS, {"role": "user", "content": [{"type": "input_image"}]})
+    with pytest.raises(ValueError, match=r"^messages\[1\]\.content .*, not 'input_image': models run on text alone"):
+        render(TEXTS, USER, {"role": "user", "content": [{"type": "input_image"}]})
 
 
 def test_thoughts_are_parts_for_templates_that_take_them() -> None:

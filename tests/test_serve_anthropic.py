@@ -125,16 +125,25 @@ def test_a_required_call_and_the_turn_after(client: Any, choice: dict[str, Any])
 
 def test_errors_are_anthropics(server: ServerProcess, client: Any) -> None:
     image = {"role": "user", "content": [{"type": "image", "source": {}}]}
-    for body, kind, status in (
-        (request(QUESTION, model="other"), "not_found_error", 404),
-        (request(image), "invalid_request_error", 400),
-        (request(QUESTION, max_tokens=0), "invalid_request_error", 400),
-        (request(QUESTION, tool_choice={"type": "any"}), "invalid_request_error", 400),
+    form = {"type": "json_schema", "schema": {"type": "foo"}}
+    for body, kind, status, begin in (
+        (request(QUESTION, model="other"), "not_found_error", 404, "the model 'other' does not exist"),
+        (request(QUESTION, image), "invalid_request_error", 400, "messages[1].content is a string, or a list"),
+        (request(QUESTION, max_tokens=0), "invalid_request_error", 400, "max_tokens must be >= 1"),
+        (request(QUESTION, stop_sequences=[""]), "invalid_request_error", 400, "stop_sequences must be a list"),
+        (
+            request(QUESTION, output_config={"format": form}),
+            "invalid_request_error",
+            400,
+            "output_config.format can",
+        ),
+        (request(QUESTION, tool_choice={"type": "any"}), "invalid_request_error", 400, "tool_choice is required"),
     ):
         with pytest.raises(anthropic.APIStatusError) as raised:
             client.messages.create(**body)
         assert raised.value.status_code == status and raised.value.body["type"] == "error"
-        assert raised.value.body["error"]["type"] == kind and raised.value.body["error"]["message"]
+        error = raised.value.body["error"]
+        assert error["type"] == kind and error["message"].startswith(begin)
     # By which agents know that they must shorten it.
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(**request({"role": "user", "content": "a " * 4000}))

@@ -26,6 +26,7 @@ from nanovllm.serve.settings import ServeSettings  # noqa: E402
 from tests.server_process import PATIENCE_SECONDS, ServerProcess, serving  # noqa: E402
 
 CHAT, COMPLETION, GENERATE = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"
+RESPONSES = "/v1/responses"
 USER: Any = [{"role": "user", "content": "a"}]
 
 
@@ -78,6 +79,7 @@ def test_the_deepest_bodies_and_longest_numbers_are_read(client: Any) -> None:
 
 
 LOOP = {"$ref": "#"}
+ENDLESS = {"type": "object", "properties": {"a": {"$ref": "#/properties/a"}}, "required": ["a"]}
 WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETION, {"prompt": [5, -1]}, "invalid_value", "prompt[1]", "greater than or equal to 0, not -1"),
     (COMPLETION, {"prompt": [[1], [True]]}, "invalid_type", "prompt[1][0]", "integer, not true"),
@@ -97,10 +99,10 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
     (COMPLETION, {"prompt": "a", "structured_outputs": {"json": LOOP}}, "invalid_value", "structured_outputs",
      "no text matches it; perhaps it refers to itself"),
     (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOP}}},
-     "invalid_value", "structured_outputs", "no text matches it; perhaps it refers to itself"),
+     "invalid_value", "response_format", "no text matches it; perhaps it refers to itself"),
     # It is found when the answer has come so far.
-    (CHAT, {"messages": USER, "structured_outputs": {"json": {"properties": {"a": {"$ref": "#/properties/a"}},
-     "type": "object", "required": ["a"]}}}, "invalid_value", "structured_outputs", "no text matches it"),
+    (CHAT, {"messages": USER, "structured_outputs": {"json": ENDLESS}}, "invalid_value", "structured_outputs",
+     "no text matches it"),
 ]  # fmt: skip
 
 
@@ -110,6 +112,69 @@ def test_the_error_is_that_of_the_form_which_was_meant(
 ) -> None:
     found = refused(client.post(path, json=body))
     assert found[:2] == (code, param) and part in found[2], found
+
+
+def schema(given: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": given}}
+
+
+FOO = {"type": "foo"}
+IMAGE = {"role": "user", "content": [{"type": "input_image"}]}
+FUNCTION = {"name": "f", "parameters": {"properties": {"a": FOO}}}
+RENAMED: list[tuple[str, dict[str, Any], str, str]] = [
+    (CHAT, {"logprobs": True, "top_logprobs": 50}, "top_logprobs", "top_logprobs=50 is over max_logprobs=20"),
+    (CHAT, {"logprobs": True, "top_logprobs": -3}, "top_logprobs", "top_logprobs must be >= -1, not -3"),
+    (COMPLETION, {"prompt": "a", "logprobs": 50}, "logprobs", "logprobs=50 is over"),
+    (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens must be >= 1, not 0"),
+    (CHAT, {"max_completion_tokens": 0, "max_tokens": 9}, "max_completion_tokens", "max_completion_tokens must be"),
+    (CHAT, {"max_completion_tokens": None, "max_tokens": 0}, "max_tokens", "max_tokens must be"),
+    (CHAT, {"max_completion_tokens": 3, "min_tokens": 5}, "min_tokens", "min_tokens=5 is over max_completion_tokens=3"),
+    (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be >= 1"),
+    (CHAT, {"response_format": schema(FOO)}, "response_format", "response_format cannot be used: Invalid type: foo"),
+    (COMPLETION, {"prompt": "a", "response_format": schema(FOO)}, "response_format", "response_format cannot be used"),
+    (CHAT, {"response_format": {"type": "text"}, "structured_outputs": {"json": FOO}}, "structured_outputs",
+     "structured_outputs cannot be used"),
+    (CHAT, {"tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"}, "tools",
+     "tools cannot be used"),
+    (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": FOO}}},
+     "text.format", "text.format cannot be used: Invalid type: foo"),
+    (RESPONSES, {"input": "a", "text": {"format": FOO}}, "text.format.type", "text.format.type: Input should be"),
+    (RESPONSES, {"input": "a", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required",
+     "text": {"verbosity": "low"}}, "tools", "tools cannot be used"),
+    (CHAT, {"messages": [*USER, IMAGE]}, "messages[1].content", "messages[1].content is a string, or a list of parts"),
+    (RESPONSES, {"input": [*USER, IMAGE]}, "input[1].content", "input[1].content is a string, or a list of parts"),
+    (RESPONSES, {"input": USER * 4096, "instructions": "a"}, "input", "input: List should have at most 4096"),
+    (COMPLETION, {"prompt": ""}, "prompt", "the prompt is empty"),
+    (COMPLETION, {"prompt": ["ok", ""]}, "prompt[1]", "prompt[1]: the prompt is empty"),
+    (COMPLETION, {"prompt": [[1, 2], [99999999]]}, "prompt[1]", "prompt[1]: the prompt's token id 99999999 is outside"),
+    ("/v1/embeddings", {"input": ["ok", ""]}, "input[1]", "input[1]: the prompt is empty"),
+    (GENERATE, {"token_ids": [99999999]}, "token_ids", "the prompt's token id 99999999 is outside"),
+    (COMPLETION, {"prompt": "a\ud83d"}, "prompt", "the prompt has a lone surrogate (U+D83D), which is not valid"),
+    (CHAT, {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "the prompt has a lone surrogate (U+D8"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "\ud83d"}]}, "messages", "the prompt has a lone surrogate"),
+    (COMPLETION, {"prompt": "a", "bad_words": ["b", "\udfff"]}, "bad_words", "one of bad_words has a lone surrogate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "fields", "param", "begin"), RENAMED)
+def test_an_error_names_what_the_client_sent(
+    client: Any, path: str, fields: dict[str, Any], param: str, begin: str
+) -> None:
+    body = {"messages": USER, **fields} if path == CHAT else fields
+    # httpx would encode surrogates as UTF-8.
+    answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    code, found, message = refused(answer)
+    assert (code, found) == ("invalid_value", param) and message.startswith(begin), message
+
+
+def test_an_error_in_a_stream_names_what_the_client_sent(client: Any) -> None:
+    text = {"format": {"type": "json_schema", "name": "a", "schema": ENDLESS}}
+    for path, body, param in (
+        (CHAT, {"messages": USER, "response_format": schema(ENDLESS)}, "response_format"),
+        (RESPONSES, {"input": "a", "text": text}, "text.format"),
+    ):
+        *_, last = client.post(path, json={**body, "stream": True}).text.split("data: ")
+        assert json.loads(last)["error"]["param"] == param
 
 
 def test_queries_say_which_field_is_wrong(client: Any) -> None:

@@ -27,7 +27,7 @@ from nanovllm.serve.openai_format import (
     usage,
 )
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
-from nanovllm.text.chat_template import ChatTemplateOptions, conversations, render_text, template_options
+from nanovllm.text.chat_template import ChatTemplateOptions, one_conversation, render_text, template_options
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.utils.checks import check_bool, check_int
 
@@ -76,10 +76,7 @@ class BatchRequest:
 
     def rendered(self, tokenizer: Any) -> str:
         """Render the conversation; ValueError if it does not fit the model's chat template."""
-        found, is_list = conversations(self.messages)
-        if is_list:
-            raise ValueError("a line has one conversation: messages must be a list of dicts")
-        return render_text(tokenizer, found[0], **self.template)
+        return render_text(tokenizer, one_conversation(self.messages), **self.template)
 
 
 def load_line(text: bytes) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.config import Config
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.chat_template import render_chat
 from nanovllm.text.tokenizer import has_chat_template
 from nanovllm.utils.display import format_count
 from nanovllm.utils.flags import flag_values, user_errors
@@ -104,9 +103,8 @@ class Conversation:
         ValueError if the conversation is too long, or does not fit the chat template; the message is dropped.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = render_chat(self._llm.tokenizer, messages, add_generation_prompt=True)
         parts: list[str] = []
-        with closing(self._llm.stream([prompt], self._params)) as stream, suppress(KeyboardInterrupt):
+        with closing(self._llm.stream_chat(messages, self._params)) as stream, suppress(KeyboardInterrupt):
             for output in stream:
                 for new in output.outputs:
                     parts.append(new.text)

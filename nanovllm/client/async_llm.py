@@ -24,7 +24,7 @@ from nanovllm.engine.request import Request
 from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
-from nanovllm.text.chat_template import ChatTemplateOptions, Message, conversations, template_options
+from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
 from nanovllm.weights.report import LoadedWeights
@@ -236,11 +236,9 @@ class AsyncLLM(Unpicklable):
         return list((await self._render(messages, template))["prompt_token_ids"])
 
     async def _render(self, messages: Sequence[Message], template: ChatTemplateOptions) -> TokensPrompt:
-        found, is_list = conversations(messages)
-        if is_list:
-            raise ValueError("messages must be one conversation, a list of dicts")
-        rendered = partial(self.llm.input_processor.render_chat, found[0], template_options(template))
-        return await self.run_beside(rendered, work_of_size(len(str((found[0], template)))))
+        conversation = one_conversation(messages)
+        rendered = partial(self.llm.input_processor.render_chat, conversation, template_options(template))
+        return await self.run_beside(rendered, work_of_size(len(str((conversation, template)))))
 
     async def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the running model; see `LLM.load_weights`."""

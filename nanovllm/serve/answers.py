@@ -179,7 +179,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
             pings.cancel()
-            await self._end(scope, send, api_error(error))
+            await self._end(scope, send, api_error(error, scope))
         else:
             pings.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

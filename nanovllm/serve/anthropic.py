@@ -18,12 +18,12 @@ from nanovllm.serve.protocol import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, S
 from nanovllm.serve.service import ServiceDep, make_router
 from nanovllm.text.chat_template import normal_content
 
-router = make_router()
+router = make_router(prompt=["messages"], stop=["stop_sequences"], structured_outputs=["tools", "output_config.format"])
 Block = dict[str, Any]
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Earlier reasoning is not shown to the model.
 _THOUGHTS = ("thinking", "redacted_thinking")
-_CONTENT = "content is a string, or a list of blocks of type text, tool_use or tool_result"
+_CONTENT = "{} is a string, or a list of blocks of type text, tool_use or tool_result"
 
 
 class Turn(Body):
@@ -149,9 +149,9 @@ def messages_chat(body: CountTokensBody, **fields: Any) -> ChatBody:
     """Translate a request to a chat with additional `fields`; ValueError or ApiError if a block or value is invalid."""
     found: list[Block] = []
     if body.system is not None:
-        found.append({"role": "system", "content": normal_content(body.system, _CONTENT)})
-    for turn in body.messages:
-        found += _turn_messages(turn)
+        found.append({"role": "system", "content": normal_content(body.system, _CONTENT.format("system"))})
+    for index, turn in enumerate(body.messages):
+        found += _turn_messages(turn, _CONTENT.format(f"messages[{index}].content"))
     # The model continues a final assistant message.
     continues = body.messages[-1].role == "assistant"
     return ChatBody.translated(
@@ -169,7 +169,7 @@ def messages_chat(body: CountTokensBody, **fields: Any) -> ChatBody:
     )
 
 
-def _turn_messages(turn: Turn) -> Iterator[Block]:
+def _turn_messages(turn: Turn, error: str) -> Iterator[Block]:
     if isinstance(turn.content, str):
         yield {"role": turn.role, "content": turn.content}
         return
@@ -177,13 +177,13 @@ def _turn_messages(turn: Turn) -> Iterator[Block]:
     for block in turn.content:
         if block.get("type") == "tool_result" and turn.role == "user":
             has_results = True
-            content = normal_content(block.get("content") or "", _CONTENT)
+            content = normal_content(block.get("content") or "", error)
             yield {"role": "tool", "tool_call_id": str(block.get("tool_use_id")), "content": content}
         elif block.get("type") == "tool_use" and turn.role == "assistant":
             calls.append(_call(block))
         elif block.get("type") not in _THOUGHTS or turn.role != "assistant":
             texts.append(block)
-    content = normal_content(texts, _CONTENT)
+    content = normal_content(texts, error)
     # A turn may consist of tool results only.
     if content or calls or not has_results:
         yield {"role": turn.role, "content": content or (None if calls else ""), "tool_calls": calls}

@@ -49,7 +49,6 @@ _ABORT_SHARE, _CUT_SHARE = 0.8, 0.95
 _UVICORN_SETTINGS = (
     "host", "port", "uds", "root_path", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "access_log",
 )  # fmt: skip
-_CONTENTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 
 def create_app(service: Service) -> ASGIApp:
@@ -111,13 +110,12 @@ def _answered(error: Exception, scope: Scope, service: Service) -> ApiError:
         return validation_error(error.errors()[0], error.body)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
-    found = api_error(error)
+    found = api_error(error, scope)
     if found.code != "context_length_exceeded":
         return found
     # Phrases of Anthropic, OpenAI and vLLM that clients search for.
     known = f"prompt is too long: this model's maximum context length is {service.limits.max_model_len} tokens"
-    path = scope["path"].removeprefix(scope["root_path"])
-    return ApiError(400, f"{known}; {found}", found.param or _CONTENTS.get(path), code=found.code)
+    return ApiError(400, f"{known}; {found}", found.param, code=found.code)
 
 
 def run_server(

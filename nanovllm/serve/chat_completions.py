@@ -28,7 +28,10 @@ from nanovllm.text.answer_parsers import ToolCallDelta
 from nanovllm.text.answers import AnswerOptions, AnswerSplitter
 from nanovllm.text.chat_template import plain_messages
 
-router = make_router()
+router = make_router(
+    prompt=["messages"], max_tokens=["max_completion_tokens"], logprobs=["top_logprobs"],
+    structured_outputs=["tools", "response_format", "structured_outputs"],
+)  # fmt: skip
 
 
 @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion))

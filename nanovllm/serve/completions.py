@@ -29,7 +29,9 @@ from nanovllm.serve.protocol import CompletionBody, GenerateBody, SamplingBody, 
 from nanovllm.serve.service import Service, ServiceDep, make_router
 from nanovllm.text.output_processor import TextOffsets, decode_options
 
-router = make_router()
+router = make_router(
+    prompt=["token_ids", "prompt"], prompts=["prompt"], structured_outputs=["response_format", "structured_outputs"]
+)
 Logprobs = dict[str, list[Any]]
 """Log-probabilities in the API's format: lists of tokens, log-probabilities, most likely tokens, and text offsets."""
 

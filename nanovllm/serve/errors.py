@@ -32,10 +32,11 @@ _ANTHROPIC_KINDS = _KINDS | {403: "permission_error", 500: "api_error", 503: "ov
 _ANTHROPIC_PATH = "/v1/messages"
 _MODULE = re.compile(r"^[\w.]+\.(?=\w+: )")
 """Prefix of an exception class's name in tracebacks."""
-_FIELD = re.compile(r"(?:an? [a-z ]*of |one of )?(\w+)")
+_FIELD = re.compile(r"(?:the |an? [a-z ]*of |one of )?(\w+)((?:\[\d+\]|\.\w+)*)")
+"""The place in a request with which a message begins: a field, and what is within it."""
 _FIELDS = {item.name for item in fields(SamplingParams)} | {
     "response_format", "tool_choice", "best_of", "echo", "cache_salt", "priority", "chat_template_kwargs", "dimensions",
-    "sampling_params", "prompt", "messages", "chat_template", "level",
+    "sampling_params", "prompt", "messages", "chat_template", "level", "top_logprobs", "input",
 }  # fmt: skip
 
 
@@ -200,21 +201,34 @@ def _encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
     return encode_json(value)
 
 
-def api_error(error: Exception) -> ApiError:
-    """Convert an exception to an error answer."""
+def sent_names(names: Mapping[str, Sequence[str]], body: Any) -> dict[str, str]:
+    """Return the names under which a client sent our fields; of an API's `names` for one, the last with a value."""
+    return {ours: name for ours, sent in names.items() for name in sent if _has(body, name)}
+
+
+def _has(body: Any, name: str) -> bool:
+    for part in name.split("."):
+        body = body.get(part) if isinstance(body, dict) else None
+    return body is not None
+
+
+def api_error(error: Exception, scope: Scope) -> ApiError:
+    """Convert an exception of a request to an error answer, in which fields have the `names` that the client sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), headers={"Retry-After": "1"})
-    if isinstance(error, PromptTooLongError):
-        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error.__cause__, GrammarError):
         # The grammar turned out to be too complex or endless during generation.
         error = error.__cause__
     if isinstance(error, ValueError):
-        # Our messages about a field begin with its name.
-        found = _FIELD.match(str(error))
-        return ApiError(400, str(error), found[1] if found and found[1] in _FIELDS else None, code="invalid_value")
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
+        names, found, param = scope.get("names", {}), _FIELD.match(str(error)), None
+        # Our messages about a field begin with its name, and write others as name=value.
+        if found and (found[1] in _FIELDS or found[1] in names):
+            param = names.get(found[1], found[1]) + found[2]
+        message = re.sub(r"^\w+|\b\w+(?==)", lambda name: names.get(name[0], name[0]), str(error))
+        return ApiError(400, message, param, code=code)
     # A closed engine or a failed step.
     if isinstance(error, RuntimeError):
         return ApiError(503, _sentence(str(error)))

@@ -159,7 +159,7 @@ def request_params(
     if endpoint.is_chat:
         wanted = given.pop("logprobs", False)
         if not isinstance(wanted, bool) or (body.get("top_logprobs") and not wanted):
-            raise ValueError("logprobs must be true or false, and true with top_logprobs")
+            raise ValueError("top_logprobs needs logprobs to be true, and logprobs is true or false")
         given |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
     values = {"max_tokens": None, **recommended, **endpoint.defaults, **(chosen or {}), **given}
     seed = values.get("seed")

@@ -16,7 +16,7 @@ from nanovllm.serve.protocol import Body, IsObject, Prompts, Text, TextOrTexts, 
 from nanovllm.serve.service import ServiceDep, make_router
 from nanovllm.tasks.ranking import ranked
 
-router = make_router()
+router = make_router(prompt=["input"], prompts=["input"])
 
 
 class PoolingBody(Body):

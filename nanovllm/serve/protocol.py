@@ -311,13 +311,13 @@ class ChatBody(SamplingBody):
 
     @classmethod
     def translated(cls, values: dict[str, Any]) -> Self:
-        """Return another API's request as a chat, without its null values; ApiError if a value is invalid."""
+        """Return another API's request as a chat, without its null values; ValueError if one is invalid."""
         given = {name: value for name, value in values.items() if value is not None}
         try:
             return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
-            raise validation_error({**first, "loc": ("body", *first["loc"])}, given) from error
+            raise ValueError(str(validation_error({**first, "loc": ("body", *first["loc"])}, given))) from error
 
 
 class CompletionBody(SamplingBody):

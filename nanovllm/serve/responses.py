@@ -23,6 +23,7 @@ from nanovllm.serve.protocol import (
     ChatBody,
     IgnoredFields,
     IsObject,
+    JsonSchemaFormat,
     StreamOptions,
     TextOrObjects,
     ToolChoiceMode,
@@ -31,14 +32,24 @@ from nanovllm.serve.protocol import (
 from nanovllm.serve.service import Service, ServiceDep, make_router
 from nanovllm.text.chat_template import normal_content
 
-router = make_router()
-_CONTENT = "a message's content is a string, or a list of parts of text"
+router = make_router(
+    prompt=["input"], messages=["input"], max_tokens=["max_output_tokens"], response_format=["text.format"],
+    structured_outputs=["tools", "text.format"],
+)  # fmt: skip
+_CONTENT = "{} is a string, or a list of parts of text"
+
+
+class ResponseTextFormat(JsonSchemaFormat):
+    """The format of a response's text; the fields of a JSON schema are its own."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
 
 
 class ResponseText(Body):
     """The format of a response's text."""
 
-    format: dict[str, Any] | None = None
+    format: ResponseTextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
 
 
@@ -109,16 +120,15 @@ def response_chat(body: ResponseBody) -> ChatBody:
     choice: Any = body.tool_choice
     if isinstance(choice, ResponseToolChoice):
         choice = {"type": "function", "function": {"name": choice.name}}
-    form = None if body.text is None else body.text.format
-    if form is not None and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": {name: form[name] for name in form if name != "type"}}
+    form = body.text and body.text.format
+    schema = form and form.model_dump(exclude={"type"}, exclude_none=True, by_alias=True)
     tools = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in body.tools or []]
     return ChatBody.translated(
         {
             **{name: getattr(body, name) for name in ("model", "temperature", "top_p", "parallel_tool_calls")},
             "messages": [*_messages(body)],
             "max_tokens": body.max_output_tokens,
-            "response_format": form,
+            "response_format": form and {"type": form.type, "json_schema": schema},
             "tools": [{"type": "function", "function": tool} for tool in tools],
             "tool_choice": choice,
             "separate_reasoning": False,
@@ -133,33 +143,33 @@ def _messages(body: ResponseBody) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if body.instructions is not None:
         messages.append({"role": "system", "content": body.instructions})
-    for item in items:
-        kind = item.get("type", "message")
+    for index, item in enumerate(items):
+        kind, place = item.get("type", "message"), f"input[{index}]"
         if kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
-            messages[-1].setdefault("tool_calls", []).append(_call(item))
+            messages[-1].setdefault("tool_calls", []).append(_call(item, place))
         elif kind == "function_call_output":
-            content = normal_content(item.get("output"), _CONTENT)
+            content = normal_content(item.get("output"), _CONTENT.format(f"{place}.output"))
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         # Earlier reasoning is not shown to the model.
         elif kind != "reasoning":
-            messages.append(_message(item))
+            messages.append(_message(item, place))
     return messages
 
 
-def _call(item: dict[str, Any]) -> dict[str, Any]:
+def _call(item: dict[str, Any], place: str) -> dict[str, Any]:
     function = {"name": item.get("name"), "arguments": item.get("arguments")}
     if not all(isinstance(value, str) for value in function.values()):
-        raise ValueError(f"a function_call has a name and arguments as text, not {item!r:.80}")
+        raise ValueError(f"{place}: a function_call has a name and arguments as text, not {item!r:.80}")
     return {"id": str(item.get("call_id")), "type": "function", "function": function}
 
 
-def _message(item: dict[str, Any]) -> dict[str, Any]:
+def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
     role = item.get("role")
     if item.get("type", "message") != "message" or not isinstance(role, str):
-        raise ValueError(f"an item of input is a message, a function_call or its output, not {item!r:.80}")
-    return {"role": role, "content": normal_content(item.get("content"), _CONTENT)}
+        raise ValueError(f"{place} is no message, function_call or its output: {item!r:.80}")
+    return {"role": role, "content": normal_content(item.get("content"), _CONTENT.format(f"{place}.content"))}
 
 
 class _ResponseTranslation(Translation):
@@ -241,7 +251,7 @@ class _ResponseTranslation(Translation):
 def _begun(service: Service, body: ResponseBody) -> dict[str, Any]:
     """Return the response to a request, before any output."""
     choice = body.tool_choice
-    text = {} if body.text is None else body.text.model_dump(exclude_none=True)
+    text = {} if body.text is None else body.text.model_dump(exclude_none=True, exclude_unset=True, by_alias=True)
     return {
         "id": f"resp_{uuid4().hex}",
         "object": "response",

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -27,10 +27,10 @@ import nanovllm
 from nanovllm.client.async_llm import AsyncLLM
 from nanovllm.client.engine_thread import RequestStream
 from nanovllm.config import Pooling
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import PromptTooLongError, Request
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import ApiError, parse_json
+from nanovllm.serve.errors import ApiError, parse_json, sent_names
 from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai_format import Endpoint, ShownTokens, request_params, template_values
@@ -198,8 +198,7 @@ class Service:
         if most is not None and (params.max_tokens or 0) > most:
             raise ValueError(f"max_tokens={params.max_tokens} is over the server's {most} (max_output_tokens)")
         if structured is not None and structured.choice is not None and len(structured.choice) > MOST_CHOICES:
-            message = f"structured_outputs.choice: {len(structured.choice)} texts are over {MOST_CHOICES}"
-            raise ApiError(400, message, "structured_outputs.choice", code="invalid_value")
+            raise ValueError(f"structured_outputs.choice: {len(structured.choice)} texts are over {MOST_CHOICES}")
         return replace(params, max_tokens=most) if params.max_tokens is None else params
 
     def _max_prompt_tokens(self, body: SamplingBody, params: SamplingParams) -> int | None:
@@ -214,8 +213,8 @@ class Service:
         params, longest = requests[0].params, self.limits.max_model_len
         lengths = [len(request.token_ids) for request in requests]
         if max(lengths) + (max_tokens or 0) > longest:
-            problem = f"{max(lengths)} tokens of the prompt and max_tokens={max_tokens} are over"
-            raise ApiError(400, f"{problem} max_model_len={longest}", code="context_length_exceeded")
+            problem = f"the prompt's {max(lengths)} tokens and max_tokens={max_tokens} are over"
+            raise PromptTooLongError(f"{problem} max_model_len={longest}")
         num_tokens = len(requests) * params.n * min(params.max_tokens or longest, longest)
         count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
         count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
@@ -362,17 +361,20 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 class _JsonRequest(HttpRequest):
-    """A request whose body is parsed by `parse_json`."""
+    """A request whose body is parsed by `parse_json`; its scope then has `sent_names`, for errors."""
 
     async def json(self) -> Any:
         """Return the body's value."""
-        return parse_json(await self.body())
+        value = parse_json(await self.body())
+        self.scope["names"] = sent_names(self.scope["route"].names, value)
+        return value
 
 
 class BodyRoute(APIRoute):
-    """A route whose requests drop their cached body before a streamed answer ends."""
+    """A route whose requests drop their cached body before a streamed answer ends; `names`: see `sent_names`."""
 
     is_limited = False
+    names: Mapping[str, Sequence[str]] = {}
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         """Return the handler of a request."""
@@ -404,6 +406,7 @@ async def _service(request: HttpRequest) -> Service:
 ServiceDep = Annotated[Service, Depends(_service)]
 
 
-def make_router() -> APIRouter:
-    """Return a router of requests with limits."""
-    return APIRouter(route_class=LimitedRoute)
+def make_router(**api_names: Sequence[str]) -> APIRouter:
+    """Return a router of requests with limits; `api_names`: see `sent_names`."""
+    route: Any = type("NamedRoute", (LimitedRoute,), {"names": api_names})
+    return APIRouter(route_class=route)

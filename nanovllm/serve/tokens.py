@@ -12,7 +12,7 @@ from nanovllm.serve.protocol import DetokenizeBody, TokenizeBody
 from nanovllm.serve.service import Service, ServiceDep, make_router
 from nanovllm.text.input_processor import work_of_size
 
-router = make_router()
+router = make_router(prompt=["messages"])
 
 
 @router.get("/v1/models", responses={401: ERRORS[401]})

@@ -14,14 +14,12 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, TypedDict
 
-from nanovllm.outputs import TokensPrompt
-
 Message = dict[str, Any]
 _MEDIA = "image", "audio", "video", "file", "document"
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the field that holds it."""
 _MESSAGES = "messages must be a list of dicts, or a list of such lists, not {!r:.80}"
-_CONTENT = "a message's content is a string, or a list of parts of type text"
+_CONTENT = "messages[{}].content is a string, or a list of parts of type text"
 
 
 class ChatTemplateOptions(TypedDict, total=False):
@@ -48,7 +46,7 @@ def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
         is_list = not all(map(_is_message, messages))
         lists = messages if is_list else [messages]
         if all(isinstance(item, (list, tuple)) and item and all(map(_is_message, item)) for item in lists):
-            return [[_normal_message(message) for message in item] for item in lists], is_list
+            return [[_normal_message(*pair) for pair in enumerate(item)] for item in lists], is_list
     raise ValueError(_MESSAGES.format(messages))
 
 
@@ -71,10 +69,10 @@ def one_conversation(messages: Any) -> list[Message]:
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:
     """Return messages whose contents are texts; parts are joined, and thinking parts dropped. See `conversations`."""
-    return [_with_text(_normal_message(message)) for message in messages]
+    return [_with_text(_normal_message(*pair)) for pair in enumerate(messages)]
 
 
-def normal_content(content: Any, error: str = _CONTENT) -> str | list[dict[str, Any]]:
+def normal_content(content: Any, error: str) -> str | list[dict[str, Any]]:
     """Return a content that is text: a string, or parts of type text and thinking. Else a ValueError with `error`."""
     if isinstance(content, str):
         return content
@@ -109,11 +107,11 @@ def _fields(given: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _normal_message(given: Any) -> Message:
+def _normal_message(index: int, given: Any) -> Message:
     message = given if isinstance(given, dict) and None not in given.values() else _fields(given)
     content = message.get("content")
     if isinstance(content, list):
-        message = {**message, "content": normal_content(content)}
+        message = {**message, "content": normal_content(content, _CONTENT.format(index))}
     calls = message.get("tool_calls")
     if not isinstance(calls, (list, tuple)):
         return message
@@ -319,13 +317,3 @@ def _applied(tokenizer: Any, conversation: list[Message], options: dict[str, Any
     fitted = _template_form(tokenizer, options).fit(conversation)
     text: str = tokenizer.apply_chat_template(fitted, tokenize=False, **options)
     return text
-
-
-def render_chat(tokenizer: Any, conversation: list[Message], /, **options: Any) -> TokensPrompt:
-    """Return a conversation's prompt, as text and as token ids; the template adds special tokens. See `render_text`."""
-    text = render_text(tokenizer, conversation, **options)
-    try:
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-    except TypeError as error:
-        raise ValueError(f"the messages cannot be tokenized: {error}") from error
-    return {"prompt_token_ids": token_ids, "prompt": text}

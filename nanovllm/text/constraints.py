@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -63,15 +63,12 @@ class BadWordsConstraint:
                     words[row].view(np.uint32)[sequence[-1] // 32] &= np.uint32(~(1 << sequence[-1] % 32) & 0xFFFFFFFF)
 
 
-def encode_bad_words(tokenizer: Any, bad_words: Sequence[str]) -> list[list[int]]:
+def encode_bad_words(tokenize: Callable[[list[str]], list[list[int]]], bad_words: Sequence[str]) -> list[list[int]]:
     """Return the tokens of each text at the start of an output and after a space; a ValueError if it has none."""
     sequences: list[list[int]] = []
-    for word in bad_words:
-        try:
-            alone = tokenizer.encode(word.lstrip(), add_special_tokens=False)
-            spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
-        except TypeError as error:
-            raise ValueError(f"bad_words has {word!r:.40}, which cannot be tokenized: {error}") from error
+    texts = [word.lstrip() for word in bad_words]
+    encoded = zip(bad_words, tokenize(texts), tokenize([f" {text}" for text in texts]), strict=True)
+    for word, alone, spaced in encoded:
         if not alone:
             raise ValueError(f"bad_words has {word!r}, which is space alone and has no tokens of its own")
         sequences.append(alone)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from nanovllm.config import Pooling
@@ -167,7 +168,8 @@ class InputProcessor:
             raise ValueError(f"{needed[0]}={getattr(params, needed[0])!r} needs text, but the model has no tokenizer")
         for word in params.bad_words or []:
             self._check_length("one of bad_words", word)
-        bad_words = encode_bad_words(self.tokenizer, params.bad_words or [])
+        tokenize = partial(self.tokenize, add_special_tokens=False, name="one of bad_words")
+        bad_words = encode_bad_words(tokenize, params.bad_words or [])
         structured = params.structured_outputs
         grammar = None if structured is None else self.constraints.grammars.compile(structured)
         bad_token_ids = tuple(sequence[0] for sequence in bad_words if len(sequence) == 1)
@@ -191,12 +193,9 @@ class InputProcessor:
                 found[-1]["prompt"] = prompt.text
         return found
 
-    def render_chat(
-        self, conversation: list[Message], options: dict[str, Any], add_special_tokens: bool = False,
-        max_tokens: int | None = None,
-    ) -> TokensPrompt:  # fmt: skip
-        """Return the prompt of a conversation; see `render_text` for `options`, and `encode`."""
-        return self.encode([render_text(self.tokenizer, conversation, **options)], add_special_tokens, max_tokens)[0]
+    def render_chat(self, conversation: list[Message], options: dict[str, Any]) -> TokensPrompt:
+        """Return a conversation's prompt, whose special tokens the template adds; see `render_text` for `options`."""
+        return self.encode([render_text(self.tokenizer, conversation, **options)], add_special_tokens=False)[0]
 
     def _encode(
         self, prompts: list[Any], add_special_tokens: bool | None, max_tokens: int | None,
@@ -222,30 +221,31 @@ class InputProcessor:
             parts[i] = parts[i]._replace(token_ids=token_ids)
         return parts if max_tokens is None else [part.last(max_tokens) for part in parts]
 
-    def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Encode texts in one call, so that tokenizers use every core; raises the first error."""
-        found = self._tokenize_each(texts, add_special_tokens)
-        for item in found:
-            if isinstance(item, ValueError):
-                raise item
+    def tokenize(self, texts: list[str], add_special_tokens: bool = True, name: str = "the prompt") -> list[list[int]]:
+        """Encode texts in one call, so that tokenizers use every core; raises the first error, about `name`."""
+        found = self._tokenize_each(texts, add_special_tokens, name)
+        if errors := [item for item in found if isinstance(item, ValueError)]:
+            raise errors[0]
         return found
 
-    def _tokenize_each(self, texts: list[str], add_special_tokens: bool) -> list[Any]:
+    def _tokenize_each(self, texts: list[str], add_special_tokens: bool, name: str = "the prompt") -> list[Any]:
         """Encode texts; return an error in the place of a text that cannot be encoded."""
         if not texts:
             return []
+        if self.tokenizer is None:
+            return [ValueError(f"{name} is a string, but the model has no tokenizer: pass token ids")] * len(texts)
         # Not `verbose`, which warns about long texts: these are refused, or cut.
         unwanted = dict.fromkeys(("verbose", "return_attention_mask", "return_token_type_ids"), False)
-        shown = f"prompt {texts[0][:40]!r}"
         try:
-            if self.tokenizer is None:
-                raise ValueError(f"{shown} is a string, but the model has no tokenizer: pass token ids")
             token_ids: list[Any] = self.tokenizer(texts, add_special_tokens=add_special_tokens, **unwanted)["input_ids"]
         except (TypeError, ValueError) as error:
             if len(texts) > 1:
                 # Encode one at a time to find the invalid ones.
-                return [self._tokenize_each([text], add_special_tokens)[0] for text in texts]
-            return [error if isinstance(error, ValueError) else _caused(f"{shown} cannot be tokenized: {error}", error)]
+                return [self._tokenize_each([text], add_special_tokens, name)[0] for text in texts]
+            why = f"cannot be tokenized: {error}"
+            if surrogate := re.search(r"[\ud800-\udfff]", texts[0]):
+                why = f"has a lone surrogate (U+{ord(surrogate[0]):X}), which is not valid Unicode"
+            return [_caused(f"{name} {why}", error)]
         return token_ids
 
 

@@ -112,7 +112,7 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
         raise TypeError("True and False are no token ids")
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
-        raise ValueError(f"token id {bad} is outside the vocabulary, 0 ... {vocab_size - 1}")
+        raise ValueError(f"the prompt's token id {bad} is outside the vocabulary, 0 ... {vocab_size - 1}")
     return packed
 
 

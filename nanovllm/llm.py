@@ -216,15 +216,10 @@ class LLM(ModelClient):
         return [self.input_processor.render_chat(conversation, options) for conversation in found]
 
     def _run(
-        self,
-        job: Job,
-        use_tqdm: bool,
-        *,
-        on_error: Literal["raise", "return"] = "raise",
-        on_output: Callable[[RequestOutput], None] | None = None,
-        keep: bool = True,
-        finish: Callable[[int, RequestOutput], None] | None = None,
-    ) -> list[RequestOutput]:
+        self, job: Job, use_tqdm: bool,
+        *, on_error: Literal["raise", "return"] = "raise", on_output: Callable[[RequestOutput], None] | None = None,
+        keep: bool = True, finish: Callable[[int, RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:  # fmt: skip
         """Run a job; `finish` completes each output first, given its index. See `generate`."""
         check_bool("keep", keep)
         if not keep and on_output is None:

@@ -353,13 +353,9 @@ class AsyncLLM(Unpicklable):
         await self.shutdown()
 
     async def _submit(
-        self,
-        prompts: list[Any],
-        params: SamplingParams | None,
-        priority: int,
-        request_id: int | str | None,
+        self, prompts: list[Any], params: SamplingParams | None, priority: int, request_id: int | str | None,
         is_streamed: bool,
-    ) -> list[RequestStream]:
+    ) -> list[RequestStream]:  # fmt: skip
         params = SamplingParams() if params is None else params
         all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
         process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)

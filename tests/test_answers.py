@@ -155,8 +155,12 @@ def test_calls_have_the_ids_that_templates_take() -> None:
 
 def test_forced_calls_that_are_cut_leave_no_text() -> None:
     options = AnswerOptions.of(make(), TOOLS, "required")
-    for pieces, calls in ((["<tool_call>\n"], []), ([CALL, '\n<tool_call>\n{"name":'], [("f", "{}")])):
-        assert split(options.splitters([], SamplingParams())[0], pieces) == ("", "", calls)
+    thoughts = "<think>Hm.</think>"
+    for pieces, calls in (
+        ([f"{thoughts}<tool_call>\n"], []),
+        ([thoughts, CALL, '\n<tool_call>\n{"name":'], [("f", "{}")]),
+    ):
+        assert split(options.splitters([], SamplingParams())[0], pieces) == ("", thoughts, calls)
 
 
 def test_answers_that_begin_within_thoughts_are_bound_after_them() -> None:

@@ -150,6 +150,7 @@ def test_chat_is_the_template_with_one_bos(tmp_path: Path) -> None:
         assert llm.generate("x", params, use_tqdm=False)[0].prompt_token_ids[0] == 1
         first, second = llm.chat([CONVERSATION, OPEN], params, use_tqdm=False)
         (alone,) = llm.chat(CONVERSATION, params, use_tqdm=False)
+        *_, streamed = llm.stream_chat(CONVERSATION, params)
         (left_open,) = llm.chat(OPEN, params, use_tqdm=False, continue_final_message=True)
         (other,) = llm.chat(
             CONVERSATION, params, use_tqdm=False, chat_template="{{ x }}!{{ messages[0].content }}{{ tools[0].n }}",
@@ -167,7 +168,7 @@ def test_chat_is_the_template_with_one_bos(tmp_path: Path) -> None:
         ids: list[int] = TOKENIZER.apply_chat_template(conversation, tokenize=True, return_dict=False, **options)
         return ids
 
-    assert alone.outputs == first.outputs
+    assert alone.outputs == first.outputs and streamed.prompt_token_ids == alone.prompt_token_ids
     assert alone.prompt_token_ids == first.prompt_token_ids == render(CONVERSATION, add_generation_prompt=True)
     assert second.prompt_token_ids == render(OPEN, add_generation_prompt=True)
     assert left_open.prompt_token_ids == render(OPEN, continue_final_message=True)

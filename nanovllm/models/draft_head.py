@@ -88,24 +88,27 @@ class DraftHead(CausalLM):
         return self._likeliest(states, self._shared[1], self.shard.vocab)
 
     def _likeliest(self, states: torch.Tensor, lm_head: ParallelLMHead, vocab: Shard) -> torch.Tensor:
-        num_rows = len(states)
         # Before the product, see `ops.sample`.
-        zeros = torch.zeros(num_rows + 1, dtype=torch.int32, device=states.device)
-        none, seeds, logits = zeros[:num_rows], zeros[:2].expand(num_rows, 2), lm_head(states)[0]
+        zeros = torch.zeros(len(states) + 1, dtype=torch.int32, device=states.device)
+        none, seeds, logits = zeros[:-1], zeros[:2].expand(len(states), 2), lm_head(states)[0]
         found = ops.sample(logits, none.view(torch.float32), seeds, none, vocab.start, vocab.num_present)
         return self.communicator.all_reduce_argmax(*found)
 
     @override
     def fill(self, weights: ModelWeights, folder: str) -> None:
         """Load all tensors of the head; others, or a lack of some, are a ValueError."""
-        _, found = weights.check_folder(folder, strict=False)
+        found = set[WeightTarget]()
+        # In one pass: a pickled file is read as a whole.
+        for name, tensor in self.folder_tensors(folder):
+            if weights.check(name, tensor):
+                weights.write(name, tensor, finds_nans=False)
+                found.update(weights.targets(name))
         if missing := [self.stored_name(target) for target in self.weight_slices() if target not in found]:
             names = shown([name.removeprefix("model.") for name in missing])
             raise ValueError(
                 f"the head in {folder!r} is missing, not whole, or of another kind, and lacks {names}: give a folder "
                 "with all of it, or use method 'ngram' of speculative_config"
             )
-        weights.write_folder(folder)
 
 
 class TokenOffsets(LoadableModule):

@@ -15,7 +15,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 _SKIPPED = ("visual.", "mtp.")
-"""Towers, and layers that predict more than the next token."""
+"""Vision towers, and layers of multi-token prediction (MTP)."""
 
 
 class DeltaNetForCausalLM(DecoderForCausalLM):
@@ -110,7 +110,7 @@ class NemotronHForCausalLM(MambaForCausalLM):
 
     @override
     def weight_targets(self, name: str) -> list[WeightTarget]:
-        # Layers that predict more than the next token.
+        # Layers of multi-token prediction.
         return [] if name.startswith("mtp.") else super().weight_targets(name.replace("backbone.", "model.", 1))
 
 

@@ -194,7 +194,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: Any = None) -> None:
         grace, num_pending = self._service.settings.grace_seconds, self._service.llm.num_pending_requests
-        _logger.info("ending within %g s, or at a second signal; %d requests are running", grace, num_pending)
+        _logger.info("ending within %g s, or at a second signal; requests running: %d", grace, num_pending)
         self._loop = asyncio.get_running_loop()
         self._loop.call_later(grace * _ABORT_SHARE, self._end_requests)
         await super().shutdown(sockets)

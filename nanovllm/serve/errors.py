@@ -202,7 +202,7 @@ def _encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
 
 
 def sent_names(names: Mapping[str, Sequence[str]], body: Any) -> dict[str, str]:
-    """Return the names under which a client sent our fields; of an API's `names` for one, the last with a value."""
+    """Map our fields to the names that a client used: for each the last one of the API's `names` that the body has."""
     return {ours: name for ours, sent in names.items() for name in sent if _has(body, name)}
 
 

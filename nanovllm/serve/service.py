@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import torch
 from fastapi import APIRouter, Depends
@@ -399,8 +399,7 @@ class LimitedRoute(BodyRoute):
 
 
 async def _service(request: HttpRequest) -> Service:
-    service: Service = request.app.state.service
-    return service
+    return cast(Service, request.app.state.service)
 
 
 ServiceDep = Annotated[Service, Depends(_service)]
@@ -408,5 +407,6 @@ ServiceDep = Annotated[Service, Depends(_service)]
 
 def make_router(**api_names: Sequence[str]) -> APIRouter:
     """Return a router of requests with limits; `api_names`: see `sent_names`."""
+    # A class, since FastAPI makes an included router's routes anew by their type.
     route: Any = type("NamedRoute", (LimitedRoute,), {"names": api_names})
     return APIRouter(route_class=route)

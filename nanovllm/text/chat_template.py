@@ -46,7 +46,7 @@ def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
         is_list = not all(map(_is_message, messages))
         lists = messages if is_list else [messages]
         if all(isinstance(item, (list, tuple)) and item and all(map(_is_message, item)) for item in lists):
-            return [[_normal_message(*pair) for pair in enumerate(item)] for item in lists], is_list
+            return [[_normal_message(i, message) for i, message in enumerate(item)] for item in lists], is_list
     raise ValueError(_MESSAGES.format(messages))
 
 
@@ -69,7 +69,7 @@ def one_conversation(messages: Any) -> list[Message]:
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:
     """Return messages whose contents are texts; parts are joined, and thinking parts dropped. See `conversations`."""
-    return [_with_text(_normal_message(*pair)) for pair in enumerate(messages)]
+    return [_with_text(_normal_message(i, message)) for i, message in enumerate(messages)]
 
 
 def normal_content(content: Any, error: str) -> str | list[dict[str, Any]]:

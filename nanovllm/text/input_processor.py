@@ -242,10 +242,10 @@ class InputProcessor:
             if len(texts) > 1:
                 # Encode one at a time to find the invalid ones.
                 return [self._tokenize_each([text], add_special_tokens, name)[0] for text in texts]
-            why = f"cannot be tokenized: {error}"
+            problem = f"cannot be tokenized: {error}"
             if surrogate := re.search(r"[\ud800-\udfff]", texts[0]):
-                why = f"has a lone surrogate (U+{ord(surrogate[0]):X}), which is not valid Unicode"
-            return [_caused(f"{name} {why}", error)]
+                problem = f"has a lone surrogate (U+{ord(surrogate[0]):X}), which is not valid Unicode"
+            return [_caused(f"{name} {problem}", error)]
         return token_ids
 
 

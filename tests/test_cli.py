@@ -31,7 +31,7 @@ from nanovllm.cli.batch_lines import RequestParser
 from nanovllm.cli.chat import Conversation
 from nanovllm.cli.run import BatchRun
 from nanovllm.config import Config
-from nanovllm.serve.openai_format import ENDPOINTS, SAMPLING_FIELDS, Endpoint, request_params
+from nanovllm.serve.openai_format import ENDPOINTS, request_params
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
 from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai
@@ -167,22 +167,20 @@ def test_every_field_of_the_servers_chats_is_known_to_lines() -> None:
     protocol = pytest.importorskip("nanovllm.serve.protocol", exc_type=ImportError)
     for url, body in ((CHAT, protocol.ChatBody), (TEXT, protocol.CompletionBody)):
         fields = {field.alias or name for name, field in body.model_fields.items()}
-        known = ENDPOINTS[url].fields | SAMPLING_FIELDS | {ENDPOINTS[url].content}
         # Fields that have no value but null.
-        assert fields - known <= {"audio", "prediction", "web_search_options", "prompt_embeds"}
+        assert fields - ENDPOINTS[url] <= {"audio", "prediction", "web_search_options", "prompt_embeds"}
 
 
 def test_what_is_chosen_comes_before_the_endpoint_and_what_is_recommended_after() -> None:
-    chat, text = (ENDPOINTS[url] for url in (CHAT, TEXT))
     recommended = {"max_tokens": 99, "top_p": 0.5}
 
-    def found(endpoint: Endpoint, body: dict[str, Any], **chosen: Any) -> SamplingParams:
-        return request_params(body, endpoint, recommended=recommended, chosen=chosen)
+    def found(is_chat: bool, body: dict[str, Any], **chosen: Any) -> SamplingParams:
+        return request_params(body, is_chat=is_chat, recommended=recommended, chosen=chosen)
 
-    assert [found(endpoint, {}).max_tokens for endpoint in (chat, text)] == [99, 16]
-    assert [found(endpoint, {}, max_tokens=5).max_tokens for endpoint in (chat, text)] == [5, 5]
-    assert found(text, {"max_tokens": 7, "top_p": 0.9}, max_tokens=5) == SamplingParams(max_tokens=7, top_p=0.9)
-    assert [found(text, {"seed": seed}).seed for seed in (-1, -7, 3)] == [None, 2**64 - 7, 3]
+    assert [found(is_chat, {}).max_tokens for is_chat in (True, False)] == [99, 16]
+    assert [found(is_chat, {}, max_tokens=5).max_tokens for is_chat in (True, False)] == [5, 5]
+    assert found(False, {"max_tokens": 7, "top_p": 0.9}, max_tokens=5) == SamplingParams(max_tokens=7, top_p=0.9)
+    assert [found(False, {"seed": seed}).seed for seed in (-1, -7, 3)] == [None, 2**64 - 7, 3]
 
 
 def test_completion_requests_in_openais_form(llm: LLM) -> None:

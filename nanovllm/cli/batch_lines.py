@@ -143,13 +143,13 @@ class RequestParser:
             raise ValueError(f"the request must be a POST to {' or '.join(ENDPOINTS)}, not {url!r:.80}")
         if not isinstance(body, dict):
             raise ValueError("body must be an object")
-        given, endpoint = _given(body), ENDPOINTS[url]
-        _refuse_unknown(given, {endpoint.content, *endpoint.fields, *SAMPLING_FIELDS})
-        if endpoint.content not in given:
-            raise ValueError(f"body needs {endpoint.content}")
-        params = request_params(given, endpoint, recommended=self._recommended, chosen=self._chosen)
-        content = given.pop(endpoint.content)
-        if endpoint.is_chat:
+        given, is_chat = _given(body), "messages" in ENDPOINTS[url]
+        _refuse_unknown(given, ENDPOINTS[url])
+        if (name := "messages" if is_chat else "prompt") not in given:
+            raise ValueError(f"body needs {name}")
+        params = request_params(given, is_chat=is_chat, recommended=self._recommended, chosen=self._chosen)
+        content = given.pop(name)
+        if is_chat:
             return self._parse_chat(BatchRequest(None, params, content, asked=params, url=url, body=given))
         # The API accepts a list of prompts; a list of one is a prompt.
         is_single = isinstance(content, list) and len(content) == 1 and not isinstance(content[0], int)
@@ -208,7 +208,7 @@ def result_fields(
         if output.prompt_logprobs is not None:
             answer["prompt_logprobs"] = _plain_logprobs(output.prompt_logprobs)
         return {**ids, **answer, **states}
-    is_chat = ENDPOINTS[request.url].is_chat
+    is_chat = "messages" in ENDPOINTS[request.url]
     body = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{line}",
         "object": "chat.completion" if is_chat else "text_completion",

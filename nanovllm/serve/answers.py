@@ -162,7 +162,7 @@ class EventStream(Response):
         except ApiError as error:
             # The time limit passed. A client that reads slowly may still get the end of its answer.
             await self._close()
-            await self._end(scope, send, error)
+            await _send(send, self._error_event(error, scope), more=False)
         finally:
             await self._close()
 
@@ -172,19 +172,16 @@ class EventStream(Response):
 
     async def _pump(self, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-        pings = asyncio.ensure_future(self._ping(send))
+        pings, last = asyncio.ensure_future(self._ping(send)), b""
         try:
             async for data in self._events:
                 self._num_sent += 1
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await _send(send, data)
         except Exception as error:
-            pings.cancel()
-            await self._end(scope, send, api_error(error, scope))
-        else:
-            pings.cancel()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            last = self._error_event(api_error(error, scope), scope)
         finally:
             pings.cancel()
+        await _send(send, last, more=False)
 
     async def _ping(self, send: Send) -> None:
         """Send a comment, which clients ignore, after a while without events."""
@@ -192,13 +189,17 @@ class EventStream(Response):
             before = self._num_sent
             await asyncio.sleep(_PING_SECONDS)
             if self._num_sent == before:
-                await send({"type": "http.response.body", "body": b": ping\n\n", "more_body": True})
+                await _send(send, b": ping\n\n")
 
-    async def _end(self, scope: Scope, send: Send, error: ApiError) -> None:
-        """End with an error event, since the status was already sent."""
+    def _error_event(self, error: ApiError, scope: Scope) -> bytes:
+        """Count an error and return its event, since the status was already sent."""
         self._count_error(error.kind)
         body = error_body(error, scope)
-        await send({"type": "http.response.body", "body": _event(body, body.get("type")), "more_body": False})
+        return _event(body, body.get("type"))
+
+
+async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 class Translation(ABC):
@@ -218,12 +219,8 @@ class Translation(ABC):
         self._is_in_text = False
 
     @abstractmethod
-    def _text_item(self) -> dict[str, Any]:
-        """Return an empty text."""
-
-    @abstractmethod
-    def _call_item(self, call_id: str, name: str) -> dict[str, Any]:
-        """Return a call without arguments."""
+    def _new_item(self, call: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a call with its id and name, without arguments; None: an empty text."""
 
     @abstractmethod
     def _begin(self) -> Iterator[Event]:
@@ -275,32 +272,30 @@ class Translation(ABC):
                 yield from self._end(choice)
 
     def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return an event's data."""
         return {"type": kind, **fields}
 
     def _add(self, message: AnswerMessage, finish_reason: str | None) -> Iterator[Event]:
         """Add a chat's message or delta, complete the last item if the chat is finished, and yield the events."""
         if content := message.get("content"):
             if not self._is_in_text:
-                yield from self._append(self._text_item(), is_text=True)
+                yield from self._append(None)
             yield self._add_piece(content)
         for call in message.get("tool_calls", ()):
-            function = call["function"]
-            if "name" in function:
-                yield from self._append(self._call_item(call["id"], function["name"]), is_text=False)
-            if function["arguments"]:
-                yield self._add_piece(function["arguments"])
+            if "name" in call["function"]:
+                yield from self._append(call)
+            if arguments := call["function"]["arguments"]:
+                yield self._add_piece(arguments)
         if finish_reason is not None:
             if not self.items and self.is_never_empty:
-                yield from self._append(self._text_item(), is_text=True)
+                yield from self._append(None)
             yield from self._end_last("completed" if finish_reason in ("stop", "tool_calls") else "incomplete")
 
-    def _append(self, item: dict[str, Any], *, is_text: bool) -> Iterator[Event]:
+    def _append(self, call: dict[str, Any] | None) -> Iterator[Event]:
         """Complete the last item and add another one."""
         yield from self._end_last("completed")
-        self.items.append(item)
-        self._pieces, self._is_in_text = [], is_text
-        yield from self._begin_item(item)
+        self.items.append(self._new_item(call))
+        self._pieces, self._is_in_text = [], call is None
+        yield from self._begin_item(self.items[-1])
 
     def _end_last(self, status: str) -> Iterator[Event]:
         if self.items:

@@ -222,11 +222,11 @@ class _MessagesTranslation(Translation):
         head: Block = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
         yield "message_start", {"message": {**head, "usage": self._counts()}}
 
-    def _text_item(self) -> Block:
-        return {"type": "text", "text": ""}
-
-    def _call_item(self, call_id: str, name: str) -> Block:
-        return {"type": "tool_use", "id": f"toolu_{call_id.removeprefix('call_')}", "name": name, "input": {}}
+    def _new_item(self, call: Block | None) -> Block:
+        if call is None:
+            return {"type": "text", "text": ""}
+        call_id, name = f"toolu_{call['id'].removeprefix('call_')}", call["function"]["name"]
+        return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
 
     def _begin_item(self, item: Block) -> Iterator[Event]:
         yield "content_block_start", {"index": len(self.items) - 1, "content_block": item}

@@ -6,9 +6,10 @@ import asyncio
 import gc
 import logging
 import math
+import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from types import FrameType
@@ -34,8 +35,8 @@ from nanovllm.serve.errors import ApiError, api_error, error_response, validatio
 from nanovllm.serve.limits import Connection, ConnectionPool, Guard, give_back_memory
 from nanovllm.serve.logs import RequestLogs, log_refusal
 from nanovllm.serve.protocol import MOST_PROMPTS
-from nanovllm.serve.service import Service, SharedServer
-from nanovllm.serve.settings import Counted, ServeSettings
+from nanovllm.serve.service import Service
+from nanovllm.serve.settings import Counted, ServeSettings, SharedServer
 
 _logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.0005
@@ -119,9 +120,13 @@ def _answered(error: Exception, scope: Scope, service: Service) -> ApiError:
 
 
 def run_server(
-    llm: ModelClient, settings: ServeSettings, max_connections: int, shared: SharedServer | None = None
-) -> int:
-    """Serve until SIGINT or SIGTERM, or until the engine fails if settings say so; return the exit code."""
+    llm: ModelClient, settings: ServeSettings, max_connections: int,
+    shared: SharedServer | None = None, on_ready: Callable[[], None] | None = None,
+) -> int:  # fmt: skip
+    """Serve until SIGINT or SIGTERM, or until the engine fails if settings say so; return the exit code.
+
+    `on_ready` is called once the server answers, instead of printing its address.
+    """
     # At least the largest allowed request; texts to compare are two lists.
     most_pending = settings.max_requests * max(settings.max_outputs, 2 * MOST_PROMPTS)
     llm.input_processor.constraints.grammars.bound(compiles_here=llm.engine_client.engine.is_in_process)
@@ -133,8 +138,8 @@ def run_server(
     # Loaded objects stay alive: collecting garbage among them would block the event loop.
     gc.collect()
     gc.freeze()
-    server = _Server(_uvicorn_config(app, settings, pool), service, shared)
-    server.run(None if shared is None else [shared.listener])
+    server = _Server(_uvicorn_config(app, settings, pool), service, on_ready)
+    server.run(None if shared is None else [socket.socket(fileno=shared.listener)])
     return server.exit_code
 
 
@@ -158,18 +163,16 @@ def _uvicorn_config(app: ASGIApp, settings: ServeSettings, pool: ConnectionPool)
 class _Server(uvicorn.Server):
     """A uvicorn server that prints its address and honours the grace period and `exit_when_engine_fails`."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, shared: SharedServer | None) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None] | None) -> None:
         super().__init__(config)
-        self._service, self._shared = service, shared
+        self._service, self._on_ready = service, on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self.exit_code = 0
 
     async def startup(self, sockets: Any = None) -> None:
-        await _warm_up(self.config.app, self._service.settings)
         await super().startup(sockets)
-        if self._shared is not None:
-            # The supervisor prints the address.
-            self._shared.on_ready()
+        if self._on_ready is not None:
+            self._on_ready()
             return
         scheme = "https" if self.config.is_ssl else "http"
         for name in (listening.getsockname() for server in self.servers for listening in server.sockets):
@@ -212,30 +215,3 @@ class _Server(uvicorn.Server):
             _logger.warning("cutting %d connections, which have not ended", len(left))
         for connection in left:
             connection.transport.abort()
-
-
-async def _warm_up(app: Any, settings: ServeSettings) -> None:
-    """Answer a dummy request, since the first one imports modules and builds tables, for about 20 ms."""
-    key, path = settings.api_key[0] if settings.api_key else "", "/detokenize"
-    headers = {
-        "content-type": "application/json",
-        "host": settings.trusted_hosts[0].replace("*", "a"),
-        "authorization": f"Bearer {key}",
-    }
-    scope: dict[str, Any] = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST",
-        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "",
-        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-    }  # fmt: skip
-    messages, statuses = [{"type": "http.request", "body": b'{"tokens": []}', "more_body": False}], list[int]()
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop() if messages else await asyncio.Future()
-
-    async def send(message: dict[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            statuses.append(message["status"])
-
-    await app(scope, receive, send)
-    if statuses != [200]:
-        raise RuntimeError(f"the server answered its own request with {statuses}")

@@ -13,7 +13,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.errors import answers
 from nanovllm.serve.openai_format import (
-    ENDPOINTS,
     AnswerMessage,
     ChatChoice,
     ChatCompletion,
@@ -46,7 +45,7 @@ async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = Fa
     `cuts_output`: whether `max_tokens` may exceed the model's room and is reduced to it.
     """
     service.check_model(body.model)
-    options, given = answer_options(service, body), service.sampling_params(body, ENDPOINTS["/v1/chat/completions"])
+    options, given = answer_options(service, body), service.sampling_params(body)
     max_tokens = None if cuts_output else body.max_completion_tokens or body.max_tokens
     template = service.template(body, options.template_tools())
     params = options.constrain(given)

@@ -16,7 +16,6 @@ from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.errors import ERRORS, answers
 from nanovllm.serve.openai_format import (
-    ENDPOINTS,
     SAMPLING_FIELDS,
     Completion,
     ShownTokens,
@@ -49,7 +48,7 @@ async def completions(body: CompletionBody, service: ServiceDep) -> Response:
 def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     if not _shows_output(body):
         body = body.model_copy(update={"max_tokens": 1})
-    params = service.sampling_params(body, ENDPOINTS["/v1/completions"])
+    params = service.sampling_params(body)
     num_answers = body.n or 1
     if body.best_of is not None and body.best_of != num_answers:
         if body.best_of < num_answers or body.stream:

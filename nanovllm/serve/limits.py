@@ -14,7 +14,8 @@ import hmac
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,7 @@ _MAX_VALUES = 2**18
 _DISCARD_SECONDS = 1.0
 _BEGIN_AT_ONCE = 8
 """Maximum requests started in one turn of the event loop, so that hundreds at once do not block it."""
-_TRIM_SECONDS = 5.0
-_MAX_TRIM_PAUSE = 64
-"""Maximum periods of `_TRIM_SECONDS` between two attempts."""
+_TRIM_SECONDS, _MAX_TRIM_SECONDS = 5.0, 320.0
 _MIN_GROWTH_BYTES = 64 * 2**20
 _STATM = Path("/proc/self/statm")
 
@@ -360,41 +359,36 @@ class Guard:
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         # A client that is still sending when the connection closes would not see the answer.
-        await self._discard(receive)
+        with anyio.move_on_after(_DISCARD_SECONDS), suppress(ClientDisconnect):
+            async for _ in _parts(receive, self._settings.max_body_bytes * _DISCARD_FACTOR):
+                pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _discard(self, receive: Receive) -> None:
-        """Read and drop a body, up to limits of time and size."""
-        size, more = 0, True
-        with anyio.move_on_after(_DISCARD_SECONDS):
-            while more and size <= self._settings.max_body_bytes * _DISCARD_FACTOR:
-                message = await receive()
-                size += len(message.get("body", b""))
-                more = message.get("more_body", False)
-
     async def _read_body(self, receive: Receive) -> bytes:
-        most = self._settings.max_body_bytes
-        parts: list[bytes] = []
-        size, more = 0, True
+        most, seconds = self._settings.max_body_bytes, self._settings.max_read_seconds
         try:
-            with anyio.fail_after(self._settings.max_read_seconds):
-                while more and size <= most:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientDisconnect
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    more = message.get("more_body", False)
+            with anyio.fail_after(seconds):
+                body = b"".join([part async for part in _parts(receive, most)])
         except TimeoutError as error:
-            seconds = self._settings.max_read_seconds
             raise ApiError(408, f"the body did not arrive within {seconds} s (max_read_seconds)") from error
-        if size > most:
+        if len(body) > most:
             raise ApiError(413, f"the body is over max_body_bytes={most}")
-        body = b"".join(parts)
         # Count quotes outside of strings, and all brackets.
         if body.count(b'"') - body.count(b'\\"') + body.count(b"[") + body.count(b"{") > _MAX_VALUES:
             raise ApiError(413, f"the body has more than {_MAX_VALUES} quotes and brackets")
         return body
+
+
+async def _parts(receive: Receive, most: int) -> AsyncIterator[bytes]:
+    """Yield the parts of a body until they are over `most` bytes."""
+    size, more = 0, True
+    while more and size <= most:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part: bytes = message.get("body", b"")
+        yield part
+        size, more = size + len(part), message.get("more_body", False)
 
 
 async def give_back_memory() -> None:
@@ -406,21 +400,17 @@ async def give_back_memory() -> None:
     trim = None if os.name == "nt" else getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None or not _STATM.exists():
         return
-    least = _resident_bytes()
-    pause = left = 1
+    least, pause = _resident_bytes(), _TRIM_SECONDS
     while True:
-        await asyncio.sleep(_TRIM_SECONDS)
+        await asyncio.sleep(pause)
         resident = _resident_bytes()
         least = min(least, resident)
         if resident <= least + _MIN_GROWTH_BYTES:
-            pause = left = 1
+            pause = _TRIM_SECONDS
             continue
-        left -= 1
-        if not left:
-            # Takes about 0.1 s, without the interpreter's lock.
-            await to_thread.run_sync(trim, 0)
-            # Memory in use now may be freed later without notice.
-            pause = left = min(2 * pause, _MAX_TRIM_PAUSE)
+        # Takes about 0.1 s, without the interpreter's lock. Memory in use now may be freed later without notice.
+        await to_thread.run_sync(trim, 0)
+        pause = min(2 * pause, _MAX_TRIM_SECONDS)
 
 
 def _resident_bytes() -> int:

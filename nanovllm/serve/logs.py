@@ -11,7 +11,6 @@ import re
 import traceback
 from collections.abc import Collection
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -25,36 +24,26 @@ _VALID_ID = re.compile(rb"[!-~]{1,128}")
 _MOST_CHARACTERS = 500
 
 
-@dataclass(frozen=True)
-class _LoggedRequest:
-    """A request, together with the API's paths without parameters."""
-
-    id: str
-    scope: Scope
-    paths: Collection[str]
-
-    @property
-    def path(self) -> str:
-        """The path if it is one of the API's, else the route's: clients can send anything."""
-        path: str = self.scope["path"].removeprefix(self.scope["root_path"])
-        return path if path in self.paths else getattr(self.scope.get("route"), "path", "-")
+_current: ContextVar[Scope | None] = ContextVar("request", default=None)
 
 
-_current: ContextVar[_LoggedRequest | None] = ContextVar("request", default=None)
+def _known_path(scope: Scope) -> str:
+    """Return the path if it is one of the API's, else the route's: clients can send anything."""
+    path: str = scope["path"].removeprefix(scope["root_path"])
+    return path if path in scope.get("known_paths", ()) else getattr(scope.get("route"), "path", "-")
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:
-    current = _current.get()
-    record.request_id = "-" if current is None else current.id
+    record.request_id = (_current.get() or {}).get("request_id", "-")
     return True
 
 
 def _replace_path(record: logging.LogRecord) -> bool:
     """Replace path and query in uvicorn's access log."""
-    current = _current.get()
-    if current is not None and isinstance(record.args, tuple):
+    scope = _current.get()
+    if scope is not None and isinstance(record.args, tuple):
         client, method, _, *others = record.args
-        record.args = client, method, current.path, *others
+        record.args = client, method, _known_path(scope), *others
     return True
 
 
@@ -79,10 +68,10 @@ def log_config(access_log: bool, log_requests: bool = False) -> dict[str, Any]:
 def log_refusal(scope: Scope, error: ApiError) -> None:
     """Log that a request gets an error, without its message and subfields, which may quote the client."""
     level = logging.ERROR if error.status >= 500 else logging.WARNING
-    current, field = _current.get(), re.match(r"\w*", error.param or "")
-    path, what = "-" if current is None else current.path, error.code or error.kind
+    field, what = re.match(r"\w*", error.param or ""), error.code or error.kind
     what += f" ({field[0]})" if field and field[0] else ""
-    _logger.log(level, "%s %s from %s: %d %s", scope["method"], path, scope.get("client"), error.status, what)
+    path, client = _known_path(scope), scope.get("client")
+    _logger.log(level, "%s %s from %s: %d %s", scope["method"], path, client, error.status, what)
 
 
 def one_line(text: str) -> str:
@@ -112,7 +101,8 @@ class RequestLogs:
                 message = {**message, "headers": [*message["headers"], (b"x-request-id", request_id)]}
             await send(message)
 
-        token = _current.set(_LoggedRequest(request_id.decode(), scope, self._paths))
+        scope.update(request_id=request_id.decode(), known_paths=self._paths)
+        token = _current.set(scope)
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:

@@ -12,7 +12,6 @@ import asyncio
 import faulthandler
 import logging
 import logging.config
-import mmap
 import os
 import shutil
 import signal
@@ -23,10 +22,10 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing import Pipe
@@ -38,7 +37,7 @@ from nanovllm.client.engine_process import EngineProcesses
 from nanovllm.config import Config
 from nanovllm.engine.request import RequestSeeds
 from nanovllm.serve.logs import log_config
-from nanovllm.serve.settings import ServerCounts, ServeSettings
+from nanovllm.serve.settings import ServerCounts, ServeSettings, SharedServer
 from nanovllm.utils.display import install_hint
 from nanovllm.utils.flags import flag_values, user_errors
 from nanovllm.utils.host import num_gpus
@@ -48,6 +47,7 @@ from nanovllm.utils.processes import PythonProcess, describe_exit, end_with_pare
 _logger = logging.getLogger(__name__)
 _READY = "ready"
 """Message of a front end that is ready."""
+_NO_START = "nanovllm serve: error: a front end could not be started"
 _POLL_SECONDS = 0.05
 _START_SECONDS = 300.0
 _EXTRA_SECONDS = 3.0
@@ -101,25 +101,6 @@ def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
     if config.device == "auto" and not torch.cuda.is_available():
         print("nanovllm serve: no GPU was found; the model runs on the CPU, slowly", file=sys.stderr)
     return partial(run_server, llm, settings, raise_descriptor_limit(settings.max_connections))
-
-
-@dataclass(frozen=True)
-class FrontEndPlan:
-    """The first message to a front end; `listener` and `counts` are descriptors of its socket and of `ServerCounts`.
-
-    `number`: number of front ends started before it, including replaced ones; `created`: see `Service`.
-    """
-
-    config: Config
-    settings: ServeSettings
-    folder: str
-    index: int
-    size: int
-    number: int
-    listener: int
-    counts: int
-    metrics_folder: str
-    created: int
 
 
 class FrontEndProcess(PythonProcess):
@@ -176,10 +157,7 @@ class FrontEnds:
         """Serve until SIGINT or SIGTERM, which is re-raised, or a failure; return the exit code."""
         before = {number: signal.signal(number, self._note_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            code = self._wait_for_all()
-            if code is None:
-                self._announce()
-                code = self._watch()
+            code = self._watch()
         finally:
             self._stop_front_ends(self._settings.grace_seconds + _EXTRA_SECONDS)
             self._engines.exit()
@@ -200,16 +178,16 @@ class FrontEnds:
         """Start a front end with its own socket, which then waits for `_connect`."""
         control, other = Pipe()
         listener = _bound(*self._place.getsockname()[:2])
-        plan = FrontEndPlan(
-            self._config, self._settings, self._folder, index, self._size, self._num_started,
-            listener.fileno(), self._memory.fileno(), self._metrics_folder, self._created,
+        shared = SharedServer(
+            self._folder, listener.fileno(), self._memory.fileno(), index, self._num_started, self._metrics_folder,
+            self._created,
         )  # fmt: skip
         self._num_started += 1
         with other, listener:
-            descriptors = [other.fileno(), listener.fileno(), self._memory.fileno()]
             arguments, title = (other.fileno(), os.getpid()), f"nanovllm front end {index}"
+            descriptors = [other.fileno(), shared.listener, shared.counts]
             process = start_python("nanovllm.serve.main", "run_front_end", arguments, title, descriptors)
-        control.send(plan)
+        control.send((self._config, self._settings, shared))
         return FrontEndProcess(process, control)
 
     def _connect(self, front_end: FrontEndProcess) -> None:
@@ -230,20 +208,6 @@ class FrontEnds:
             front_end.stop(deadline - time.monotonic())
         shutil.rmtree(self._metrics_folder, ignore_errors=True)
 
-    def _wait_for_all(self) -> int | None:
-        """Wait until all front ends are ready; return an exit code if one exits before, or on a signal."""
-        deadline = time.monotonic() + _START_SECONDS
-        while not all(front_end.is_ready for front_end in self._front_ends):
-            if self._signal is not None:
-                return 0
-            if time.monotonic() > deadline or any(f.exit_code is not None for f in self._front_ends):
-                print("nanovllm serve: error: a front end could not be started", file=sys.stderr)
-                return 1
-            for front_end in self._front_ends:
-                front_end.poll_ready()
-            time.sleep(_POLL_SECONDS)
-        return None
-
     def _announce(self) -> None:
         name, port = self._place.getsockname()[:2]
         scheme = "https" if self._settings.ssl_certfile else "http"
@@ -254,6 +218,7 @@ class FrontEnds:
 
     def _watch(self) -> int:
         """Restart front ends and report exited engines to them, until a signal; return the exit code."""
+        deadline, is_announced = time.monotonic() + _START_SECONDS, False
         while self._signal is None:
             for engine in self._engines.all:
                 if engine.has_ended() and engine.index not in self._ended_engines:
@@ -266,6 +231,12 @@ class FrontEnds:
                 front_end.poll_ready()
                 if (code := front_end.exit_code) is not None and not self._restart(index, code, is_lost):
                     return 1
+            if not is_announced and all(front_end.is_ready for front_end in self._front_ends):
+                is_announced = True
+                self._announce()
+            elif not is_announced and time.monotonic() > deadline:
+                print(_NO_START, file=sys.stderr)
+                return 1
             time.sleep(_POLL_SECONDS)
         return 0
 
@@ -281,8 +252,9 @@ class FrontEnds:
         """Restart a front end, and return whether the server can continue."""
         ended = self._front_ends[index]
         _logger.error("front end %d %s", index, describe_exit(code))
+        if not ended.is_ready:
+            print(_NO_START, file=sys.stderr)
         if is_lost or not ended.is_ready:
-            # There is no engine left, or the front end failed at its last start.
             return False
         ended.control.close()
         size = ServerCounts.size(1)
@@ -309,23 +281,17 @@ def _bound(host: str, port: int) -> socket.socket:
 class EngineCauses:
     """Causes of engine exits, as reported to a front end by the supervisor."""
 
-    def __init__(self, control: Connection, engines: Iterable[int]) -> None:
-        self._texts = dict.fromkeys(engines, "the engine's process has exited")
-        self._known = {index: threading.Event() for index in self._texts}
-        threading.Thread(target=self._read, args=(control,), name="nanovllm-control", daemon=True).start()
+    def __init__(self, control: Connection) -> None:
+        self._control, self._lock = control, threading.Lock()
+        self._texts: dict[int, str] = {}
 
     def text(self, index: int) -> str:
         """Return the cause of an engine's exit."""
-        self._known[index].wait(_CAUSE_SECONDS)
-        return self._texts[index]
-
-    def _read(self, control: Connection) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                index, text = control.recv()
-                if index in self._texts:
-                    self._texts[index] = text
-                    self._known[index].set()
+        with self._lock, suppress(EOFError, OSError):
+            while index not in self._texts and self._control.poll(_CAUSE_SECONDS):
+                ended, text = self._control.recv()
+                self._texts[ended] = text
+        return self._texts.get(index, "the engine's process has exited")
 
 
 def run_front_end(descriptor: int, parent: int) -> None:
@@ -333,19 +299,19 @@ def run_front_end(descriptor: int, parent: int) -> None:
     faulthandler.enable()
     control = Connection(descriptor)
     try:
-        plan: FrontEndPlan = control.recv()
+        config, settings, shared = control.recv()
     except EOFError:
         return
-    end_with_parent(parent, partial(shutil.rmtree, plan.metrics_folder, ignore_errors=True))
+    end_with_parent(parent, partial(shutil.rmtree, shared.metrics_folder, ignore_errors=True))
     # The engines print these messages.
     warnings.filterwarnings("ignore", "max_model_len=.* is capped")
     # Prometheus' client reads it at import.
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = plan.metrics_folder
-    logging.config.dictConfig(log_config(plan.settings.access_log, plan.settings.log_requests))
-    sys.exit(_answer(plan, control))
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = shared.metrics_folder
+    logging.config.dictConfig(log_config(settings.access_log, settings.log_requests))
+    sys.exit(_answer(config, settings, shared, control))
 
 
-def _answer(plan: FrontEndPlan, control: Connection) -> int:
+def _answer(config: Config, settings: ServeSettings, shared: SharedServer, control: Connection) -> int:
     """Start while the engines load, then serve; return the exit code."""
     # These import torch and Prometheus' client.
     from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
@@ -353,23 +319,20 @@ def _answer(plan: FrontEndPlan, control: Connection) -> int:
     from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.serve.app import run_server  # noqa: PLC0415
     from nanovllm.serve.limits import raise_descriptor_limit  # noqa: PLC0415
-    from nanovllm.serve.service import SharedServer  # noqa: PLC0415
 
     # The engines report problems with the model.
-    reading = ThreadPoolExecutor(1).submit(read_model_files, replace(plan.config, model=plan.folder))
+    reading = ThreadPoolExecutor(1).submit(read_model_files, replace(config, model=shared.model_folder))
     try:
         engines: list[int] = control.recv()
         connections = [Connection(recv_handle(control)) for _ in engines]
     except EOFError:
         # The engines failed to start, which the supervisor reports.
         return 1
-    causes = EngineCauses(control, engines)
+    causes = EngineCauses(control)
     # Requests without a seed get different noise on each front end.
-    seeds = RequestSeeds(plan.config.seed, first=plan.number << 40)
+    seeds = RequestSeeds(config.seed, first=shared.number << 40)
     exit_texts = [partial(causes.text, index) for index in engines]
-    engine = ReplicatedEngine(plan.config, connections, exit_texts, lambda: None)
-    llm = ModelClient(plan.config, over_replicas(engine, reading.result(), seeds))
-    counts = ServerCounts(mmap.mmap(plan.counts, ServerCounts.size(plan.size)), plan.index)
-    listener, on_ready = socket.socket(fileno=plan.listener), partial(control.send, _READY)
-    place = SharedServer(listener, on_ready, counts, plan.metrics_folder, plan.created)
-    return run_server(llm, plan.settings, raise_descriptor_limit(plan.settings.max_connections), place)
+    engine = ReplicatedEngine(config, connections, exit_texts, lambda: None)
+    llm = ModelClient(config, over_replicas(engine, reading.result(), seeds))
+    max_connections = raise_descriptor_limit(settings.max_connections)
+    return run_server(llm, settings, max_connections, shared, partial(control.send, _READY))

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from nanovllm.engine.stats import Histogram as StepHistogram
 from nanovllm.engine.stats import StepHistograms
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 _GAUGES = {
@@ -112,26 +112,22 @@ class Metrics(Collector):
         self._requests.labels(**self._labels, finished_reason=output.outputs[0].finish_reason).inc()
         if num_tokens is None:
             num_tokens = max(len(completion.token_ids) for completion in output.outputs)
-        num_prompt_tokens, times = len(output.prompt_token_ids), output.metrics
+        num_prompt_tokens, times = len(output.prompt_token_ids), output.metrics or RequestMetrics(0.0)
+        queue, first, total = times.queue_time, times.time_to_first_token, times.total_time
+        decode = _difference(total, first)
+        per_token = None if decode is None or num_tokens < 2 else decode / (num_tokens - 1)
         self._observe(
             request_prompt_tokens=num_prompt_tokens,
             request_prefill_kv_computed_tokens=num_prompt_tokens - output.num_cached_tokens,
             request_generation_tokens=num_tokens,
             request_max_num_generation_tokens=num_tokens,
-        )
-        if times is None:
-            return
-        queue, first, total = times.queue_time, times.time_to_first_token, times.total_time
-        self._observe(
-            request_queue_time_seconds=queue, time_to_first_token_seconds=first, e2e_request_latency_seconds=total
-        )
-        if queue is None or first is None or total is None:
-            return
-        self._observe(
-            request_prefill_time_seconds=first - queue,
-            request_decode_time_seconds=total - first,
-            request_inference_time_seconds=total - queue,
-            request_time_per_output_token_seconds=(total - first) / (num_tokens - 1) if num_tokens > 1 else None,
+            request_queue_time_seconds=queue,
+            time_to_first_token_seconds=first,
+            e2e_request_latency_seconds=total,
+            request_prefill_time_seconds=_difference(first, queue),
+            request_decode_time_seconds=decode,
+            request_inference_time_seconds=_difference(total, queue),
+            request_time_per_output_token_seconds=per_token,
         )
 
     def observe_params(self, params: SamplingParams) -> None:
@@ -202,3 +198,7 @@ class Metrics(Collector):
         family = HistogramMetricFamily(name, text, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), buckets, histogram.total)
         return family
+
+
+def _difference(end: float | None, begin: float | None) -> float | None:
+    return None if end is None or begin is None else end - begin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -104,41 +104,19 @@ LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks, as in OpenAI's API."""
 
 
-@dataclass(frozen=True)
-class Endpoint:
-    """An endpoint of OpenAI: its field with messages or prompt, fields that only it has, defaults unlike ours."""
-
-    content: str
-    own_fields: Collection[str] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_chat(self) -> bool:
-        """Whether the endpoint answers messages."""
-        return self.content == "messages"
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Names of fields other than the content and our sampling parameters."""
-        return frozenset({*self.own_fields, *_SHARED, *_NEUTRAL})
-
-
-ENDPOINTS = {
-    "/v1/chat/completions": Endpoint(
-        "messages",
-        (
-            "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls", "reasoning_effort",
-            "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
-            "separate_reasoning",
-        ),
-    ),
-    "/v1/completions": Endpoint("prompt", defaults={"max_tokens": 16}),
-}  # fmt: skip
+COMPLETION_FIELDS = {"prompt", *_SHARED, *_NEUTRAL, *SAMPLING_FIELDS}
+CHAT_FIELDS = {
+    "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
+    "reasoning_effort", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message", "separate_reasoning", *COMPLETION_FIELDS,
+} - {"prompt"}  # fmt: skip
+ENDPOINTS = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_FIELDS}
 
 
 def request_params(
-    body: Mapping[str, Any], endpoint: Endpoint,
-    *, recommended: Mapping[str, Any], chosen: Mapping[str, Any] | None = None, supported: Collection[str] = (),
+    body: Mapping[str, Any],
+    *, is_chat: bool, recommended: Mapping[str, Any], chosen: Mapping[str, Any] | None = None,
+    supported: Collection[str] = (),
 ) -> SamplingParams:  # fmt: skip
     """Return a request's sampling parameters; ValueError if one is out of range or not supported.
 
@@ -156,12 +134,13 @@ def request_params(
         if structured is not None and "structured_outputs" in given:
             raise ValueError("response_format and structured_outputs exclude each other")
         given |= {} if structured is None else {"structured_outputs": structured}
-    if endpoint.is_chat:
+    if is_chat:
         wanted = given.pop("logprobs", False)
         if not isinstance(wanted, bool) or (body.get("top_logprobs") and not wanted):
             raise ValueError("top_logprobs needs logprobs to be true, and logprobs is true or false")
         given |= {"logprobs": body.get("top_logprobs", 0)} if wanted else {}
-    values = {"max_tokens": None, **recommended, **endpoint.defaults, **(chosen or {}), **given}
+    default = {} if is_chat else {"max_tokens": 16}
+    values = {"max_tokens": None, **recommended, **default, **(chosen or {}), **given}
     seed = values.get("seed")
     if isinstance(seed, int) and not isinstance(seed, bool) and seed != -1:
         # Seeds are signed in the API.

@@ -191,12 +191,12 @@ class _ResponseTranslation(Translation):
         for kind in ("response.created", "response.in_progress"):
             yield kind, {"response": json.loads(self._begun)}
 
-    def _text_item(self) -> dict[str, Any]:
-        head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
-        return {**head, "status": "in_progress", "content": []}
-
-    def _call_item(self, call_id: str, name: str) -> dict[str, Any]:
-        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call_id, "name": name}
+    def _new_item(self, call: dict[str, Any] | None) -> dict[str, Any]:
+        if call is None:
+            head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
+            return {**head, "status": "in_progress", "content": []}
+        name = call["function"]["name"]
+        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call["id"], "name": name}
         return {**head, "arguments": "", "status": "in_progress"}
 
     def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import socket
+import mmap
 import time
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
 import torch
 from fastapi import APIRouter, Depends
@@ -33,9 +34,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import ApiError, parse_json, sent_names
 from nanovllm.serve.logs import one_line
 from nanovllm.serve.metrics import Metrics
-from nanovllm.serve.openai_format import Endpoint, ShownTokens, request_params, template_values
+from nanovllm.serve.openai_format import ShownTokens, request_params, template_values
 from nanovllm.serve.protocol import MOST_CHOICES, ChatBody, ChatMessage, SamplingBody, TokenizeBody
-from nanovllm.serve.settings import ServerCounts, ServeSettings
+from nanovllm.serve.settings import ServerCounts, ServeSettings, SharedServer
 from nanovllm.tasks.ranking import Judge, cosines, embeddings, rank_method, text_pairs
 from nanovllm.text.answers import AnswerFormat
 from nanovllm.text.chat_template import one_conversation, render_text, template_options
@@ -47,16 +48,6 @@ _CONTENTS = {"messages", "prompt", "tools", "documents", "chat_template_kwargs"}
 _TEMPLATE_FIELDS = {"chat_template_kwargs", "documents", "reasoning_effort"}
 Template = Callable[[list[ChatMessage]], str]
 Result = TypeVar("Result")
-
-
-class SharedServer(NamedTuple):
-    """A front end's part in a server of several, which began at `created`; `on_ready` is called once it is ready."""
-
-    listener: socket.socket
-    on_ready: Callable[[], None]
-    counts: ServerCounts
-    metrics_folder: str
-    created: int
 
 
 class Service:
@@ -77,8 +68,11 @@ class Service:
         self.model = self.names[0]
         # vLLM's clients use the model's name as given on the command line.
         self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
-        self.counts = ServerCounts() if shared is None else shared.counts
-        self.created = int(time.time()) if shared is None else shared.created
+        self.counts = ServerCounts()
+        self.created, folder = int(time.time()), None
+        if shared is not None:
+            self.counts = ServerCounts(mmap.mmap(shared.counts, 0), shared.index)
+            self.created, folder = shared.created, shared.metrics_folder
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,
@@ -86,7 +80,6 @@ class Service:
             "enable_prefix_caching": self.config.enable_prefix_caching,
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }
-        folder = None if shared is None else shared.metrics_folder
         self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.step_histograms, folder)
         self.chat_template = settings.template_text()
         settled = f"{nanovllm.__version__} {self.config}"
@@ -110,12 +103,13 @@ class Service:
             message = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
             raise ApiError(404, message, "model", code="model_not_found")
 
-    def sampling_params(self, body: SamplingBody, endpoint: Endpoint) -> SamplingParams:
+    def sampling_params(self, body: SamplingBody) -> SamplingParams:
         """Return a request's sampling parameters; ValueError if a value is out of range or not supported."""
         if body.stream and body.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot be streamed")
         given = body.model_dump(exclude=_CONTENTS, exclude_none=True, by_alias=True)
-        return request_params(given, endpoint, recommended=self._defaults, supported=_SUPPORTED)
+        is_chat = isinstance(body, ChatBody)
+        return request_params(given, is_chat=is_chat, recommended=self._defaults, supported=_SUPPORTED)
 
     def shown_tokens(self, body: SamplingBody) -> ShownTokens:
         """Return a request's options for showing tokens."""
@@ -281,16 +275,15 @@ class Service:
 
     async def read(self, streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Yield new parts of all streams, each with its stream's index."""
-        counts: dict[tuple[int, int], int] = {}
+        counts: Counter[tuple[int, int]] = Counter()
         num_finished = 0
         try:
             async for index, output in _merged(streams):
                 for choice in output.outputs:
-                    counts[index, choice.index] = counts.get((index, choice.index), 0) + len(choice.token_ids)
+                    counts[index, choice.index] += len(choice.token_ids)
                 if output.finished:
                     num_finished += 1
-                    own = (counts[index, choice.index] for choice in output.outputs)
-                    self._observe(output, max(own, default=0))
+                    self._observe(output, max(counts[index, choice.index] for choice in output.outputs))
                 yield index, output
         except (GeneratorExit, asyncio.CancelledError):
             self.metrics.count_aborted(len(streams) - num_finished)
@@ -371,9 +364,12 @@ class _JsonRequest(HttpRequest):
 
 
 class BodyRoute(APIRoute):
-    """A route whose requests drop their cached body before a streamed answer ends; `names`: see `sent_names`."""
+    """A route whose requests drop their cached body before a streamed answer ends; `names`: see `sent_names`.
 
-    is_limited = False
+    Unless `is_limited` is false, they end when their client disconnects or a time limit passes before a stream begins.
+    """
+
+    is_limited = True
     names: Mapping[str, Sequence[str]] = {}
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
@@ -392,12 +388,6 @@ class BodyRoute(APIRoute):
         return answer
 
 
-class LimitedRoute(BodyRoute):
-    """A route whose requests end when their client disconnects or a time limit passes, before a stream begins."""
-
-    is_limited = True
-
-
 async def _service(request: HttpRequest) -> Service:
     return cast(Service, request.app.state.service)
 
@@ -408,5 +398,5 @@ ServiceDep = Annotated[Service, Depends(_service)]
 def make_router(**api_names: Sequence[str]) -> APIRouter:
     """Return a router of requests with limits; `api_names`: see `sent_names`."""
     # A class, since FastAPI makes an included router's routes anew by their type.
-    route: Any = type("NamedRoute", (LimitedRoute,), {"names": api_names})
+    route: Any = type("NamedRoute", (BodyRoute,), {"names": api_names})
     return APIRouter(route_class=route)

@@ -194,6 +194,23 @@ class Counted(IntEnum):
     PENDING = 2
 
 
+@dataclass(frozen=True)
+class SharedServer:
+    """A front end's part, at `index`, in a server of several that began at `created`.
+
+    `listener` and `counts`: descriptors of its socket and of the memory of all `ServerCounts`; `number`: how many
+    front ends started before it, including replaced ones.
+    """
+
+    model_folder: str
+    listener: int
+    counts: int
+    index: int
+    number: int
+    metrics_folder: str
+    created: int
+
+
 class ServerCounts:
     """Counts of all front ends, for limits of the whole server, in shared memory.
 

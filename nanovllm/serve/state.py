@@ -103,7 +103,11 @@ async def _refuse_pages(request: Request) -> None:
         raise ApiError(403, "a web page cannot control the engine")
 
 
-control = APIRouter(route_class=BodyRoute, dependencies=[Depends(_refuse_pages)], responses=ERRORS)
+class _ControlRoute(BodyRoute):
+    is_limited = False
+
+
+control = APIRouter(route_class=_ControlRoute, dependencies=[Depends(_refuse_pages)], responses=ERRORS)
 
 
 @asynccontextmanager

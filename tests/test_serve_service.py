@@ -340,9 +340,9 @@ def test_ranks_are_those_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(by: RankBy) -> None:
         monkeypatch.setattr(service, "rank_method", lambda *_: by)
         body = RerankBody.model_validate({"query": query, "documents": documents})
-        results = (await rank(body, make_service(llm))).results
+        results = json.loads(bytes((await rank(body, make_service(llm))).body))["results"]
         found = [(item.index, item.score) for item in await llm.rank(query, documents, by=by)]
-        for pairs in (found, [(item.index, item.relevance_score) for item in results]):
+        for pairs in (found, [(item["index"], item["relevance_score"]) for item in results]):
             assert pairs == [(item.index, pytest.approx(item.score, abs=1e-5)) for item in expected[by]]
 
     for by in methods:

@@ -45,8 +45,6 @@ from nanovllm.utils.hub import resolve_model
 from nanovllm.utils.processes import PythonProcess, describe_exit, end_with_parent, start_python
 
 _logger = logging.getLogger(__name__)
-_READY = "ready"
-"""Message of a front end that is ready."""
 _NO_START = "nanovllm serve: error: a front end could not be started"
 _POLL_SECONDS = 0.05
 _START_SECONDS = 300.0
@@ -104,17 +102,18 @@ def _load(config: Config, settings: ServeSettings) -> Callable[[], int]:
 
 
 class FrontEndProcess(PythonProcess):
-    """A front end's process with a connection to it; `is_ready`: whether it has ever been ready."""
+    """A front end's process with a connection to it."""
 
     def __init__(self, process: subprocess.Popen[bytes], control: Connection) -> None:
         super().__init__(process)
-        self.control, self.is_ready = control, False
+        self.control, self._is_ready = control, False
 
-    def poll_ready(self) -> None:
-        """Check whether it is ready."""
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has ever been ready, which its only message says."""
         with suppress(EOFError, OSError):
-            if not self.is_ready and self.control.poll():
-                self.is_ready = self.control.recv() == _READY
+            self._is_ready = self._is_ready or (self.control.poll() and self.control.recv())
+        return self._is_ready
 
 
 class FrontEnds:
@@ -228,7 +227,6 @@ class FrontEnds:
                 _logger.error("ending, since the engine is lost")
                 return 1
             for index, front_end in enumerate(self._front_ends):
-                front_end.poll_ready()
                 if (code := front_end.exit_code) is not None and not self._restart(index, code, is_lost):
                     return 1
             if not is_announced and all(front_end.is_ready for front_end in self._front_ends):
@@ -335,4 +333,4 @@ def _answer(config: Config, settings: ServeSettings, shared: SharedServer, contr
     engine = ReplicatedEngine(config, connections, exit_texts, lambda: None)
     llm = ModelClient(config, over_replicas(engine, reading.result(), seeds))
     max_connections = raise_descriptor_limit(settings.max_connections)
-    return run_server(llm, settings, max_connections, shared, partial(control.send, _READY))
+    return run_server(llm, settings, max_connections, shared, partial(control.send, True))

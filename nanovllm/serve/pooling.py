@@ -9,9 +9,10 @@ from uuid import uuid4
 
 import torch
 from pydantic import BaseModel, Field
+from starlette.responses import Response
 
 from nanovllm.outputs import RequestOutput
-from nanovllm.serve.errors import ERRORS
+from nanovllm.serve.errors import ERRORS, JsonResponse
 from nanovllm.serve.protocol import Body, IsObject, Prompts, Text, TextOrTexts, one_of, prompt_list
 from nanovllm.serve.service import ServiceDep, make_router
 from nanovllm.tasks.ranking import ranked
@@ -63,119 +64,61 @@ class RerankBody(PoolingBody):
     return_documents: bool = True
 
 
-class PoolingUsage(BaseModel):
-    """Token counts."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
-class EmbeddingItem(BaseModel):
-    """The embedding of one prompt, as numbers or as their bytes, float32 in base64."""
-
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingAnswer(BaseModel):
-    """Embeddings in the order of the prompts."""
-
-    object: Literal["list"] = "list"
-    data: list[EmbeddingItem]
-    model: str
-    usage: PoolingUsage
-
-
-class ScoreItem(BaseModel):
-    """The score of one pair: a cosine, -1 ... 1, or a judge's probability, 0 ... 1."""
-
-    object: Literal["score"] = "score"
-    index: int
-    score: float
-
-
-class ScoreAnswer(BaseModel):
-    """Scores in the order of the pairs."""
-
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ScoreItem]
-    usage: PoolingUsage
-
-
-class RerankItem(BaseModel):
-    """A document with its index in the request."""
-
-    index: int
-    document: RerankDocument | None
-    relevance_score: float
-
-
-class RerankAnswer(BaseModel):
-    """Documents by descending relevance."""
-
-    id: str
-    model: str
-    results: list[RerankItem]
-    usage: PoolingUsage
-
-
-@router.post("/v1/embeddings", responses=ERRORS)
-async def embeddings(body: EmbeddingBody, service: ServiceDep) -> EmbeddingAnswer:
-    """Return embeddings of prompts."""
+@router.post("/v1/embeddings", response_model=None, responses=ERRORS)
+async def embeddings(body: EmbeddingBody, service: ServiceDep) -> Response:
+    """Return embeddings of prompts in their order."""
     service.check_model(body.model)
     size = service.llm.llm.model_config.hidden_size
     if body.dimensions not in (None, size):
         raise ValueError(f"dimensions={body.dimensions}: this model's embeddings have {size}")
     vectors, outputs = await service.embed(prompt_list(body.input), body.pooling, body.priority)
     data = [
-        EmbeddingItem(index=index, embedding=_encoded(vector, body.encoding_format))
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
-    return EmbeddingAnswer(data=data, model=service.model, usage=_usage(outputs))
+    return JsonResponse({"object": "list", "data": data, "model": service.model, "usage": _usage(outputs)})
 
 
 def _encoded(vector: torch.Tensor, encoding: str) -> list[float] | str:
+    """Return an embedding as numbers, or as their bytes, float32 in base64."""
     values: list[float] = vector.tolist()
     return values if encoding == "float" else base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
 
 
-@router.post("/score", responses=ERRORS)
-@router.post("/v1/score", responses=ERRORS)
-async def scores(body: ScoreBody, service: ServiceDep) -> ScoreAnswer:
-    """Return the similarity of pairs of texts, or the relevance of the second to the first."""
+@router.post("/score", response_model=None, responses=ERRORS)
+@router.post("/v1/score", response_model=None, responses=ERRORS)
+async def scores(body: ScoreBody, service: ServiceDep) -> Response:
+    """Return the scores of pairs of texts: cosines, -1 ... 1, or a judge's probabilities, 0 ... 1."""
     service.check_model(body.model)
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise ValueError(f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one or equally many")
     found, outputs = await service.relevance(first, second, body.pooling, body.priority)
-    data = [ScoreItem(index=index, score=value) for index, value in enumerate(found)]
-    return ScoreAnswer(id=f"score-{uuid4().hex}", created=int(time.time()), model=service.model, data=data,
-                       usage=_usage(outputs))  # fmt: skip
+    data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(found)]
+    head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": service.model}
+    return JsonResponse({**head, "data": data, "usage": _usage(outputs)})
 
 
-@router.post("/rerank", responses=ERRORS)
-@router.post("/v1/rerank", responses=ERRORS)
-@router.post("/v2/rerank", responses=ERRORS)
-async def rank(body: RerankBody, service: ServiceDep) -> RerankAnswer:
-    """Return documents by relevance to a query."""
+@router.post("/rerank", response_model=None, responses=ERRORS)
+@router.post("/v1/rerank", response_model=None, responses=ERRORS)
+@router.post("/v2/rerank", response_model=None, responses=ERRORS)
+async def rank(body: RerankBody, service: ServiceDep) -> Response:
+    """Return documents by descending relevance to a query, with their index in the request."""
     service.check_model(body.model)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     found, outputs = await service.relevance([body.query], texts, body.pooling, body.priority)
     results = [
-        RerankItem(
-            index=item.index,
-            document=RerankDocument(text=item.document) if body.return_documents else None,
-            relevance_score=item.score,
-        )
+        {
+            "index": item.index,
+            "document": {"text": item.document} if body.return_documents else None,
+            "relevance_score": item.score,
+        }
         for item in ranked(found, texts, body.top_n or None)
     ]
-    return RerankAnswer(id=f"rerank-{uuid4().hex}", model=service.model, results=results, usage=_usage(outputs))
+    head = {"id": f"rerank-{uuid4().hex}", "model": service.model}
+    return JsonResponse({**head, "results": results, "usage": _usage(outputs)})
 
 
-def _usage(outputs: list[RequestOutput]) -> PoolingUsage:
+def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return PoolingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}

@@ -341,7 +341,8 @@ def choose_tile(num_rows: int, num_outs: int, parts: int, num_experts: int, num_
 def choose_linear_tile(num_rows: int, num_outs: int, parts: int, num_programs: int) -> HopperTile:
     """Return the tile of a linear layer; it changes where `KernelPolicy.four_bit_rows` says."""
     most = next((rows for rows in (32, 64, 128, 256) if num_rows <= rows), MAX_HOPPER_FOUR_BIT_ROWS)
-    return choose_tile(most, num_outs, parts, 1, num_programs)
+    tile = choose_tile(most, num_outs, parts, 1, num_programs)
+    return tile._replace(ins=256) if tile.rows <= 64 and parts == 1 else tile
 
 
 def multiply_rows(

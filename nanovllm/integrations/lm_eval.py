@@ -66,7 +66,7 @@ class NanoVLLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The tokenizer's EOS."""
-        return int(self.tokenizer.eos_token_id)
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -93,12 +93,12 @@ class NanoVLLM(TemplateLM):
         if add_special_tokens is None:
             add_special_tokens = self._add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        return list(self.tokenizer.encode(string, **options))
+        return self.tokenizer.encode(string, **options)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a conversation; without `add_generation_prompt` its last message is left open."""
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
-        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options))
+        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any

@@ -99,8 +99,8 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Raise if a request is for another model."""
         if model is not None and model not in self._accepted:
-            message = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
-            raise ApiError(404, message, "model", code="model_not_found")
+            problem = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
+            raise ApiError(404, problem, "model", code="model_not_found")
 
     def sampling_params(self, body: SamplingBody) -> SamplingParams:
         """Return a request's sampling parameters; ValueError if a value is out of range or not supported."""
@@ -150,10 +150,9 @@ class Service:
         """Queue requests for all prompts, or raise a ValueError or ApiError if one is out of bounds.
 
         Args:
-            prompts: texts, lists of token ids, or conversations if there is a template.
+            prompts: texts, lists of token ids, or conversations, which `template` renders.
             params: sampling parameters of all.
             body: the request, with encoding options, priority, and whether to stream.
-            template: renders conversations.
             max_tokens: output tokens for which the model must have room; None reduces `params` to the available room.
         """
         params, priority = self._limited(params, len(prompts)), self._priority(body.priority)
@@ -205,10 +204,9 @@ class Service:
         num_tokens = len(requests) * params.n * min(params.max_tokens or longest, longest)
         count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
         count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
-        most = self.settings.max_logprobs_per_request
-        if count > most:
-            message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
-            raise ValueError(f"{message}: ask for fewer of them, or give a smaller max_tokens or n")
+        if count > (most := self.settings.max_logprobs_per_request):
+            problem = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
+            raise ValueError(f"{problem}: ask for fewer of them, or give a smaller max_tokens or n")
 
     async def outputs(self, streams: list[RequestStream]) -> list[RequestOutput]:
         """Return the complete outputs of requests, which are aborted on cancellation or if one of them fails."""

@@ -186,7 +186,7 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 44_274,
+    "lines": 44_200,
     "files": 212,
     "loaded by `import nanovllm.llm`": 10_530,
     "the core with all that it imports": 8_712,

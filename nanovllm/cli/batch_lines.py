@@ -17,6 +17,7 @@ from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.openai_format import (
     ENDPOINTS,
     LEAST_LOGPROB,
+    NEUTRAL_VALUES,
     SAMPLING_FIELDS,
     ShownTokens,
     chat_choice,
@@ -147,6 +148,9 @@ class RequestParser:
         _refuse_unknown(given, ENDPOINTS[url])
         if (name := "messages" if is_chat else "prompt") not in given:
             raise ValueError(f"body needs {name}")
+        for field_name, neutral in NEUTRAL_VALUES.items():
+            if field_name in given and given[field_name] not in neutral:
+                raise ValueError(f"{field_name}={given[field_name]!r:.80} is not supported")
         params = request_params(given, is_chat=is_chat, recommended=self._recommended, chosen=self._chosen)
         content = given.pop(name)
         if is_chat:

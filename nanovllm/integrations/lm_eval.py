@@ -65,8 +65,7 @@ class NanoVLLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The tokenizer's EOS."""
-        token_id: int = self.tokenizer.eos_token_id
-        return token_id
+        return self.tokenizer.eos_token_id
 
     @property
     def prefix_token_id(self) -> int:
@@ -93,18 +92,12 @@ class NanoVLLM(TemplateLM):
         if add_special_tokens is None:
             add_special_tokens = self._add_bos_token
         options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        token_ids: list[int] = self.tokenizer.encode(string, **options)
-        return token_ids
+        return self.tokenizer.encode(string, **options)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render a conversation; without `add_generation_prompt` its last message is left open."""
-        text: str = self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-        return text
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return self.tokenizer.apply_chat_template(chat_history, tokenize=False, **options)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
@@ -185,8 +178,7 @@ def main(arguments: list[str] | None = None) -> None:
     names_model = any(item == "-M" or item.split("=")[0] == "--model" for item in arguments)
     if not names_model and arguments[:1] not in (["ls"], ["validate"]):
         arguments += ["--model", "nanovllm"]
-    before = sys.argv
-    sys.argv = ["nanovllm eval", *arguments]
+    before, sys.argv = sys.argv, ["nanovllm eval", *arguments]
     try:
         cli_evaluate()
     finally:

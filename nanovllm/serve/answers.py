@@ -18,16 +18,16 @@ from starlette.types import Receive, Scope, Send
 from nanovllm.client.engine_thread import RequestStream
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.serve.errors import ApiError, JsonResponse, api_error, encode_json, error_body
-from nanovllm.serve.openai_format import AnswerMessage, ChatChoice, ChatCompletion, UsageCounts, usage
+from nanovllm.serve.errors import ApiError, JsonResponse, api_error, encode_json, encode_pieces, error_body
+from nanovllm.serve.openai_format import UsageCounts, chat_finish_reason, usage
 from nanovllm.serve.protocol import StreamOptions
 from nanovllm.serve.service import Service, until_disconnect
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.answers import AnswerSplitter
 
 Event = tuple[str, dict[str, Any]]
 """An event's type and other fields."""
-STREAMED = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-"""Fields of a chat whose chunks a `Translation` can process."""
+_COMPLETE = ("stop", "tool_calls")
 _LARGE_ANSWER = 10_000
 """Number of log-probabilities that takes about 20 ms to format, too long for other requests to wait."""
 _HEADERS = [
@@ -63,7 +63,19 @@ class Answer(ABC):
 
     @abstractmethod
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterable[Any]:
-        """Return new parts of a prompt's output, each as the choices of one chunk."""
+        """Return new parts of a prompt's output."""
+
+    def _first_chunks(self) -> Iterable[Any]:
+        """Return the chunks before all outputs."""
+        return ()
+
+    def _encoded(self, chunk: Any) -> bytes:
+        return _event(chunk)
+
+    def _last_events(self) -> Iterator[bytes]:
+        if self._shows_usage:
+            yield _event({**self._chunk([]), "usage": self._usage()})
+        yield b"data: [DONE]\n\n"
 
     def _usage(self) -> UsageCounts:
         counts = usage(self._num_prompt_tokens, self._num_tokens)
@@ -81,35 +93,25 @@ class Answer(ABC):
             chunk["usage"] = self._usage() if self._counts_chunks else None
         return chunk
 
-    def _first_chunks(self) -> Iterator[Any]:
-        """Yield the chunks before all outputs."""
-        yield from ()
-
-    async def chunks(self) -> AsyncIterator[Any]:
-        """Yield the answer in chunks."""
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events."""
         for chunk in self._first_chunks():
-            yield chunk
+            yield self._encoded(chunk)
         async for index, output in self.service.read(self.streams):
             self._count(output)
-            for choices in self._new_chunks(index, output):
-                yield self._chunk(choices)
-        if self._shows_usage:
-            yield {**self._chunk([]), "usage": self._usage()}
+            for chunk in self._new_chunks(index, output):
+                yield self._encoded(chunk)
+        for event in self._last_events():
+            yield event
 
-    async def respond(self, stream: bool | None, translation: Translation | None = None) -> Response:
-        """Return the HTTP response, in chunks if `stream`; `translation` converts it to another API's format."""
+    async def respond(self, stream: bool | None) -> Response:
+        """Return the HTTP response, in events if `stream`."""
         if stream:
-            events = _events(self.chunks()) if translation is None else translation.events(self.chunks())
-            return EventStream(events, self.streams, self.service.settings, self.service.metrics.count_error)
+            return EventStream(self.events(), self.streams, self.service.settings, self.service.metrics.count_error)
         outputs = await self.service.outputs(self.streams)
         for output in outputs:
             self._count(output)
-
-        def build() -> Any:
-            answer = self._whole(outputs)
-            return answer if translation is None else translation.whole(answer)
-
-        return await json_answer(build, outputs, self.requests[0].params)
+        return await json_answer(lambda: self._whole(outputs), outputs, self.requests[0].params)
 
 
 def answer_head(service: Service, prefix: str, kind: str) -> dict[str, Any]:
@@ -125,18 +127,12 @@ async def json_answer(build: Callable[[], Any], outputs: list[RequestOutput], pa
     count += sum(len(output.prompt_logprobs or ()) for output in outputs) * (1 + (params.prompt_logprobs or 0))
     if count < _LARGE_ANSWER:
         return JsonResponse(build())
-    return await to_thread.run_sync(lambda: JsonResponse(build(), in_pieces=True))
+    return JsonResponse(await to_thread.run_sync(lambda: encode_pieces(build())))
 
 
 def _event(data: Any, name: str | None = None) -> bytes:
     head = b"" if name is None else f"event: {name}\n".encode()
     return b"%bdata: %b\n\n" % (head, encode_json(data))
-
-
-async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    async for chunk in chunks:
-        yield _event(chunk)
-    yield b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
@@ -202,29 +198,28 @@ async def _send(send: Send, body: bytes, *, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class Translation(ABC):
-    """Translates a chat's answer, complete or in chunks, to another API with named events.
+class TranslatedAnswer(Answer):
+    """An answer to a chat in the format of another API, which has named events.
 
-    The answer becomes `items`, texts and function calls; the last one is open until the next one begins. The chat must
-    have one choice, and `usage` in every chunk.
+    The answer becomes `items`, texts and function calls; the last one is open until the next one begins. The reasons
+    for its end are None until then.
     """
 
     is_never_empty = False
     """Whether an answer has at least an empty text."""
 
-    def __init__(self) -> None:
+    def __init__(self, service: Service, streams: list[RequestStream], splitter: AnswerSplitter) -> None:
+        super().__init__(service, streams, None, {})
         self.items: list[dict[str, Any]] = []
-        self.usage: UsageCounts = usage(0, 0)
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._splitter = splitter
         self._pieces: list[str] = []
         self._is_in_text = False
 
     @abstractmethod
-    def _new_item(self, call: dict[str, Any] | None) -> dict[str, Any]:
-        """Return a call with its id and name, without arguments; None: an empty text."""
-
-    @abstractmethod
-    def _begin(self) -> Iterator[Event]:
-        """Yield the events before all items."""
+    def _new_item(self, name: str | None, call_id: str) -> dict[str, Any]:
+        """Return a call without arguments; without a `name`, an empty text."""
 
     @abstractmethod
     def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
@@ -239,62 +234,52 @@ class Translation(ABC):
         """Complete the last item with its whole text or arguments, and yield its final events."""
 
     @abstractmethod
-    def _end(self, choice: ChatChoice) -> Iterator[Event]:
-        """Yield the events after all items; `choice` contains the finish reason."""
+    def _end(self) -> Iterator[Event]:
+        """Yield the events after all items."""
 
     @abstractmethod
-    def _body(self, choice: ChatChoice) -> dict[str, Any]:
-        """Return the complete answer; `choice` contains the finish reason."""
+    def _body(self) -> dict[str, Any]:
+        """Return the complete answer."""
 
-    def whole(self, chat: ChatCompletion) -> dict[str, Any]:
-        """Translate a chat's complete answer."""
-        (choice,) = chat["choices"]
-        self.usage = chat["usage"] or self.usage
+    def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        (output,) = outputs
         # Iterating over the events fills `items`.
-        deque(self._add(choice["message"], choice["finish_reason"] or ""), maxlen=0)
-        return self._body(choice)
+        deque(self._new_chunks(0, output), maxlen=0)
+        return self._body()
 
-    async def events(self, chunks: AsyncIterator[ChatCompletion]) -> AsyncIterator[bytes]:
-        """Translate a chat's chunks to events."""
-        is_first = True
-        async for chunk in chunks:
-            self.usage = chunk["usage"] or self.usage
-            for kind, fields in self._chunk_events(chunk, is_first):
-                yield _event(self._event(kind, fields), kind)
-            is_first = False
+    def _encoded(self, chunk: Event) -> bytes:
+        kind, fields = chunk
+        return _event({"type": kind, **fields}, kind)
 
-    def _chunk_events(self, chunk: ChatCompletion, is_first: bool) -> Iterator[Event]:
-        if is_first:
-            yield from self._begin()
-        for choice in chunk["choices"]:
-            yield from self._add(choice["delta"], choice["finish_reason"])
-            if choice["finish_reason"] is not None:
-                yield from self._end(choice)
+    def _last_events(self) -> Iterator[bytes]:
+        yield from ()
 
-    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
-        return {"type": kind, **fields}
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[Event]:
+        """Add new parts to the items, and yield the events."""
+        for choice in output.outputs:
+            new = self._splitter.append(choice.text, choice.finish_reason is not None)
+            if new.content:
+                if not self._is_in_text:
+                    yield from self._append()
+                yield self._add_piece(new.content)
+            for call in new.calls:
+                if call.name is not None:
+                    yield from self._append(call.name, self._splitter.call_ids[call.index])
+                if call.arguments:
+                    yield self._add_piece(call.arguments)
+            if choice.finish_reason is not None:
+                self.finish_reason = chat_finish_reason(choice, self._splitter)
+                self.stop_reason = choice.stop_reason
+                if not self.items and self.is_never_empty:
+                    yield from self._append()
+                yield from self._end_last("completed" if self.finish_reason in _COMPLETE else "incomplete")
+                yield from self._end()
 
-    def _add(self, message: AnswerMessage, finish_reason: str | None) -> Iterator[Event]:
-        """Add a chat's message or delta, complete the last item if the chat is finished, and yield the events."""
-        if content := message.get("content"):
-            if not self._is_in_text:
-                yield from self._append(None)
-            yield self._add_piece(content)
-        for call in message.get("tool_calls", ()):
-            if "name" in call["function"]:
-                yield from self._append(call)
-            if arguments := call["function"]["arguments"]:
-                yield self._add_piece(arguments)
-        if finish_reason is not None:
-            if not self.items and self.is_never_empty:
-                yield from self._append(None)
-            yield from self._end_last("completed" if finish_reason in ("stop", "tool_calls") else "incomplete")
-
-    def _append(self, call: dict[str, Any] | None) -> Iterator[Event]:
+    def _append(self, name: str | None = None, call_id: str = "") -> Iterator[Event]:
         """Complete the last item and add another one."""
         yield from self._end_last("completed")
-        self.items.append(self._new_item(call))
-        self._pieces, self._is_in_text = [], call is None
+        self.items.append(self._new_item(name, call_id))
+        self._pieces, self._is_in_text = [], name is None
         yield from self._begin_item(self.items[-1])
 
     def _end_last(self, status: str) -> Iterator[Event]:

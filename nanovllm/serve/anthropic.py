@@ -10,12 +10,13 @@ from uuid import uuid4
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from nanovllm.serve.answers import STREAMED, Event, Translation
-from nanovllm.serve.chat_completions import answer_options, begin_chat
+from nanovllm.client.engine_thread import RequestStream
+from nanovllm.serve.answers import Event, TranslatedAnswer
+from nanovllm.serve.chat_completions import answer_options, submit_chat
 from nanovllm.serve.errors import ERRORS
-from nanovllm.serve.openai_format import ChatChoice
 from nanovllm.serve.protocol import MOST_MESSAGES, MOST_TOOLS, Body, ChatBody, Stops, TextOrObjects
-from nanovllm.serve.service import ServiceDep, make_router
+from nanovllm.serve.service import Service, ServiceDep, make_router
+from nanovllm.text.answers import AnswerSplitter
 from nanovllm.text.chat_template import normal_content
 
 router = make_router(prompt=["messages"], stop=["stop_sequences"], structured_outputs=["tools", "output_config.format"])
@@ -58,12 +59,6 @@ class NoThinking(Body):
     type: Literal["disabled"]
 
 
-class UserMetadata(Body):
-    """Metadata about the user; ignored."""
-
-    user_id: str | None = None
-
-
 class OutputFormat(Body):
     """A JSON schema for the answer."""
 
@@ -100,7 +95,7 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    metadata: UserMetadata | None = None
+    metadata: dict[str, Any] | None = Field(None, description="without effect")
     service_tier: str | None = Field(None, description="without effect")
 
 
@@ -128,12 +123,12 @@ async def messages(body: MessagesBody, service: ServiceDep) -> Response:
     """Answer messages in Anthropic's format."""
     form = None if body.output_config is None else body.output_config.format
     fields = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p", "max_tokens")}
-    fields |= {"stop": body.stop_sequences or None, **(STREAMED if body.stream else {})}
+    fields |= {"stop": body.stop_sequences or None, "stream": body.stream}
     if form is not None:
         schema = {"name": "answer", "schema": form.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    chat = await begin_chat(service, messages_chat(body, **fields), cuts_output=True)
-    return await chat.respond(body.stream, _MessagesTranslation(service.model))
+    streams, (splitter,) = await submit_chat(service, messages_chat(body, **fields), cuts_output=True)
+    return await _MessagesAnswer(service, streams, splitter).respond(body.stream)
 
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
@@ -207,26 +202,22 @@ def _tool_choice(given: MessagesToolChoice) -> dict[str, Any]:
 
 
 def _function(tool: MessagesTool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
-    return {name: value for name, value in function.items() if value is not None}
+    return {**tool.model_dump(include={"name", "description"}, exclude_none=True), "parameters": tool.input_schema}
 
 
-class _MessagesTranslation(Translation):
-    """Translates a chat's answer to Anthropic's format."""
+class _MessagesAnswer(TranslatedAnswer):
+    def __init__(self, service: Service, streams: list[RequestStream], splitter: AnswerSplitter) -> None:
+        super().__init__(service, streams, splitter)
+        self.head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": service.model}
 
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        self._head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant", "model": model}
-
-    def _begin(self) -> Iterator[Event]:
-        head: Block = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+    def _first_chunks(self) -> Iterator[Event]:
+        head: Block = {**self.head, "content": [], "stop_reason": None, "stop_sequence": None}
         yield "message_start", {"message": {**head, "usage": self._counts()}}
 
-    def _new_item(self, call: Block | None) -> Block:
-        if call is None:
+    def _new_item(self, name: str | None, call_id: str) -> Block:
+        if name is None:
             return {"type": "text", "text": ""}
-        call_id, name = f"toolu_{call['id'].removeprefix('call_')}", call["function"]["name"]
-        return {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+        return {"type": "tool_use", "id": f"toolu_{call_id.removeprefix('call_')}", "name": name, "input": {}}
 
     def _begin_item(self, item: Block) -> Iterator[Event]:
         yield "content_block_start", {"index": len(self.items) - 1, "content_block": item}
@@ -241,25 +232,24 @@ class _MessagesTranslation(Translation):
         item |= {"text": content} if item["type"] == "text" else {"input": _input(content)}
         yield "content_block_stop", {"index": len(self.items) - 1}
 
-    def _end(self, choice: ChatChoice) -> Iterator[Event]:
-        yield "message_delta", {"delta": _stop_reason(choice), "usage": self._counts()}
+    def _end(self) -> Iterator[Event]:
+        yield "message_delta", {"delta": self._stop_reason(), "usage": self._counts()}
         yield "message_stop", {}
 
-    def _body(self, choice: ChatChoice) -> dict[str, Any]:
-        return {**self._head, "content": self.items, **_stop_reason(choice), "usage": self._counts()}
+    def _body(self) -> dict[str, Any]:
+        return {**self.head, "content": self.items, **self._stop_reason(), "usage": self._counts()}
 
     def _counts(self) -> dict[str, int]:
-        return {"input_tokens": self.usage["prompt_tokens"], "output_tokens": self.usage["completion_tokens"]}
+        return {"input_tokens": self._num_prompt_tokens, "output_tokens": self._num_tokens}
 
-
-def _stop_reason(choice: ChatChoice) -> dict[str, Any]:
-    if choice["finish_reason"] not in ("stop", "tool_calls"):
-        reason = "max_tokens"
-    elif isinstance(choice["stop_reason"], str):
-        reason = "stop_sequence"
-    else:
-        reason = "tool_use" if choice["finish_reason"] == "tool_calls" else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": choice["stop_reason"] if reason == "stop_sequence" else None}
+    def _stop_reason(self) -> dict[str, Any]:
+        if self.finish_reason not in ("stop", "tool_calls"):
+            reason = "max_tokens"
+        elif isinstance(self.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop_reason}
+        else:
+            reason = "tool_use" if self.finish_reason == "tool_calls" else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
 
 
 def _input(arguments: str) -> dict[str, Any]:

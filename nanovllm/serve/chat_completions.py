@@ -9,7 +9,6 @@ from starlette.responses import Response
 
 from nanovllm.client.engine_thread import RequestStream
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.errors import answers
 from nanovllm.serve.openai_format import (
@@ -36,21 +35,23 @@ router = make_router(
 @router.post("/v1/chat/completions", response_model=None, responses=answers(ChatCompletion))
 async def chat_completions(body: ChatBody, service: ServiceDep) -> Response:
     """Answer messages."""
-    return await (await begin_chat(service, body)).respond(body.stream)
+    streams, splitters = await submit_chat(service, body)
+    return await ChatAnswer(service, streams, splitters, body).respond(body.stream)
 
 
-async def begin_chat(service: Service, body: ChatBody, *, cuts_output: bool = False) -> ChatAnswer:
-    """Queue a chat and return its answer; ValueError or ApiError if the request is invalid.
+async def submit_chat(
+    service: Service, body: ChatBody, *, cuts_output: bool = False
+) -> tuple[list[RequestStream], list[AnswerSplitter]]:
+    """Queue a chat and return what splits each of its answers; ValueError or ApiError if the request is invalid.
 
     `cuts_output`: whether `max_tokens` may exceed the model's room and is reduced to it.
     """
     service.check_model(body.model)
-    options, given = answer_options(service, body), service.sampling_params(body)
+    options, params = answer_options(service, body), service.sampling_params(body)
     max_tokens = None if cuts_output else body.max_completion_tokens or body.max_tokens
-    template = service.template(body, options.template_tools())
-    params = options.constrain(given)
-    streams = await service.submit([body.messages], params, body, template=template, max_tokens=max_tokens)
-    return ChatAnswer(service, streams, body, options, given)
+    template, constrained = service.template(body, options.template_tools()), options.constrain(params)
+    streams = await service.submit([body.messages], constrained, body, template=template, max_tokens=max_tokens)
+    return streams, options.splitters(streams[0].state.request.token_ids, params, body.n or 1)
 
 
 def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
@@ -64,17 +65,16 @@ def answer_options(service: Service, body: ChatBody) -> AnswerOptions:
 
 
 class ChatAnswer(Answer):
-    """An answer to messages; `params`: the sampling parameters before `options` constrained them."""
+    """An answer to messages."""
 
     def __init__(
-        self, service: Service, streams: list[RequestStream], body: ChatBody, options: AnswerOptions,
-        params: SamplingParams,
-    ) -> None:  # fmt: skip
-        head = answer_head(service, "chatcmpl", "chat.completion.chunk")
-        super().__init__(service, streams, body.stream_options, head)
+        self, service: Service, streams: list[RequestStream], splitters: list[AnswerSplitter], body: ChatBody
+    ) -> None:
+        super().__init__(
+            service, streams, body.stream_options, answer_head(service, "chatcmpl", "chat.completion.chunk")
+        )
         self._echo, self._shows_prompt_logprobs = _echoed(body), body.prompt_logprobs is not None
-        self._shown = service.shown_tokens(body)
-        self._splitters = options.splitters(self.requests[0].token_ids, params, body.n or 1)
+        self._splitters, self._shown = splitters, service.shown_tokens(body)
 
     def _whole(self, outputs: list[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
@@ -91,7 +91,7 @@ class ChatAnswer(Answer):
             delta: AnswerMessage = {"role": "assistant", "content": self._echo, "refusal": None}
             yield self._chunk([_delta_choice(index, delta)]) | self._prompt_ids()
 
-    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[ChatChoice]]:
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         """Yield new parts of each choice; the first of several parts has the tokens."""
         for choice in output.outputs:
             splitter = self._splitters[choice.index]
@@ -103,10 +103,10 @@ class ChatAnswer(Answer):
                 items[0]["logprobs"] = chat_logprobs(choice, self._shown)
             if items and shows_ids:
                 items[0]["token_ids"] = choice.token_ids
-            yield from ([item] for item in items)
+            yield from (self._chunk([item]) for item in items)
             if output.finished:
                 last = _delta_choice(choice.index, {}, chat_finish_reason(choice, splitter))
-                yield [{**last, "stop_reason": choice.stop_reason}]
+                yield self._chunk([{**last, "stop_reason": choice.stop_reason}])
 
     def _prompt_ids(self) -> dict[str, Any]:
         return {"prompt_token_ids": [*self.requests[0].token_ids]} if self._shown.ids else {}

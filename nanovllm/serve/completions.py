@@ -94,20 +94,18 @@ class CompletionAnswer(Answer):
                 choices.append(item)
         return {**self.head, "choices": choices, "usage": self._usage()}
 
-    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[TextChoice]]:
-        """Yield new parts of each choice."""
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for choice in output.outputs:
-            yield [self._choice(index * self._num_answers + choice.index, output, choice)]
+            yield self._chunk([self._choice(index * self._num_answers + choice.index, output, choice)])
 
     def _best(self, output: RequestOutput) -> list[CompletionOutput]:
+        def mean_logprob(choice: CompletionOutput) -> float:
+            return (choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
+
         if len(output.outputs) <= self._num_answers:
             return output.outputs
-
-        # By mean log-probability per token, as in OpenAI's API.
-        def key(choice: CompletionOutput) -> float:
-            return -(choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
-
-        return sorted(output.outputs, key=key)[: self._num_answers]
+        # As in OpenAI's API.
+        return sorted(output.outputs, key=mean_logprob, reverse=True)[: self._num_answers]
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
         """Return the new part of a choice; the first part includes an echoed prompt."""
@@ -131,7 +129,6 @@ class CompletionAnswer(Answer):
         return item
 
     def _logprobs(self, index: int, choice: CompletionOutput) -> Logprobs:
-        """Return the log-probabilities of new tokens."""
         if not self.shows_output or choice.logprobs is None:
             return text_logprobs([], [], self._shown)
         length = self._lengths[index]
@@ -192,12 +189,12 @@ class GenerateAnswer(Answer):
         self._shown = ShownTokens(self.requests[0].params.logprobs)
 
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        (output,), (choices,) = outputs, self._new_chunks(0, outputs[0])
-        return {**self._chunk(choices), "prompt_logprobs": prompt_positions(output), "usage": self._usage()}
+        (output,), (answer,) = outputs, self._new_chunks(0, outputs[0])
+        return {**answer, "prompt_logprobs": prompt_positions(output, self._shown), "usage": self._usage()}
 
-    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[list[dict[str, Any]]]:
-        """Yield new parts of all choices together."""
-        yield [
+    def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
+        # All choices together, and without usage, which is sent once at the end.
+        choices = [
             {
                 "index": choice.index,
                 "token_ids": choice.token_ids,
@@ -207,7 +204,4 @@ class GenerateAnswer(Answer):
             }
             for choice in output.outputs
         ]
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        # Without usage, which is sent once at the end.
-        return {**self.head, "choices": choices}
+        yield {**self.head, "choices": choices}

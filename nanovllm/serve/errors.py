@@ -104,10 +104,9 @@ class JsonResponse(Response):
 
     media_type = "application/json"
 
-    def __init__(
-        self, body: Any, status: int = 200, headers: Mapping[str, str] | None = None, *, in_pieces: bool = False
-    ) -> None:
-        super().__init__(_encode_pieces(body) if in_pieces else encode_json(body), status, headers)
+    def render(self, content: Any) -> bytes:
+        """Encode a body; bytes are encoded already."""
+        return content if isinstance(content, bytes) else encode_json(content)
 
 
 def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
@@ -138,6 +137,7 @@ def parse_json(body: bytes) -> Any:
     """Parse a body; ApiError if it is not JSON in UTF-8, too deep, or has a number outside a float's range."""
     # A Python call for each of a million ids would take 0.1 s.
     parse_int = _short_int if _TOO_MANY_ZEROS in body.translate(_AS_ZEROS) else None
+    too_deep = _invalid_json(f"it has more than {_MOST_DEPTH} lists and objects within each other")
     try:
         # Given bytes, it would also accept UTF-16.
         value = json.loads(body.decode("utf-8-sig"), parse_int=parse_int, parse_float=_finite, parse_constant=_finite)
@@ -146,12 +146,10 @@ def parse_json(body: bytes) -> Any:
     except json.JSONDecodeError as error:
         raise _invalid_json(str(error)) from None
     except RecursionError:
-        is_deeper, value = True, None
-    else:
-        # Most bodies have too few brackets to be that deep.
-        is_deeper = body.count(b"[") + body.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH)
-    if is_deeper:
-        raise _invalid_json(f"it has more than {_MOST_DEPTH} lists and objects within each other")
+        raise too_deep from None
+    # Most bodies have too few brackets to be that deep.
+    if body.count(b"[") + body.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH):
+        raise too_deep
     return value
 
 
@@ -191,13 +189,13 @@ def encode_json(value: Any) -> bytes:
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
+def encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
     """Encode a large value in many calls, since the encoder blocks other threads during each."""
     if depth and isinstance(value, dict):
-        items = (encode_json(name) + b":" + _encode_pieces(item, depth - 1) for name, item in value.items())
+        items = (encode_json(name) + b":" + encode_pieces(item, depth - 1) for name, item in value.items())
         return b"{" + b",".join(items) + b"}"
     if depth and isinstance(value, list):
-        return b"[" + b",".join(_encode_pieces(item, depth - 1) for item in value) + b"]"
+        return b"[" + b",".join(encode_pieces(item, depth - 1) for item in value) + b"]"
     return encode_json(value)
 
 

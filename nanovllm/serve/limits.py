@@ -263,7 +263,6 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _answer(error: ApiError) -> bytes:
-    """Return an answer as raw HTTP bytes."""
     body = JsonResponse(error.body()).body
     phrase = HTTPStatus(error.status).phrase
     head = f"HTTP/1.1 {error.status} {phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"

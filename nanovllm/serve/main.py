@@ -82,7 +82,6 @@ def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 async def _check_port(host: str, port: int) -> None:
-    """Raise an OSError if the server cannot listen on the address."""
     server = await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port, start_serving=False)
     server.close()
 

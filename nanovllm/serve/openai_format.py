@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any, Literal
@@ -91,8 +91,8 @@ _SHARED = (
     "response_format", "add_special_tokens", "truncate_prompt_tokens", "cache_salt", "return_token_ids",
     "return_tokens_as_token_ids",
 )  # fmt: skip
-# Unsupported fields may have one of these neutral values.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+# Fields that `nanovllm run` does not support may have one of these neutral values.
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,), "echo": (False,), "suffix": ("",), "best_of": (1,), "use_beam_search": (False,),
     "length_penalty": (1,), "logits_processors": ([],), "mm_processor_kwargs": ({},), "kv_transfer_params": ({},),
     "vllm_xargs": ({},), "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"),
@@ -104,7 +104,7 @@ LEAST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON lacks, as in OpenAI's API."""
 
 
-COMPLETION_FIELDS = {"prompt", *_SHARED, *_NEUTRAL, *SAMPLING_FIELDS}
+COMPLETION_FIELDS = {"prompt", *_SHARED, *NEUTRAL_VALUES, *SAMPLING_FIELDS}
 CHAT_FIELDS = {
     "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "parallel_tool_calls",
     "reasoning_effort", "documents", "chat_template", "chat_template_kwargs", "add_generation_prompt",
@@ -116,17 +116,12 @@ ENDPOINTS = {"/v1/chat/completions": CHAT_FIELDS, "/v1/completions": COMPLETION_
 def request_params(
     body: Mapping[str, Any],
     *, is_chat: bool, recommended: Mapping[str, Any], chosen: Mapping[str, Any] | None = None,
-    supported: Collection[str] = (),
 ) -> SamplingParams:  # fmt: skip
-    """Return a request's sampling parameters; ValueError if one is out of range or not supported.
+    """Return a request's sampling parameters; ValueError if one is out of range.
 
     The request, without null values, has precedence, then the operator's choice, the endpoint's default, and the
     model's recommendation: a completion has at most 16 tokens unless the request or the operator sets another limit.
-    `supported`: further API fields that the caller handles.
     """
-    for name, neutral in _NEUTRAL.items():
-        if name in body and name not in supported and body[name] not in neutral:
-            raise ValueError(f"{name}={body[name]!r:.80} is not supported")
     named = {_RENAMED.get(name, name): value for name, value in body.items()}
     given = {name: value for name, value in named.items() if name in SAMPLING_FIELDS}
     if "response_format" in body:
@@ -203,9 +198,6 @@ class ShownTokens:
         return None if "\ufffd" in (text or "") else list((text or "").encode())
 
 
-_TEXTS = ShownTokens()
-
-
 def usage(num_prompt_tokens: int, num_tokens: int) -> UsageCounts:
     """Return token counts in the API's format."""
     return {
@@ -219,10 +211,9 @@ def chat_choice(choice: CompletionOutput, splitter: AnswerSplitter, shown: Shown
     """Return one complete answer to messages, split by an unused `splitter`; `echo`: text before the answer's."""
     new = splitter.append(choice.text, final=True)
     message: AnswerMessage = {"role": "assistant", "content": echo + new.content, "refusal": None}
-    calls = zip(splitter.call_ids, whole_calls(new.calls), strict=True)
     tool_calls: list[dict[str, Any]] = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-        for call_id, (name, arguments) in calls
+        for call_id, (name, arguments) in zip(splitter.call_ids, whole_calls(new.calls), strict=True)
     ]
     if tool_calls:
         message["content"], message["tool_calls"] = message["content"] or None, tool_calls
@@ -268,21 +259,19 @@ def _chat_position(logprobs: Mapping[int, Logprob], own_id: int, shown: ShownTok
     return {**entry(own_id), "top_logprobs": [entry(token_id) for token_id in top]}
 
 
-def prompt_positions(output: RequestOutput, shown: ShownTokens = _TEXTS) -> list[Any] | None:
+def prompt_positions(output: RequestOutput, shown: ShownTokens) -> list[Any] | None:
     """Return the log-probabilities of a prompt's tokens in vLLM's format, by token id; None if not requested."""
 
-    def position(logprobs: Mapping[int, Logprob]) -> dict[str, Any]:
-        return {
-            str(token_id): {
-                "logprob": max(item.logprob, LEAST_LOGPROB),
-                "rank": item.rank,
-                "decoded_token": shown.name(token_id, item.decoded_token),
-            }
-            for token_id, item in logprobs.items()
-        }
+    def entry(token_id: int, item: Logprob) -> dict[str, Any]:
+        name, logprob = shown.name(token_id, item.decoded_token), max(item.logprob, LEAST_LOGPROB)
+        return {"logprob": logprob, "rank": item.rank, "decoded_token": name}
 
-    positions = output.prompt_logprobs
-    return None if positions is None else [None if found is None else position(found) for found in positions]
+    if (positions := output.prompt_logprobs) is None:
+        return None
+    return [
+        None if found is None else {str(token_id): entry(token_id, item) for token_id, item in found.items()}
+        for found in positions
+    ]
 
 
 def text_choice(choice: CompletionOutput, shown: ShownTokens) -> TextChoice:

@@ -24,9 +24,7 @@ class PoolingBody(Body):
     """Common fields of pooling requests."""
 
     model: str | None = None
-    pooling: Literal["last", "mean"] | None = Field(
-        None, description="the last token's state, or the mean of all; by default as the model's folder says"
-    )
+    pooling: Literal["last", "mean"] | None = Field(None, description="over tokens; None: as the model's folder says")
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
     user: str | None = Field(None, description="without effect")
 

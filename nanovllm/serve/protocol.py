@@ -190,15 +190,9 @@ class SamplingBody(IgnoredFields):
     prompt_logprobs: int | None = Field(None, description="not with stream")
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = Field(None, description='log-probabilities name tokens "token_id:123"')
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
-        None, description="only requests with the same one share blocks of the prefix cache"
-    )
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="length to which the prompt is cut, from the left; -1: the model's room"
-    )
-    add_special_tokens: bool | None = Field(
-        None, description="whether encoding a text adds special tokens, such as BOS"
-    )
+    cache_salt: str | None = Field(None, min_length=1, max_length=256, description="only equal ones share prefixes")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, description="last tokens that are kept; -1: what fits")
+    add_special_tokens: bool | None = Field(None, description="whether encoding a text adds tokens such as BOS")
     # Without effect.
     request_id: str | None = None
     # Not supported.
@@ -212,12 +206,11 @@ class SamplingBody(IgnoredFields):
     @model_validator(mode="before")
     @classmethod
     def _check_guided(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("structured_outputs") is not None:
-            return given
-        for name in _GUIDED.keys() & given.keys():
-            if given[name] not in (None, False):
-                instead = f'structured_outputs={{"{_GUIDED[name]}": ...}}'
-                raise ApiError(400, f"{name} is retired: send {instead}", name, code="unsupported_parameter")
+        if isinstance(given, dict) and given.get("structured_outputs") is None:
+            for name, instead in _GUIDED.items():
+                if given.get(name) not in (None, False):
+                    message = f'{name} is retired: send structured_outputs={{"{instead}": ...}}'
+                    raise ApiError(400, message, name, code="unsupported_parameter")
         return given
 
     @model_validator(mode="after")

@@ -12,10 +12,10 @@ from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
-from nanovllm.serve.answers import STREAMED, Event, Translation
-from nanovllm.serve.chat_completions import begin_chat
+from nanovllm.client.engine_thread import RequestStream
+from nanovllm.serve.answers import Event, TranslatedAnswer
+from nanovllm.serve.chat_completions import submit_chat
 from nanovllm.serve.errors import answers, encode_json
-from nanovllm.serve.openai_format import ChatChoice
 from nanovllm.serve.protocol import (
     MOST_TOOLS,
     TOOL_CHOICE,
@@ -30,6 +30,7 @@ from nanovllm.serve.protocol import (
     ToolFunction,
 )
 from nanovllm.serve.service import Service, ServiceDep, make_router
+from nanovllm.text.answers import AnswerSplitter
 from nanovllm.text.chat_template import normal_content
 
 router = make_router(
@@ -111,8 +112,8 @@ class ResponseAnswer(TypedDict):
 @router.post("/v1/responses", response_model=None, responses=answers(ResponseAnswer))
 async def responses(body: ResponseBody, service: ServiceDep) -> Response:
     """Answer a text input."""
-    translation = _ResponseTranslation(_begun(service, body))
-    return await (await begin_chat(service, response_chat(body))).respond(body.stream, translation)
+    streams, (splitter,) = await submit_chat(service, response_chat(body))
+    return await _TranslatedResponse(service, streams, splitter, body).respond(body.stream)
 
 
 def response_chat(body: ResponseBody) -> ChatBody:
@@ -132,7 +133,7 @@ def response_chat(body: ResponseBody) -> ChatBody:
             "tools": [{"type": "function", "function": tool} for tool in tools],
             "tool_choice": choice,
             "separate_reasoning": False,
-            **(STREAMED if body.stream else {}),
+            "stream": body.stream,
         }
     )
 
@@ -172,31 +173,31 @@ def _message(item: dict[str, Any], place: str) -> dict[str, Any]:
     return {"role": role, "content": normal_content(item.get("content"), _CONTENT.format(f"{place}.content"))}
 
 
-class _ResponseTranslation(Translation):
-    """Translates a chat's answer to a response; `begun`: the response before any output."""
-
+class _TranslatedResponse(TranslatedAnswer):
     is_never_empty = True
 
-    def __init__(self, begun: dict[str, Any]) -> None:
-        super().__init__()
+    def __init__(
+        self, service: Service, streams: list[RequestStream], splitter: AnswerSplitter, body: ResponseBody
+    ) -> None:
+        super().__init__(service, streams, splitter)
         # Kept as JSON: parsed fields could take twenty times the memory for as long as the answer runs.
-        self._begun = encode_json(begun)
+        self._begun = encode_json(_begun(service, body))
         self._number = -1
 
-    def _event(self, kind: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def _encoded(self, chunk: Event) -> bytes:
+        kind, fields = chunk
         self._number += 1
-        return {"type": kind, "sequence_number": self._number, **fields}
+        return super()._encoded((kind, {"sequence_number": self._number, **fields}))
 
-    def _begin(self) -> Iterator[Event]:
+    def _first_chunks(self) -> Iterator[Event]:
         for kind in ("response.created", "response.in_progress"):
             yield kind, {"response": json.loads(self._begun)}
 
-    def _new_item(self, call: dict[str, Any] | None) -> dict[str, Any]:
-        if call is None:
+    def _new_item(self, name: str | None, call_id: str) -> dict[str, Any]:
+        if name is None:
             head = {"id": f"msg_{uuid4().hex}", "type": "message", "role": "assistant"}
             return {**head, "status": "in_progress", "content": []}
-        name = call["function"]["name"]
-        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call["id"], "name": name}
+        head = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call_id, "name": name}
         return {**head, "arguments": "", "status": "in_progress"}
 
     def _begin_item(self, item: dict[str, Any]) -> Iterator[Event]:
@@ -221,15 +222,14 @@ class _ResponseTranslation(Translation):
             yield "response.function_call_arguments.done", {**place, "arguments": content, "name": item["name"]}
         yield "response.output_item.done", {"output_index": place["output_index"], "item": item}
 
-    def _end(self, choice: ChatChoice) -> Iterator[Event]:
-        response = self._body(choice)
+    def _end(self) -> Iterator[Event]:
+        response = self._body()
         kind = "completed" if response["status"] == "completed" else "incomplete"
         yield f"response.{kind}", {"response": response}
 
-    def _body(self, choice: ChatChoice) -> dict[str, Any]:
+    def _body(self) -> dict[str, Any]:
         statuses = {"stop": "completed", "tool_calls": "completed", "abort": "cancelled"}
-        status, usage = statuses.get(choice["finish_reason"] or "", "incomplete"), self.usage
-        cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+        status, usage = statuses.get(self.finish_reason or "", "incomplete"), self._usage()
         return {
             **json.loads(self._begun),
             "status": status,
@@ -237,7 +237,7 @@ class _ResponseTranslation(Translation):
             "output": self.items,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+                "input_tokens_details": {"cached_tokens": self._num_cached_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],

@@ -43,7 +43,6 @@ from nanovllm.text.chat_template import one_conversation, render_text, template_
 from nanovllm.text.input_processor import work_of
 
 _logger = logging.getLogger(__name__)
-_SUPPORTED = frozenset({"stream", "echo", "best_of"})
 _CONTENTS = {"messages", "prompt", "tools", "documents", "chat_template_kwargs"}
 _TEMPLATE_FIELDS = {"chat_template_kwargs", "documents", "reasoning_effort"}
 Template = Callable[[list[ChatMessage]], str]
@@ -100,16 +99,15 @@ class Service:
     def check_model(self, model: str | None) -> None:
         """Raise if a request is for another model."""
         if model is not None and model not in self._accepted:
-            message = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
-            raise ApiError(404, message, "model", code="model_not_found")
+            problem = f"the model {model!r:.80} does not exist; this server has {self.model!r}"
+            raise ApiError(404, problem, "model", code="model_not_found")
 
     def sampling_params(self, body: SamplingBody) -> SamplingParams:
         """Return a request's sampling parameters; ValueError if a value is out of range or not supported."""
         if body.stream and body.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs cannot be streamed")
         given = body.model_dump(exclude=_CONTENTS, exclude_none=True, by_alias=True)
-        is_chat = isinstance(body, ChatBody)
-        return request_params(given, is_chat=is_chat, recommended=self._defaults, supported=_SUPPORTED)
+        return request_params(given, is_chat=isinstance(body, ChatBody), recommended=self._defaults)
 
     def shown_tokens(self, body: SamplingBody) -> ShownTokens:
         """Return a request's options for showing tokens."""
@@ -147,27 +145,28 @@ class Service:
 
     async def submit(
         self, prompts: list[Any], params: SamplingParams, body: SamplingBody,
-        *, template: Template | None = None, max_tokens: int | None = None, is_own: bool = False,
+        *, template: Template | None = None, max_tokens: int | None = None,
     ) -> list[RequestStream]:  # fmt: skip
         """Queue requests for all prompts, or raise a ValueError or ApiError if one is out of bounds.
 
         Args:
-            prompts: texts, lists of token ids, or conversations if there is a template.
+            prompts: texts, lists of token ids, or conversations, which `template` renders.
             params: sampling parameters of all.
             body: the request, with encoding options, priority, and whether to stream.
-            template: renders conversations.
             max_tokens: output tokens for which the model must have room; None reduces `params` to the available room.
-            is_own: whether the server chose the prompts and the parameters, without limits for clients.
         """
-        params = params if is_own else self._limited(params, len(prompts))
-        self._check_priority(body.priority)
-        count, most = len(prompts), self._max_prompt_tokens(body, params)
+        params, priority = self._limited(params, len(prompts)), self._priority(body.priority)
+        count, longest, most = len(prompts), self.limits.max_model_len, body.truncate_prompt_tokens
+        if most is not None and most > longest:
+            raise ValueError(f"truncate_prompt_tokens={most} is over max_model_len={longest}")
+        if most == -1:
+            most = max(1, longest - (params.max_tokens or 1))
 
         def process() -> list[Request]:
             requests = self.llm.llm.input_processor.process(
                 prompts,
                 [params] * count,
-                [body.priority or 0] * count,
+                [priority] * count,
                 streams=bool(body.stream),
                 template=template,
                 add_special_tokens=body.add_special_tokens,
@@ -195,13 +194,6 @@ class Service:
             raise ValueError(f"structured_outputs.choice: {len(structured.choice)} texts are over {MOST_CHOICES}")
         return replace(params, max_tokens=most) if params.max_tokens is None else params
 
-    def _max_prompt_tokens(self, body: SamplingBody, params: SamplingParams) -> int | None:
-        """Return the number of tokens to which a request truncates its prompts; None: no truncation."""
-        wanted, most = body.truncate_prompt_tokens, self.limits.max_model_len
-        if wanted is not None and wanted > most:
-            raise ValueError(f"truncate_prompt_tokens={wanted} is over max_model_len={most}")
-        return max(1, most - (params.max_tokens or 1)) if wanted == -1 else wanted
-
     def _check_size(self, requests: list[Request], max_tokens: int | None) -> None:
         """Raise if the model has no room for `max_tokens`, or if there are too many log-probabilities."""
         params, longest = requests[0].params, self.limits.max_model_len
@@ -212,10 +204,9 @@ class Service:
         num_tokens = len(requests) * params.n * min(params.max_tokens or longest, longest)
         count = 0 if params.logprobs is None else num_tokens * (params.logprobs + 1)
         count += 0 if params.prompt_logprobs is None else sum(lengths) * (params.prompt_logprobs + 1)
-        most = self.settings.max_logprobs_per_request
-        if count > most:
-            message = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
-            raise ValueError(f"{message}: ask for fewer of them, or give a smaller max_tokens or n")
+        if count > (most := self.settings.max_logprobs_per_request):
+            problem = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
+            raise ValueError(f"{problem}: ask for fewer of them, or give a smaller max_tokens or n")
 
     async def outputs(self, streams: list[RequestStream]) -> list[RequestOutput]:
         """Return the complete outputs of requests, which are aborted on cancellation or if one of them fails."""
@@ -225,11 +216,8 @@ class Service:
         self, prompts: list[Any], pooling: Pooling | None, priority: int | None
     ) -> tuple[torch.Tensor, list[RequestOutput]]:
         """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and their outputs."""
-        self._check_priority(priority)
-        # A text has no more tokens than characters.
-        lengths = [min(len(prompt), self.limits.max_model_len) for prompt in prompts]
-        self._note(lengths, SamplingParams(max_tokens=1))
-        outputs = await self._observed(self.llm.pool(prompts, pooling, priority=priority or 0), len(prompts))
+        work = self.llm.pool(prompts, pooling, priority=self._priority(priority))
+        outputs = await self._noted(work, prompts, SamplingParams(max_tokens=1))
         return embeddings(outputs, self.llm.llm.model_config.hidden_size), outputs
 
     async def relevance(
@@ -240,13 +228,16 @@ class Service:
         if rank_method(None, self.config.model) == "embedding":
             vectors, outputs = await self.embed([*queries, *documents], pooling, priority)
             return cosines(vectors, len(queries)), outputs
-        judge, body = Judge(self.llm.llm.input_processor), SamplingBody.model_validate({"priority": priority})
-        outputs = await self.outputs(await self.submit(judge.prompts(pairs), judge.params, body, is_own=True))
+        judge = Judge(self.llm.llm.input_processor)
+        prompts = judge.prompts(pairs)
+        work = self.llm.generate_all(prompts, judge.params, priority=self._priority(priority))
+        outputs = await self._noted(work, prompts, judge.params)
         return judge.scores(outputs), outputs
 
-    def _check_priority(self, priority: int | None) -> None:
-        if priority and not self.settings.allow_priority:
-            raise ValueError(f"priority={priority}: this server does not let requests choose it (allow_priority)")
+    def _priority(self, given: int | None) -> int:
+        if given and not self.settings.allow_priority:
+            raise ValueError(f"priority={given}: this server does not let requests choose it (allow_priority)")
+        return given or 0
 
     def _note(self, lengths: list[int], params: SamplingParams) -> None:
         """Count and log prompts of these lengths."""
@@ -254,6 +245,13 @@ class Service:
             self.metrics.observe_params(params)
         if self.settings.log_requests:
             _logger.info("%d prompts, at most %d tokens: %s", len(lengths), sum(lengths), one_line(repr(params)))
+
+    async def _noted(
+        self, work: Awaitable[list[RequestOutput]], prompts: list[Any], params: SamplingParams
+    ) -> list[RequestOutput]:
+        # A text has no more tokens than characters.
+        self._note([min(len(prompt), self.limits.max_model_len) for prompt in prompts], params)
+        return await self._observed(work, len(prompts))
 
     async def _observed(self, work: Awaitable[list[RequestOutput]], count: int) -> list[RequestOutput]:
         """Return the outputs of `count` requests, and count them as finished or aborted."""

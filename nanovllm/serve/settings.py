@@ -26,8 +26,8 @@ class ServeSettings:
     Attributes:
         host: address to listen on; the default accepts only this machine.
         port: TCP port; 0 chooses a free one.
-        front_ends: number of HTTP processes, with engines in separate processes; 1: a single process does both. None:
-            a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds`.
+        front_ends: number of HTTP processes; 1: the engine's process. None: a quarter of the cores, at most 4, and 1 if
+            the model is on the CPU, or with `uds`.
         uds: path of a Unix domain socket to listen on, instead of host and port.
         root_path: path prefix under which a proxy exposes the server.
         ssl_keyfile: private key for TLS, a PEM file.
@@ -36,8 +36,7 @@ class ServeSettings:
         api_key: keys; clients must send one as `Authorization: Bearer KEY` or `x-api-key: KEY`; defaults to
             the environment's NANOVLLM_API_KEY. Without any key, all requests are accepted.
         allowed_hosts: accepted host names, such as llm.example.com or *.example.com; "*": any. None: only this
-            machine's if the server listens on this machine only and has no key, since a web page could otherwise have
-            its host name point here (DNS rebinding); else any.
+            machine's if only this machine can connect, without a key (against DNS rebinding); else any.
         allowed_origins: web pages, such as https://chat.example.com, whose scripts may use the server (CORS); "*": any.
         served_model_name: the model's names in the API; answers have the first. None: its folder's name.
         chat_template: a Jinja template or a file with one, instead of the tokenizer's.
@@ -149,11 +148,7 @@ class ServeSettings:
         return Path(given).read_text(encoding="utf-8")
 
     def check_access(self) -> None:
-        """Check that `control` is protected, once the keys are known.
-
-        Raises:
-            ValueError: others could control the engine, or `weights_root` is no folder or needs `control`.
-        """
+        """Raise a ValueError if others could control the engine, or `weights_root` is no folder or lacks `control`."""
         if self.weights_root is not None and not self.control:
             raise ValueError(f"weights_root={self.weights_root!r} needs control=True")
         if self.weights_root is not None and not Path(self.weights_root).is_dir():
@@ -214,15 +209,8 @@ class SharedServer:
 class ServerCounts:
     """Counts of all front ends, for limits of the whole server, in shared memory.
 
-    A front end writes only its own numbers, so that no locks are needed; front ends that check a limit at the same time
-    may slightly exceed it.
-
-    Args:
-        memory: memory shared by all front ends, of `size` bytes; private if there is only one.
-        index: index of this front end.
-
-    Attributes:
-        own: numbers of this front end, by `Counted`.
+    A front end, at `index`, writes only its `own` numbers, so that no locks are needed; front ends that check a limit
+    at the same time may slightly exceed it. `memory`: shared by all, of `size` bytes; None if there is only one.
     """
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None, index: int = 0) -> None:

@@ -207,7 +207,6 @@ async def update_weights(body: WeightsBody, service: ServiceDep) -> dict[str, An
 
 
 def _folder(service: Service, given: str) -> Path:
-    """Return a folder if weights may be loaded from it."""
     root = service.settings.weights_root
     if root is None:
         raise ApiError(400, "this server loads no weights: it has no --weights-root", "weight_dir")

@@ -1,7 +1,7 @@
 """Cache policies: how a sequence holds blocks of one group of layers, one class per kind of cache.
 
-Every policy answers four questions: which blocks a sequence needs for its next tokens, which it can release, how long a
-prefix it can start from, and which blocks must be copied before it writes.
+Every policy answers three questions: which blocks a sequence needs for its next tokens, which it can release, and how
+long a prefix it can start from.
 """
 
 from __future__ import annotations
@@ -57,10 +57,6 @@ class CachePolicy(ABC):
             num_tokens: tokens of the sequence.
             has_state: whether a sequence can start from the state after a number of blocks.
         """
-
-    def copied(self, table: Sequence[int], first: int, is_shared: Callable[[int], bool]) -> list[int]:
-        """Return the entries of a table that must be copied before the next token is written, into block `first`."""
-        return [first] if first < len(table) and is_shared(table[first]) else []
 
 
 class PagedPolicy(CachePolicy):
@@ -141,10 +137,6 @@ class StatePolicy(CachePolicy):
         while length and not has_state(length):
             length -= 1
         return length
-
-    @override
-    def copied(self, table: Sequence[int], first: int, is_shared: Callable[[int], bool]) -> list[int]:
-        return [index for index, block_id in enumerate(table) if is_shared(block_id)]
 
     def is_kept(self, num_blocks: int, num_prompt_tokens: int, branch: int) -> bool:
         """Whether the state after `num_blocks` blocks of a prompt is kept.

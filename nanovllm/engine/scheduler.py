@@ -152,7 +152,7 @@ class Scheduler:
         for seq in caught_up:
             self._begin_steady(seq, batch.number + 1)
         batch.drafts = self.steady.should_draft(len(batch.rows))
-        batch.transfers += self.block_manager.take_transfers(self.running, batch.num_chunk_tokens)
+        self.block_manager.finish_plan(batch, self.running)
         return batch
 
     def _preempt_for_priority(self) -> None:
@@ -181,7 +181,7 @@ class Scheduler:
     def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan a row for every sequence that has caught up; return the sequences that it finishes."""
         for seq in self.steady.without_room():
-            self._make_room(seq, batch)
+            self._make_room(seq)
         budget = self._budget
         if self.steady.num_drafts and (self._behind or (self.waiting and self._free_slots)):
             # Prompts get the other half of what rows of one token leave.
@@ -190,7 +190,7 @@ class Scheduler:
         self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(self.steady)
         return ending
 
-    def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> None:
+    def _make_room(self, seq: Sequence) -> None:
         """Give a running sequence blocks for its next token, preempting the newest if needed; all groups or no group.
 
         Drafts only get blocks that are free.
@@ -200,21 +200,16 @@ class Scheduler:
             return
         manager = self.block_manager
         manager.release_outside_window(seq)
-        while groups := manager.lacking_groups(seq):
-            if manager.num_free_blocks < len(groups):
-                # Sequences already in the batch come before this one, so the last is never among them.
-                self._preempt(last := self.running[-1])
-                if last is seq:
-                    return
-            else:
-                new, copies = manager.give_blocks(seq, groups)
-                batch.new_blocks += new
-                batch.transfers += copies
-        batch.new_blocks += manager.own_states(seq)
+        while not manager.make_room(seq):
+            # Sequences already in the batch come before this one, so the last is never among them.
+            self._preempt(last := self.running[-1])
+            if last is seq:
+                return
+        manager.own_states(seq)
         if num_new > 1:
             # The drafter stores keys of the drafts after these tokens.
             num_tokens = min(num_new, self._budget) + num_new - 1
-            batch.new_blocks += manager.extend(seq, seq.num_computed_tokens + num_tokens)
+            manager.extend(seq, seq.num_computed_tokens + num_tokens)
         self.steady.note_room(seq, manager.capacity(seq))
 
     def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -290,11 +285,11 @@ class Scheduler:
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
-        batch.new_blocks += self.block_manager.own_states(seq)
+        self.block_manager.own_states(seq)
         end = min(seq.num_tokens, start + self._budget)
         if end > self.block_manager.capacity(seq):
             # With a window, it has blocks for a part of its prompt.
-            batch.new_blocks += self.block_manager.extend_windows(seq)
+            self.block_manager.extend_windows(seq)
             end = min(end, self.block_manager.capacity(seq))
             if end == start:
                 return

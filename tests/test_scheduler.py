@@ -18,7 +18,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import SPARE, SPENT, USUAL
-from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
+from nanovllm.engine.scheduler import _take_logprobs
 from nanovllm.engine.sequence import SteadyRows
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import DraftCosts, ScheduledBatch, StateCache, StepOutput
@@ -787,18 +787,6 @@ def test_a_priority_takes_a_slot_only_if_it_can_start() -> None:
     assert [seq.seq_id for seq in engine.scheduler.running] == [high]
 
 
-def test_the_queue_in_order_has_each_sequence_once() -> None:
-    queue, seqs = WaitingQueue(), [make_sequence(seq_id, [1]) for seq_id in range(20)]
-    for index in (7, 3, *range(8, 20), 0, 6, 5, 4, 2, 1):
-        queue.add(seqs[index])
-    for index in (3, 0, 12):
-        # Admitted, and preempted again.
-        queue.remove(seqs[index])
-        queue.add(seqs[index])
-    queue.remove(seqs[5])
-    assert list(queue.in_order()) == [*seqs[:5], *seqs[6:]] and queue.first() is seqs[0]
-
-
 @DEPTHS
 def test_a_priority_preempts_one_sequence_a_step(depth: int) -> None:
     engine, _ = make_engine(pipeline_depth=depth, block_size=4, num_blocks=12, max_num_seqs=8)
@@ -917,8 +905,8 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     engine.add_request([1, 2], SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True, n=2))
     for _ in range(4):
         engine.step()
-    first, second = engine.scheduler.running[0], engine.scheduler.waiting.first()
-    assert second is not None and manager.blocks[first.block_tables[0].held[0]].key is not None
+    first, second = engine.scheduler.running[0], engine.scheduler.waiting[0]
+    assert manager.blocks[first.block_tables[0].held[0]].key is not None
     assert manager.allocate(second) and second.block_tables[0].held == first.block_tables[0].held[:1]
     engine.scheduler.steady.discard(first)
     manager.free(first)

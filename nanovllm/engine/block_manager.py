@@ -6,10 +6,10 @@ recently used goes first, the tail of a prefix before its head, except for state
 sequences (see `free`). Every operation is O(1) per block. Outputs of one request also share the last block of its
 prompt, until they write to it.
 
-Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy per group
-(`cache_policy`) decides which blocks a sequence holds there: for all its tokens, for a sliding window, or for one
-state. A prefix must be usable in all groups. A state that other sequences may start from is a cached block like any
-other: a sequence that continues from it copies it.
+Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy decides
+which blocks a sequence holds in a group of attention layers (`PagedPolicy`); in the last group, layers may have states:
+a sequence holds one, which its steps overwrite. A prefix must be usable in all groups. A state that other sequences may
+start from is in cached blocks like any other: a sequence that continues from it copies them.
 
 Knows nothing of the device and deals in block ids only.
 """
@@ -25,7 +25,7 @@ from itertools import accumulate, chain, filterfalse, islice, zip_longest
 
 import numpy as np
 
-from nanovllm.engine.cache_policy import CachePolicy, PagedPolicy, StatePolicy
+from nanovllm.engine.cache_policy import PagedPolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import (
     OFTEN_USED,
@@ -59,21 +59,16 @@ _MOST_REPEATS = 32
 
 @dataclass(frozen=True)
 class _Fit:
-    """Blocks that a waiting sequence would be given now.
+    """Blocks that a waiting sequence would be given now."""
 
-    Attributes:
-        found: cached blocks that it would share, and copies that it would load, for each group that grows; empty if
-            there are none.
-        needed: blocks that it would hold in each group, by their index in its table.
-        num_matched: leading blocks that are not computed.
-        num_computed: leading tokens that are not computed.
-        num_missing: blocks that it needs beyond the free ones; at most 0 if it fits.
-    """
-
+    # Cached blocks to share, and copies to load, for each group that grows; empty if there are none.
     found: list[list[FoundBlock]]
+    # Blocks that it would hold in each group, by their index in its table.
     needed: list[range]
+    # Leading blocks, and tokens, that are not computed.
     num_matched: int
     num_computed: int
+    # Blocks that it needs beyond the free ones; at most 0 if it fits.
     num_missing: int
 
 
@@ -96,10 +91,6 @@ class BlockManager:
         host: keeps evicted blocks, for a cache of one group that keeps all tokens, and states; None to drop them.
         num_clean_blocks: free blocks, next to be evicted, that `host` should already have a copy of.
         keeps_decoded_states: whether states of outputs can be cached, too.
-
-    Attributes:
-        policies: policy of each group.
-        has_states: whether sequences have states, from which computed tokens cannot be taken back.
     """
 
     def __init__(
@@ -128,21 +119,19 @@ class BlockManager:
         self._kept_blocks: list[int] = []
         # Of steps without a result yet, oldest step first.
         self._unconfirmed: deque[_Unconfirmed] = deque()
-        self.policies: list[CachePolicy] = [
-            StatePolicy(kind, block_size) if isinstance(kind, StateCache) else PagedPolicy(kind, block_size, max_chunk)
-            for kind in kinds
-        ]
-        # States are in the last group.
-        self._state = self.policies[-1] if isinstance(self.policies[-1], StatePolicy) else None
+        self.policies = [PagedPolicy(kind, block_size, max_chunk) for kind in kinds if isinstance(kind, PagedCache)]
+        self._state = kinds[-1] if isinstance(kinds[-1], StateCache) else None
+        # Computed tokens cannot be taken back from a state.
         self.has_states = self._state is not None
         self._num_state_blocks = 0 if self._state is None else self._state.num_blocks
         # What tells the keys of a state's blocks apart.
         self._state_extras = [b"state %d" % part for part in range(self._num_state_blocks)]
-        self._windowed = [g for g, policy in enumerate(self.policies) if policy.grows and policy.has_gaps]
+        self._windowed = [g for g, policy in enumerate(self.policies) if policy.has_gaps]
         # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
-        self._num_growing = len(kinds) - self.has_states
-        assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
-        self._has_gaps = any(policy.has_gaps for policy in self.policies)
+        self._num_growing = len(self.policies)
+        assert self._num_growing == len(kinds) - self.has_states > 0
+        # Whether a prefix can be usable with blocks missing, or become usable by a state.
+        self._has_gaps = self.has_states or bool(self._windowed)
         self._cache = PrefixCache(block_size, len(kinds), self._has_gaps)
 
     @property
@@ -213,19 +202,17 @@ class BlockManager:
         return _Fit(found, needed, num_matched, num_computed, num_missing)
 
     def _needed(self, num_computed: int, num_tokens: int) -> list[range]:
-        """Return the blocks that a sequence needs in each group; where it has a window, for its next chunk.
-
-        With a window, it may use all blocks that would be free if it were alone.
-        """
+        """Return the blocks that a sequence needs in each group; with windows, up to what it could use if alone."""
         num_filled = self.num_blocks_for(num_tokens)
         share = 0
         if self._windowed:
             share = max(0, self.num_blocks - self._min_blocks(num_filled)) // len(self._windowed)
-        return [policy.needed(num_computed, num_filled, share) for policy in self.policies]
+        needed = [policy.needed(num_computed, num_filled, share) for policy in self.policies]
+        return [*needed, range(self._num_state_blocks)] if self.has_states else needed
 
     def _min_blocks(self, num_filled: int) -> int:
         """Return the fewest blocks with which a sequence that fills `num_filled` blocks in a group can continue."""
-        return sum(policy.min_blocks(num_filled) for policy in self.policies)
+        return sum(policy.min_blocks(num_filled) for policy in self.policies) + self._num_state_blocks
 
     def max_tokens(self, max_model_len: int) -> int:
         """Return the most tokens, up to `max_model_len`, that a sequence running alone can have."""
@@ -267,9 +254,13 @@ class BlockManager:
         length, longer = most, -1
         while length != longer:
             longer = length
-            for group, policy in enumerate(self.policies):
-                blocks = matched[group] if policy.grows else matched[0]
-                length = policy.usable_prefix(blocks, length, seq.num_tokens, has_states)
+            for policy, blocks in zip(self.policies, matched, strict=True):
+                length = policy.usable_prefix(blocks, length, seq.num_tokens)
+            if self.has_states:
+                # One token must be left to compute, from the state before it.
+                length = min(length, (seq.num_tokens - 1) // self.block_size)
+                while length and not has_states(length):
+                    length -= 1
         return length
 
     def _usable_with_copies(self, host: HostCache, seq: Sequence, blocks: list[FoundBlock | None]) -> int:
@@ -351,7 +342,7 @@ class BlockManager:
         return block.block_id
 
     def _note_repeat(self, is_repeat: bool) -> None:
-        """Note whether a prompt repeats an earlier output: it starts from a state of decoding, or cached keys go on."""
+        """Count a prompt that repeats an earlier output: it starts from a state of decoding, or cached keys go on."""
         self._num_repeats = max(-_MOST_REPEATS, min(_MOST_REPEATS, self._num_repeats + (1 if is_repeat else -1)))
 
     def _use_states(self, blocks: list[FoundBlock]) -> None:
@@ -378,19 +369,16 @@ class BlockManager:
                 self._copies.append(BlockTransfer("copy", source.block_id, block_id))
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
-        """Whether a sequence can share the blocks in which `source` holds their prompt.
-
-        Always true if `source` has released no blocks. Otherwise it must hold all blocks that the sequence will attend
-        to, and have registered none past the prompt, where the sequence will register its own.
-        """
+        """Whether `source` holds all that a sequence will attend to, and has registered nothing past the prompt."""
         if self.has_states and not self._are_cached(source.fork_states):
             # The last token of the prompt is computed again, and the state of `source` is already past it.
             return False
-        num_released = [table.num_released for table in source.block_tables]
+        num_released = [table.num_released for table in source.block_tables[: self._num_growing]]
+        if not any(num_released):
+            return True
         firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
         is_held = all(released <= first for released, first in zip(num_released, firsts, strict=True))
-        num_full = seq.num_tokens // self.block_size
-        return not any(num_released) or (is_held and source.num_registered_blocks <= num_full)
+        return is_held and source.num_registered_blocks <= seq.num_tokens // self.block_size
 
     def _fork(self, source: Sequence, seq: Sequence) -> None:
         """Share all blocks of a prompt; the last one, if not full, is copied before it is written to."""
@@ -492,8 +480,8 @@ class BlockManager:
     def free(self, seq: Sequence, is_preempted: bool = False) -> None:
         """Release all blocks of a sequence. Their content stays until evicted, the tail of the prefix first.
 
-        A preempted sequence soon needs them all again: blocks that have a copy on the host are evicted first, and a
-        step can save the others meanwhile.
+        A preempted sequence soon needs them all again: blocks with a copy on the host are evicted first, and a step can
+        save the others meanwhile.
         """
         held, is_often_used = [table.held[::-1] for table in seq.block_tables], False
         if is_preempted and (host := self.host) is not None:
@@ -601,10 +589,7 @@ class BlockManager:
             self._register_states(seq, num_full)
 
     def register_chunk(self, seq: Sequence, start: int) -> list[KeptState]:
-        """Put the blocks that a sequence's chunk fills into the prefix cache; return the states to keep within it.
-
-        The chunk is the sequence's computed tokens from `start` on.
-        """
+        """Cache the blocks that a chunk (computed from `start` on) fills; return states to keep within it."""
         kept: list[KeptState] = []
         num_blocks, num_tokens = seq.num_registered_blocks, seq.num_computed_tokens
         while self.has_states and self.enable_prefix_caching and (num_blocks + 1) * self.block_size < num_tokens:
@@ -638,9 +623,15 @@ class BlockManager:
         seq.num_registered_blocks = index + 1
 
     def _keeps_states(self, seq: Sequence, num_blocks: int) -> bool:
-        """Whether the states of a prompt are kept after `num_blocks` blocks."""
-        policy = self._state
-        return policy is not None and policy.is_kept(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks)
+        """Whether the state of a prompt is kept after `num_blocks` blocks.
+
+        It is kept at regular intervals, at the last block end that leaves a token of the prompt to compute, and where
+        the prompt leaves cached keys: others may branch off there.
+        """
+        if self._state is None:
+            return False
+        is_last = num_blocks == (seq.num_prompt_tokens - 1) // self.block_size
+        return num_blocks % self._state.interval == 0 or is_last or num_blocks == seq.num_branch_blocks
 
     def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
         """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""
@@ -666,7 +657,7 @@ class BlockManager:
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
         """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
 
-        Of a prompt the policy says which. In decoding each block end replaces the one before, where there is room.
+        Of a prompt see `_keeps_states`. In decoding each block end replaces the one before, where there is room.
         Where prompts leave out earlier outputs, such a state is room itself until it is used.
         """
         parent = seq.block_tables[0].registered_identity
@@ -765,9 +756,7 @@ class BlockManager:
         self._unconfirmed.popleft()
 
     def rollback(self) -> None:
-        """Remove every block registered by a step without a result from the prefix cache; no sequence uses them any
-        more.
-        """
+        """Remove blocks registered by steps without a result from the prefix cache; no sequence uses them any more."""
         self._release_kept()
         for step in self._unconfirmed:
             for block_id in step.registered:
@@ -781,10 +770,7 @@ class BlockManager:
         self._coming_states.clear()
 
     def reset(self) -> bool:
-        """Forget the prefix cache; return whether no sequence holds blocks from it.
-
-        Running sequences keep their blocks, but no other sequence finds these, nor blocks that they fill from now on.
-        """
+        """Forget the prefix cache, and what running sequences add to it; return whether none holds blocks from it."""
         if self.host is not None:
             self.host.clear()
             for step in self._unconfirmed:
@@ -801,12 +787,10 @@ class BlockManager:
         return lacks_states or any(isinstance(block, HostBlock) for block in matched)
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
-        """Yield the blocks that steps will overwrite first: free ones, then blocks of the next sequences to be
-        preempted.
+        """Yield the blocks that steps overwrite first: free ones, then blocks of the next sequences to be preempted.
 
-        If few blocks are free, a finishing sequence's blocks may be reused in the same step, so blocks of all sequences
-        are included. A sequence's blocks are saved in order, so if its last one has a copy, all have. Blocks that can
-        no longer be found are skipped.
+        If few blocks are free, a finishing sequence's may be reused in the same step, so blocks of all sequences are
+        included. They are saved in order: if the last has a copy, all have. Blocks that cannot be found are skipped.
         """
         for block_id in islice(self._free, self._num_clean_blocks):
             yield self.blocks[block_id]
@@ -819,10 +803,7 @@ class BlockManager:
                 yield from registered
 
     def usage(self, most_cells: int) -> BlockUsage:
-        """Return the state of the blocks in at most `most_cells` cells.
-
-        Any thread may call it: it only reads, so one answer may mix two moments.
-        """
+        """Return the state of the blocks in at most `most_cells` cells; from any thread, it may mix two moments."""
         blocks, size = self.blocks, -(-self.num_blocks // most_cells)
         starts = np.arange(0, self.num_blocks, size)
 

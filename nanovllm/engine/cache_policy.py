@@ -1,74 +1,25 @@
-"""Cache policies: how a sequence holds blocks of one group of layers, one class per kind of cache.
-
-Every policy answers three questions: which blocks a sequence needs for its next tokens, which it can release, and how
-long a prefix it can start from.
-"""
+"""The blocks that a sequence holds in a group of attention layers: of all its tokens, or of a sliding window."""
 
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-
-from typing_extensions import override
+from collections.abc import Sequence
 
 from nanovllm.engine.prefix_cache import FoundBlock
-from nanovllm.runner.messages import PagedCache, StateCache
+from nanovllm.runner.messages import PagedCache
 
 
-class CachePolicy(ABC):
-    """The blocks that a sequence holds in one group of layers.
-
-    Attributes:
-        grows: whether a sequence has a block for every `block_size` of its tokens.
-        has_gaps: whether a prefix can be usable with blocks missing, as with a window.
-    """
-
-    grows = True
-    has_gaps = True
-
-    @abstractmethod
-    def min_blocks(self, num_filled: int) -> int:
-        """Return the fewest blocks with which a sequence that fills `num_filled` blocks can continue."""
-
-    @abstractmethod
-    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
-        """Return the blocks, by their index in the table, that a sequence needs to compute its next tokens.
-
-        Args:
-            num_computed: its computed tokens.
-            num_filled: blocks that all its tokens fill.
-            share: blocks that it may have beyond `min_blocks`.
-        """
-
-    def num_released(self, num_computed: int) -> int:
-        """Return the number of leading blocks that a sequence no longer needs."""
-        return 0
-
-    @abstractmethod
-    def usable_prefix(
-        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
-    ) -> int:
-        """Return the length of the longest prefix, of at most `length` blocks, that a sequence can start from.
-
-        Args:
-            blocks: the cached blocks of a group that grows, None for a missing one.
-            length: an upper bound.
-            num_tokens: tokens of the sequence.
-            has_state: whether a sequence can start from the state after a number of blocks.
-        """
-
-
-class PagedPolicy(CachePolicy):
-    """A sequence holds the blocks of all its tokens, or of a sliding window and of its next chunk.
+class PagedPolicy:
+    """Answers which blocks a sequence needs, which it can release, and how long a prefix it can start from.
 
     Args:
-        kind: with the window, if there is one.
+        kind: with the window, if there is one; then a sequence holds the blocks of the window and of its next chunk.
         block_size: tokens per block.
         max_chunk: most tokens of a sequence in one step.
     """
 
     def __init__(self, kind: PagedCache, block_size: int, max_chunk: int) -> None:
+        # Whether a prefix can be usable with blocks missing.
         self.has_gaps = kind.window is not None
         # At least 2, so that the block before the next token is always held.
         self._window = sys.maxsize if kind.window is None else max(2, kind.window)
@@ -77,23 +28,27 @@ class PagedPolicy(CachePolicy):
         self._fewest = self._num_spanned(self._window)
         self._most = self._num_spanned(self._window - 1 + max_chunk)
 
-    @override
     def min_blocks(self, num_filled: int) -> int:
+        """Return the fewest blocks with which a sequence that fills `num_filled` blocks can continue."""
         return min(num_filled, self._fewest)
 
-    @override
     def needed(self, num_computed: int, num_filled: int, share: int) -> range:
+        """Return the blocks, by their index in the table, that a sequence needs to compute its next tokens.
+
+        Args:
+            num_computed: its computed tokens.
+            num_filled: blocks that all its tokens fill.
+            share: blocks that it may have beyond `min_blocks`.
+        """
         first = self.num_released(num_computed)
         return range(first, min(num_filled, first + min(self._most, self._fewest + share)))
 
-    @override
     def num_released(self, num_computed: int) -> int:
+        """Return the number of leading blocks that a sequence no longer needs."""
         return max(0, num_computed + 1 - self._window) // self._block_size
 
-    @override
-    def usable_prefix(
-        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
-    ) -> int:
+    def usable_prefix(self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int) -> int:
+        """Return the most blocks, up to `length`, with which a sequence can start; None stands for a missing one."""
         # Every length from a missing block up to this one needs that block: its window begins no later.
         first = self.num_released(min(length * self._block_size, num_tokens - 1))
         return blocks.index(None, first, length) if None in blocks[first:length] else length
@@ -101,51 +56,3 @@ class PagedPolicy(CachePolicy):
     def _num_spanned(self, num_tokens: int) -> int:
         """Return the most blocks that `num_tokens` consecutive tokens can span."""
         return (num_tokens + self._block_size - 2) // self._block_size + 1
-
-
-class StatePolicy(CachePolicy):
-    """A sequence holds one state, of the tokens computed so far, in blocks of its own that steps overwrite.
-
-    The state at a block's end can be kept, in blocks that are then cached; a sequence that continues from it copies
-    them.
-
-    Args:
-        kind: blocks per state, and how often one is kept.
-        block_size: tokens per block.
-    """
-
-    grows = False
-
-    def __init__(self, kind: StateCache, block_size: int) -> None:
-        self.num_blocks = kind.num_blocks
-        self._interval, self._block_size = kind.interval, block_size
-
-    @override
-    def min_blocks(self, num_filled: int) -> int:
-        return self.num_blocks
-
-    @override
-    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
-        return range(self.num_blocks)
-
-    @override
-    def usable_prefix(
-        self, blocks: Sequence[FoundBlock | None], length: int, num_tokens: int, has_state: Callable[[int], bool]
-    ) -> int:
-        # One token must be left to compute, from the state before it.
-        length = min(length, (num_tokens - 1) // self._block_size)
-        while length and not has_state(length):
-            length -= 1
-        return length
-
-    def is_kept(self, num_blocks: int, num_prompt_tokens: int, branch: int) -> bool:
-        """Whether the state after `num_blocks` blocks of a prompt is kept.
-
-        At regular intervals, at the last block end that leaves a token of the prompt to compute, and at the branch.
-
-        Args:
-            num_blocks, num_prompt_tokens: of the sequence.
-            branch: leading blocks whose keys were cached when the sequence was admitted; others may branch off there.
-        """
-        is_last = num_blocks == (num_prompt_tokens - 1) // self._block_size
-        return num_blocks % self._interval == 0 or is_last or num_blocks == branch

@@ -58,10 +58,6 @@ class Logprobs(Sequence[At_co]):
         width: number of tokens in a record.
         decode_token: returns a token's text; None: tokens have no text.
         num_missing: positions before the first record, which are None.
-
-    Attributes:
-        token_logprobs: [num_positions] float32; log-probability of each position's own token, NaN if missing.
-        ranks: [num_positions] int32; the same token's rank, from 1; 0 if missing.
     """
 
     def __init__(
@@ -93,9 +89,7 @@ class Logprobs(Sequence[At_co]):
     def __getitem__(self, index: int | slice) -> At_co | Sequence[At_co]:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            if step != 1:
-                return list(self)[index]
-            return self._stretch(start, max(start, stop))
+            return self._stretch(start, max(start, stop)) if step == 1 else list(self)[index]
         position = range(len(self))[index]
         return next(iter(self._stretch(position, position + 1)))
 
@@ -159,7 +153,7 @@ class Logprobs(Sequence[At_co]):
         return Logprobs(records, self._width, self._decode_token, missing)
 
     def _dict(self, values: list[float], token_ids: list[int], rank: int) -> dict[int, Logprob]:
-        own, decode = token_ids[0], self._decode_token or _no_text
+        own, decode = token_ids[0], self._decode_token or (lambda token_id: None)
         found = {own: Logprob(values[0], rank, decode(own))}
         # The most likely tokens are in order; the position's own token may be among them.
         for place in range(1, len(token_ids)):
@@ -168,10 +162,6 @@ class Logprobs(Sequence[At_co]):
             if token_id not in found and value > -math.inf:
                 found[token_id] = Logprob(value, place, decode(token_id))
         return found
-
-
-def _no_text(token_id: int) -> None:
-    return None
 
 
 class _TokenArray(Protocol):

@@ -31,7 +31,8 @@ _LEAST = {
     "n": 1, "top_k": -1, "min_tokens": 0, "prompt_logprobs_start": 0, "max_tokens": 1, "seed": -1, "logprobs": -1,
     "prompt_logprobs": -1,
 }  # fmt: skip
-"""Lowest values of parameters that are integers; the last four may be None."""
+"""Lowest values of parameters that are integers."""
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 _RANGES = {
     "temperature": (0, None), "top_p": (0, 1), "min_p": (0, 1), "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2), "repetition_penalty": (0, None),
@@ -208,7 +209,7 @@ class SamplingParams:
     def _check(self) -> None:
         own = self.__dict__
         for name, least in _LEAST.items():
-            if own[name] is not None or least == 0 or name in {"n", "top_k"}:
+            if own[name] is not None or name not in _OPTIONAL:
                 own[name] = check_int(name, own[name], least, 2**64 - 1 if name == "seed" else None)
         for name, (low, high) in _RANGES.items():
             own[name] = check_number(name, own[name], low, high, above=name in {"top_p", "repetition_penalty"})

@@ -319,8 +319,8 @@ def test_drafts_are_made_where_they_pay_at_this_number_of_rows() -> None:
     steady = SteadyRows(16, 16, 3, DraftCosts((1, 4, 8), (1.1, 1.3, 1.9)))
     for slot in range(9):
         seq = make_sequence(slot, [1] * 9)
-        seq.slot = slot
-        steady.add(seq, 99, 99, 1)
+        seq.slot, seq.most_tokens = slot, 99
+        steady.add(seq, 99, 1)
         # A mean of 1, of 1 and 0, and so on: 1 / n.
         steady._gain[slot] = slot == 0
         assert steady.should_draft(0) == (slot + 1 in {1, 2, 3})
@@ -752,7 +752,7 @@ def test_a_higher_priority_takes_a_slot_from_the_last_of_lower_priority(depth: i
     outputs = run(engine)
     assert engine.stats()["num_preemptions"] == 4
     assert [outputs[request_id]["token_ids"] for request_id in low] == [
-        complete([i] * 5, 40, frozenset(), engine.scheduler.max_model_len) for i in range(6)
+        complete([i] * 5, 40, frozenset(), engine.limits.max_model_len) for i in range(6)
     ]
 
 

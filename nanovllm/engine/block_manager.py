@@ -16,6 +16,7 @@ Knows nothing of the device and deals in block ids only.
 
 from __future__ import annotations
 
+import sys
 import typing
 from bisect import bisect_right
 from collections import deque
@@ -25,7 +26,6 @@ from itertools import accumulate, chain, filterfalse, islice, zip_longest
 
 import numpy as np
 
-from nanovllm.engine.cache_policy import PagedPolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import (
     OFTEN_USED,
@@ -55,6 +55,49 @@ from nanovllm.runner.messages import (
 
 _MOST_REPEATS = 32
 """Prompts that show whether outputs come again."""
+
+
+class PagedPolicy:
+    """Answers which blocks a sequence needs, which it can release, and how long a prefix it can start from.
+
+    With a window, a sequence holds its blocks, and the ones of the next chunk, of at most `max_chunk` tokens.
+    """
+
+    def __init__(self, kind: PagedCache, block_size: int, max_chunk: int) -> None:
+        # Whether a prefix can be usable with blocks missing.
+        self.has_gaps = kind.window is not None
+        # At least 2, so that the block before the next token is always held.
+        self._window = sys.maxsize if kind.window is None else max(2, kind.window)
+        self._block_size = block_size
+        # Blocks needed to advance by one token, and by a whole chunk.
+        self._fewest = self._num_spanned(self._window)
+        self._most = self._num_spanned(self._window - 1 + max_chunk)
+
+    def min_blocks(self, num_filled: int) -> int:
+        """Return the fewest blocks with which a sequence that fills `num_filled` blocks can continue."""
+        return min(num_filled, self._fewest)
+
+    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
+        """Return the blocks, by their index in the table, that a sequence needs to compute its next tokens.
+
+        `num_filled` blocks hold all its tokens; `share` are the blocks that it may have beyond `min_blocks`.
+        """
+        first = self.num_released(num_computed)
+        return range(first, min(num_filled, first + min(self._most, self._fewest + share)))
+
+    def num_released(self, num_computed: int) -> int:
+        """Return the number of leading blocks that a sequence no longer needs."""
+        return max(0, num_computed + 1 - self._window) // self._block_size
+
+    def usable_prefix(self, blocks: list[FoundBlock | None], length: int, num_tokens: int) -> int:
+        """Return the most blocks, up to `length`, with which a sequence can start; None stands for a missing one."""
+        # Every length from a missing block up to this one needs that block: its window begins no later.
+        first = self.num_released(min(length * self._block_size, num_tokens - 1))
+        return blocks.index(None, first, length) if None in blocks[first:length] else length
+
+    def _num_spanned(self, num_tokens: int) -> int:
+        """Return the most blocks that `num_tokens` consecutive tokens can span."""
+        return (num_tokens + self._block_size - 2) // self._block_size + 1
 
 
 @dataclass(frozen=True)
@@ -590,9 +633,12 @@ class BlockManager:
 
     def register_chunk(self, seq: Sequence, start: int) -> list[KeptState]:
         """Cache the blocks that a chunk (computed from `start` on) fills; return states to keep within it."""
+        if not (self.has_states and self.enable_prefix_caching):
+            self.register(seq)
+            return []
         kept: list[KeptState] = []
         num_blocks, num_tokens = seq.num_registered_blocks, seq.num_computed_tokens
-        while self.has_states and self.enable_prefix_caching and (num_blocks + 1) * self.block_size < num_tokens:
+        while (num_blocks + 1) * self.block_size < num_tokens:
             self._register_block(seq, num_blocks)
             num_blocks += 1
             # A fork registers blocks of its source again.
@@ -604,7 +650,7 @@ class BlockManager:
         last = seq.num_prompt_tokens - 1
         # A preempted sequence may have registered a block past the prompt.
         is_inside = start < last < num_tokens and num_blocks * self.block_size <= last
-        if self.has_states and seq.siblings and is_inside and self.enable_prefix_caching:
+        if seq.siblings and is_inside:
             # The other outputs of the request go on from the state before the last token.
             tokens = seq.token_ids[num_blocks * self.block_size : last].tobytes()
             seq.fork_states = self._state_keys(seq.block_tables[0].registered_identity, tokens)

@@ -58,10 +58,9 @@ class LLMEngine(Engine):
 
     Args:
         config, runner: the engine's settings, and the runner of its batches.
-        vocab_size, max_model_len: bound on token ids of prompts; most tokens of one request.
+        vocab_size, max_model_len, num_layers: see `RequestLimits`.
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
-        num_layers: see `RequestLimits`.
         weights: changes the model's weights and memory; None if they cannot change.
     """
 
@@ -99,7 +98,6 @@ class LLMEngine(Engine):
             self.block_manager,
             max_num_running=config.max_num_running,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             num_drafts=runner.num_drafts,
             draft_costs=runner.draft_costs,
@@ -148,9 +146,9 @@ class LLMEngine(Engine):
             Sequence(next(self._request_ids), request, (seed + index * GOLDEN_RATIO_64) % 2**64, index, constraint)
             for index, constraint in enumerate(constraints)
         )
-        max_tokens = self.limits.max_tokens(len(request.token_ids), params)
+        most_tokens = len(request.token_ids) + self.limits.max_tokens(len(request.token_ids), params)
         for seq in group:
-            seq.max_tokens, seq.request_id, seq.siblings = max_tokens, group.request_id, group if params.n > 1 else ()
+            seq.most_tokens, seq.request_id, seq.siblings = most_tokens, group.request_id, group if params.n > 1 else ()
         self._groups.update({seq.seq_id: group for seq in group})
         self._inbox.extend(group)
         return group.request_id

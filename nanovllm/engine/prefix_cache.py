@@ -48,7 +48,7 @@ class Block:
 
     @property
     def is_lasting(self) -> bool:
-        """Whether it serves later requests: no replaced state, nor one within a block, for the outputs of a request."""
+        """Whether later requests may find it: not if replaced, nor if a state within a block, for one request."""
         return self.rank >= USUAL and not (self.is_state and self.key is not None and self.key[1])
 
 
@@ -202,7 +202,7 @@ class PrefixCache:
         self, root: int, token_ids: array[int], extra: bytes, most: int,
         find_copy: Callable[[BlockKey], HostBlock | None] | None = None,
     ) -> list[FoundBlock | None]:  # fmt: skip
-        """Return leading blocks of a prefix, or copies from `find_copy`; None for evicted ones before others."""
+        """Return leading blocks of a prefix, else copies of `find_copy`; None for evicted ones ahead of cached ones."""
         matched: list[FoundBlock | None] = []
         identity = root
         for i in range(most):

@@ -71,26 +71,17 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns every unfinished sequence, from `add` to the step that finishes it.
-
-    Args:
-        block_manager: gives sequences their blocks.
-        max_num_running: most sequences that run at once, which is the number of slots.
-        max_num_batched_tokens, max_model_len: most tokens of one step, and of one sequence.
-        eos_token_ids: tokens that end an output, unless its request ignores them.
-        num_drafts, draft_costs: see `Runner`.
-    """
+    """Owns every unfinished sequence, from `add` to the step that finishes it; each running one has a slot."""
 
     def __init__(
         self, block_manager: BlockManager,
-        *, max_num_running: int, max_num_batched_tokens: int, max_model_len: int,
-        eos_token_ids: frozenset[int] = frozenset(), num_drafts: int = 0, draft_costs: DraftCosts = NO_DRAFTS,
+        *, max_num_running: int, max_num_batched_tokens: int, eos_token_ids: frozenset[int] = frozenset(),
+        num_drafts: int = 0, draft_costs: DraftCosts = NO_DRAFTS,
     ) -> None:  # fmt: skip
         # Every running sequence must get its next token within the budget of one step.
         assert max_num_running <= max_num_batched_tokens
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         # All three are sorted, see `sort_key`. Sequences added while the queue is held do not run. At most one sequence
         # runs per slot.
@@ -215,8 +206,7 @@ class Scheduler:
         """Plan chunks of running and waiting sequences that are behind; return the sequences that catch up.
 
         A sequence whose blocks this step loads from host memory gets its first chunk one step later, so that other rows
-        do not wait for the copies. If there are no others, the step itself waits for its loads, on the device, and
-        computes these sequences.
+        do not wait for the copies. If there are no others, the step waits for its loads, and computes these sequences.
         """
         before = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.is_behind]
         caught_up, loading = self._schedule_chunks(before, batch)
@@ -302,21 +292,14 @@ class Scheduler:
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:
         """Count the token that this step samples for a sequence that has caught up."""
-        most_tokens = self._most_tokens(seq)
         seq.num_tokens += 1
-        if seq.num_tokens >= most_tokens:
+        if seq.num_tokens >= seq.most_tokens:
             self._end_by_count(seq)
         else:
             # No more blocks are given in this step. Another output of the request may yet share them.
             if not seq.siblings:
                 self.block_manager.release_outside_window(seq)
-            self.steady.add(seq, most_tokens, self.block_manager.capacity(seq), first_step)
-
-    def _most_tokens(self, seq: Sequence) -> int:
-        """Return the number of tokens, prompt and output, at which a sequence ends."""
-        if seq.max_tokens is None:
-            return self.max_model_len
-        return min(self.max_model_len, seq.num_prompt_tokens + seq.max_tokens)
+            self.steady.add(seq, self.block_manager.capacity(seq), first_step)
 
     def _end_by_count(self, seq: Sequence) -> None:
         """Free the blocks and slot of a sequence whose last token is sampled in this step."""
@@ -405,7 +388,7 @@ class Scheduler:
             if seq.status is SequenceStatus.ENDING:
                 has_all = not seq.num_in_flight
             else:
-                has_all = bool(self.steady.num_drafts) and len(seq.token_ids) >= self._most_tokens(seq)
+                has_all = bool(self.steady.num_drafts) and len(seq.token_ids) >= seq.most_tokens
             if ends or has_all:
                 self.finish(seq, "stop" if ends else "length")
                 changes.finished.append(seq)

@@ -61,7 +61,7 @@ class SequenceGroup(list["Sequence"]):
         if len(self) > 1:
             # It ends with its last output.
             metrics = replace(metrics, total_time=max(seq.metrics.total_time or 0.0 for seq in self))
-        # The field accepts an array, and the other one None.
+        # The field accepts an array.
         tokens: typing.Any = first.request.token_ids
         return RequestOutput(
             request_id=first.seq_id,
@@ -104,7 +104,7 @@ class Sequence:
     __slots__ = (
         "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_tables", "branch_identity",
         "constraint", "decode_state", "end_token_ids", "finish_reason", "fits_from", "fork_states", "has_extra",
-        "index", "is_watched", "logprobs", "max_tokens", "metrics", "num_admissions", "num_branch_blocks",
+        "index", "is_watched", "logprobs", "metrics", "most_tokens", "num_admissions", "num_branch_blocks",
         "num_cached_tokens", "num_prompt_tokens", "num_registered_blocks", "num_resets", "num_shared_tokens",
         "params", "prompt_outputs", "record_bytes", "request", "request_id", "rows", "seed", "seq_id", "siblings",
         "slot", "sort_key", "source_state", "status", "stop_reason",
@@ -131,8 +131,8 @@ class Sequence:
         self.constraint = constraint
         # All sequences of a request with several outputs, until this one has finished.
         self.siblings: typing.Sequence[Sequence] = ()
-        # The most tokens of its output; None is limited only by the model's length.
-        self.max_tokens = params.max_tokens
+        # Number of tokens, prompt and output, at which it ends; the engine sets it by its limits.
+        self.most_tokens = self.num_prompt_tokens + (params.max_tokens or 0)
         # Whether its sampling needs more than a temperature.
         self.has_extra = constraint is not None or params.has_extra
         # Tokens that end the output; the scheduler adds the model's.
@@ -298,10 +298,10 @@ class Sequence:
         records = np.concatenate(parts) if parts else np.empty((0, 1 + 2 * width), dtype=np.int32)
         return Logprobs(records, width, num_missing=self.num_prompt_tokens - len(records))
 
-    def hidden_states(self) -> typing.Any:
-        """Return the value of `RequestOutput.hidden_states`; None if the prompt was not computed whole."""
+    def hidden_states(self) -> list[np.ndarray]:
+        """Return the value of `RequestOutput.hidden_states`; empty if the prompt was not computed whole."""
         if self.prompt_outputs is None or self.wants_prompt_outputs:
-            return None
+            return []
         parts = [part for part in self.prompt_outputs if isinstance(part, np.ndarray)]
         # Layers come first.
         return list(np.concatenate(parts, 1)) if self.params.hidden_states else parts
@@ -354,15 +354,15 @@ class SteadyRows:
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def add(self, seq: Sequence, most_tokens: int, capacity: int, first_step: int) -> None:
-        """Add a row, from a step on, for a sequence that ends at `most_tokens`; capacity: see `note_room`."""
+    def add(self, seq: Sequence, capacity: int, first_step: int) -> None:
+        """Add a row, from a step on, for a sequence that has caught up; capacity: see `note_room`."""
         slot, ends, params = seq.slot, list(seq.end_token_ids), seq.params
         insort(self.seqs, seq, key=sort_key)
         self._rows = None
         self.num_tokens[slot], self.num_unsure[slot] = seq.num_tokens, 0
         self._num_known[slot], self._num_recent[slot] = len(seq.token_ids), 0
         self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
-        self._most_tokens[slot] = most_tokens
+        self._most_tokens[slot] = seq.most_tokens
         # No drafts where the choice of a token depends on earlier tokens of the output beside the model.
         has_drafts = seq.constraint is None and not params.uses_penalties and not params.min_tokens
         self._most_new[slot] = 1 + self.num_drafts if has_drafts else 1
@@ -513,10 +513,7 @@ class SteadyRows:
         return num_drafts
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
-        """Store a token for each row of a step; return rows whose tokens the scheduler must check, and add itself.
-
-        slots: [num_rows] int32; token_ids: [num_rows] int64; step: its number.
-        """
+        """Store a token per row, int64; return the rows that the scheduler must check, and whose tokens it adds."""
         if len(slots) <= _FEW_ROWS:
             return np.arange(len(slots))
         num_known = self._num_known[slots] + 1

@@ -299,18 +299,7 @@ class Staging:
 
 
 class BatchBuilder:
-    """Turns scheduled batches into tensors.
-
-    Args:
-        num_slots: most sequences that run at once.
-        max_blocks: entries of a block table.
-        block_size: tokens per block.
-        max_num_batched_tokens: most tokens of a step.
-        backend, device: plans the steps' attention; device of the tensors.
-        num_groups: groups of the cache.
-        num_state_blocks: blocks of a sequence's state, in the last group; 0 if no layer keeps any.
-        num_drafts: see `Runner`.
-    """
+    """Turns scheduled batches into tensors; the last group of the cache has `num_state_blocks` of each state."""
 
     def __init__(
         self, num_slots: int, max_blocks: int, block_size: int, max_num_batched_tokens: int, backend: AttentionBackend,

@@ -19,12 +19,9 @@ from nanovllm.runner.batch import StepInputs
 
 
 class Drafter(ABC):
-    """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not.
+    """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not."""
 
-    Attributes:
-        layer_ids: of the model's hidden states that it reads; see `DraftHeadConfig`.
-    """
-
+    # Of the model's hidden states that it reads; see `DraftHeadConfig`.
     layer_ids: tuple[int, ...] = ()
 
     @abstractmethod
@@ -76,16 +73,10 @@ class NgramDrafter(Drafter):
 class HeadDrafter(Drafter):
     """Drafts with a head that reads the model's hidden states, and keeps its own keys in the same blocks.
 
-    In every step the head stores its keys of the step's tokens, each with the one after it. Its keys are therefore
-    shared, copied and evicted with the model's. A block's last keys are of the text that it was first computed for:
-    where texts part right after a block, they differ by one embedding. Its layer only runs in steps that draft: for the
-    newest token of each row, and then for one draft after another.
-
-    Args:
-        head: its attention layer is bound to a cache.
-        backend: of the model's attention.
-        block_size: tokens per block.
-        num_drafts: drafts of a row.
+    In every step the head, whose attention layer is bound to a cache, stores its keys of the step's tokens, each with
+    the one after it. Its keys are therefore shared, copied and evicted with the model's. A block's last keys are of the
+    text that it was first computed for: where texts part right after a block, they differ by one embedding. Its layer
+    only runs in steps that draft: for the newest token of each row, and then for one draft after another.
     """
 
     def __init__(self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int) -> None:

@@ -64,16 +64,9 @@ class _Part(Enum):
 
 
 class ModelRunner:
-    """Runs the steps of one engine on one device.
+    """Runs the steps of one engine on one device, alone or with other ranks that share the model (`communicator`).
 
-    Args:
-        config, model_config: of the engine.
-        folder: folder of the weights.
-        max_model_len: most tokens of one sequence.
-        communicator: joins this rank with the others that share the model; None for a single rank.
-
-    Raises:
-        ValueError: a device, dtype or backend is unavailable, or weights do not fit the config.
+    Raises a ValueError if a device, dtype or backend is unavailable, or weights do not fit the config.
     """
 
     # Chooses the kernels of weights, attention and collectives.

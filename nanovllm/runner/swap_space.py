@@ -33,11 +33,7 @@ def make_swap_space(
 ) -> HostMemory:  # fmt: skip
     """Keep a cache's blocks in host memory until it is unbound; takes some 0.2 s.
 
-    Args:
-        config, communicator: of the engine.
-        current_cache: returns the cache, which is still empty; a different one after a sleep.
-        cache_kinds: of the cache; see `Runner`.
-        run_step: runs a step, and waits for it.
+    `current_cache` returns the cache, which is still empty; a different one after a sleep. `run_step` waits for a step.
 
     Raises:
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.

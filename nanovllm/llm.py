@@ -425,7 +425,7 @@ class LLM(ModelClient):
             >>> with llm.trace("run.json"):
             ...     outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=4), use_tqdm=False)
         """
-        from nanovllm.engine.trace import trace_engine  # noqa: PLC0415
+        from nanovllm.client.trace import trace_engine  # noqa: PLC0415
 
         with trace_engine(self.llm_engine, file):
             yield

@@ -58,10 +58,6 @@ class Logprobs(Sequence[At_co]):
         width: number of tokens in a record.
         decode_token: returns a token's text; None: tokens have no text.
         num_missing: positions before the first record, which are None.
-
-    Attributes:
-        token_logprobs: [num_positions] float32; log-probability of each position's own token, NaN if missing.
-        ranks: [num_positions] int32; the same token's rank, from 1; 0 if missing.
     """
 
     def __init__(
@@ -93,9 +89,7 @@ class Logprobs(Sequence[At_co]):
     def __getitem__(self, index: int | slice) -> At_co | Sequence[At_co]:
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
-            if step != 1:
-                return list(self)[index]
-            return self._stretch(start, max(start, stop))
+            return self._stretch(start, max(start, stop)) if step == 1 else list(self)[index]
         position = range(len(self))[index]
         return next(iter(self._stretch(position, position + 1)))
 
@@ -159,7 +153,7 @@ class Logprobs(Sequence[At_co]):
         return Logprobs(records, self._width, self._decode_token, missing)
 
     def _dict(self, values: list[float], token_ids: list[int], rank: int) -> dict[int, Logprob]:
-        own, decode = token_ids[0], self._decode_token or _no_text
+        own, decode = token_ids[0], self._decode_token or (lambda token_id: None)
         found = {own: Logprob(values[0], rank, decode(own))}
         # The most likely tokens are in order; the position's own token may be among them.
         for place in range(1, len(token_ids)):
@@ -168,10 +162,6 @@ class Logprobs(Sequence[At_co]):
             if token_id not in found and value > -math.inf:
                 found[token_id] = Logprob(value, place, decode(token_id))
         return found
-
-
-def _no_text(token_id: int) -> None:
-    return None
 
 
 class _TokenArray(Protocol):
@@ -219,10 +209,6 @@ Prompts = Union[Prompt, Iterable[Union[Prompt, TokenIds]], Iterable[Any], _Token
 """Prompts for `LLM.generate`: one, or several."""
 
 
-_WHEN_ASKED_FOR: Any = None
-"""Marks a list that is created on first access; see `_made_when_asked_for`."""
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """A function call requested by the model."""
@@ -254,7 +240,7 @@ class CompletionOutput:
     logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    tool_calls: list[ToolCall] = _WHEN_ASKED_FOR
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -309,7 +295,7 @@ class RequestOutput(Mapping[str, Any]):
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = field(default=None, compare=False)
-    hidden_states: list[np.ndarray] = field(default=_WHEN_ASKED_FOR, repr=False, compare=False)
+    hidden_states: list[np.ndarray] = field(default_factory=list, repr=False, compare=False)
     error: str | None = None
 
     def __iter__(self) -> Iterator[str]:
@@ -324,36 +310,19 @@ class RequestOutput(Mapping[str, Any]):
         return self.num_cached_tokens if key == "num_cached_tokens" else getattr(self.outputs[0], key)
 
 
-def _made_when_asked_for(cls: type, name: str, make: Callable[[Any], list[Any]]) -> None:
-    """Turn a field into a property whose list is created on first access.
-
-    A list of token ids takes as long to create as the rest of an output, and nine times the memory of an array; even an
-    empty list costs the garbage collector time.
-
-    Args:
-        cls: the dataclass.
-        name: name of the field, which may be initialised with another value than a list.
-        make: converts that value to the list.
-    """
-    slot = vars(cls)[name]
-
-    def get(output: Any) -> list[Any]:
-        value = slot.__get__(output)
-        if not isinstance(value, list):
-            value = make(value)
-            slot.__set__(output, value)
-        return value
-
-    setattr(cls, name, property(get, slot.__set__))
+_given_token_ids = vars(RequestOutput)["prompt_token_ids"]
 
 
-def _as_list(values: array[int] | None) -> list[Any]:
-    return [] if values is None else values.tolist()
+def _prompt_token_ids(output: RequestOutput) -> list[int]:
+    """Return the tokens of a prompt, and turn an array into a list: it takes as long as the rest of an output."""
+    token_ids = _given_token_ids.__get__(output)
+    if not isinstance(token_ids, list):
+        token_ids = token_ids.tolist()
+        _given_token_ids.__set__(output, token_ids)
+    return token_ids
 
 
-_made_when_asked_for(CompletionOutput, "tool_calls", _as_list)
-_made_when_asked_for(RequestOutput, "prompt_token_ids", _as_list)
-_made_when_asked_for(RequestOutput, "hidden_states", _as_list)
+setattr(RequestOutput, "prompt_token_ids", property(_prompt_token_ids, _given_token_ids.__set__))  # noqa: B010 (a field)
 
 
 def failed_output(

@@ -27,6 +27,19 @@ _OFF = {
     "logprobs": None,
 }  # fmt: skip
 """Parameters beyond the temperature that a step must process, with their neutral values."""
+_LEAST = {
+    "n": 1, "top_k": -1, "min_tokens": 0, "prompt_logprobs_start": 0, "max_tokens": 1, "seed": -1, "logprobs": -1,
+    "prompt_logprobs": -1,
+}  # fmt: skip
+"""Lowest values of parameters that are integers."""
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_RANGES = {
+    "temperature": (0, None), "top_p": (0, 1), "min_p": (0, 1), "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2), "repetition_penalty": (0, None),
+}  # fmt: skip
+_SWITCHES = (
+    "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "detokenize",
+)  # fmt: skip
 
 
 @strict_keywords
@@ -194,32 +207,18 @@ class SamplingParams:
         return cls(**recommended_values(folder))
 
     def _check(self) -> None:
-        self.n = check_int("n", self.n, 1)
-        self.temperature = check_number("temperature", self.temperature, 0)
-        self.top_p = check_number("top_p", self.top_p, 0, 1, above=True)
-        self.top_k = max(0, check_int("top_k", self.top_k, -1))
-        self.min_p = check_number("min_p", self.min_p, 0, 1)
-        self.presence_penalty = check_number("presence_penalty", self.presence_penalty, -2, 2)
-        self.frequency_penalty = check_number("frequency_penalty", self.frequency_penalty, -2, 2)
-        self.repetition_penalty = check_number("repetition_penalty", self.repetition_penalty, 0, above=True)
-        self.min_tokens = check_int("min_tokens", self.min_tokens, 0)
-        self.prompt_logprobs_start = check_int("prompt_logprobs_start", self.prompt_logprobs_start, 0)
-        if self.max_tokens is not None:
-            self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
-        if self.seed is not None:
-            seed = check_int("seed", self.seed, -1, 2**64 - 1)
-            self.seed = None if seed == -1 else seed
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                setattr(self, name, check_int(name, getattr(self, name), -1))
-        for name in (
-            "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-            "detokenize",
-        ):  # fmt: skip
-            check_bool(name, getattr(self, name))
+        own = self.__dict__
+        for name, least in _LEAST.items():
+            if own[name] is not None or name not in _OPTIONAL:
+                own[name] = check_int(name, own[name], least, 2**64 - 1 if name == "seed" else None)
+        for name, (low, high) in _RANGES.items():
+            own[name] = check_number(name, own[name], low, high, above=name in {"top_p", "repetition_penalty"})
+        for name in _SWITCHES:
+            check_bool(name, own[name])
+        self.top_k = max(0, self.top_k)
+        self.seed = None if self.seed == -1 else self.seed
         self._check_lists()
         self._check_contradictions()
-        own = self.__dict__
         # Computed once for all requests that share the parameters; not a field.
         self._has_extra = any(own[name] != value for name, value in _OFF.items())
 

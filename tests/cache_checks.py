@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from itertools import chain
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.cache_policy import PagedPolicy, StatePolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import SPENT, Block, BlockKey, BlockTable, EvictedPrefixes, PrefixCache
 from nanovllm.engine.sequence import Sequence
@@ -50,13 +49,14 @@ def check_states(manager: BlockManager) -> None:
 
 
 def check_table(manager: BlockManager, seq: Sequence, group: int, table: BlockTable) -> None:
-    policy, held, blocks = manager.policies[group], table.held, manager.blocks
-    most_held = policy._most if isinstance(policy, PagedPolicy) else manager.num_blocks
-    assert len(held) == len(set(held)) <= most_held, f"{seq} holds a block twice, or too many"
-    if isinstance(policy, StatePolicy):
-        assert len(held) == policy.num_blocks, f"{seq} has a part of a state"
+    held, blocks = table.held, manager.blocks
+    assert len(held) == len(set(held)), f"{seq} holds a block twice"
+    if group == len(manager.policies):
+        assert len(held) == manager._num_state_blocks, f"{seq} has a part of a state"
         assert all(blocks[block_id].ref_count == 1 for block_id in held), f"{seq} shares its state"
         return
+    policy = manager.policies[group]
+    assert len(held) <= policy._most, f"{seq} holds too many blocks"
     first = policy.num_released(seq.num_computed_tokens - seq.num_unsure)
     most_released = min(first, seq.num_registered_blocks) if manager.enable_prefix_caching else first
     assert table.num_released <= most_released, f"{seq} has released a block too early"

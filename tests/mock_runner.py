@@ -536,16 +536,16 @@ def greedy(max_tokens: int) -> SamplingParams:
 def check_engine(engine: LLMEngine) -> None:
     """Assert what must hold between any two steps."""
     check_blocks(engine.block_manager, engine.scheduler.sequences)
-    running, waiting = engine.scheduler.running, list(engine.scheduler.waiting)
-    order = [seq.sort_key for seq in running]
-    assert order == sorted(order)
+    running, waiting = engine.scheduler.running, engine.scheduler.waiting
+    for queue in (running, waiting):
+        order = [seq.sort_key for seq in queue]
+        assert order == sorted(order)
     last = {seq.sort_key[0]: seq.sort_key for seq in running}
     # A request of a higher priority may come at any time; of equal ones, the earlier ones run, but for those that wait
     # for a state.
     assert engine.block_manager.has_states or all(
         seq.sort_key > last.get(seq.sort_key[0], (seq.sort_key[0], -1)) for seq in waiting
     )
-    assert engine.scheduler.waiting.first() is min(waiting, key=lambda seq: seq.sort_key, default=None)
     manager = engine.block_manager
     for seq in waiting:
         if manager._num_gained < seq.fits_from:

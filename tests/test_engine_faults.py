@@ -128,7 +128,7 @@ def test_a_preempted_request_counts_its_prompt_and_cached_tokens_once() -> None:
 
 def test_an_empty_step_leaves_the_books_of_the_steps_under_way_alone() -> None:
     manager = BlockManager(4, 2)
-    scheduler = Scheduler(manager, max_num_running=2, max_num_batched_tokens=8, max_model_len=16)
+    scheduler = Scheduler(manager, max_num_running=2, max_num_batched_tokens=8)
     scheduler.add(make_sequence(0, [1, 2, 3], greedy(9)))
     batch = scheduler.schedule()
     assert batch is not None

@@ -116,9 +116,7 @@ def delayed(runner: MockRunner) -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("depth", "states"), [(1, []), (0, [StateCache(1, 2)]), (1, [StateCache(2, 99), StateCache(1, 1)])]
-)
+@pytest.mark.parametrize(("depth", "states"), [(1, []), (0, [StateCache(1, 2)]), (1, [StateCache(2, 99)])])
 def test_no_block_is_lost_and_none_read_early(depth: int, states: list[StateCache]) -> None:
     names = "saved", "loaded", "lost", "preempted", "failed", "interrupted", "waited", "late", "states", "mixed"
     counts = dict.fromkeys(names, 0)

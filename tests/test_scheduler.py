@@ -18,7 +18,7 @@ from nanovllm import SamplingParams
 from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import SPARE, SPENT, USUAL
-from nanovllm.engine.scheduler import WaitingQueue, _take_logprobs
+from nanovllm.engine.scheduler import _take_logprobs
 from nanovllm.engine.sequence import SteadyRows
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import DraftCosts, ScheduledBatch, StateCache, StepOutput
@@ -64,9 +64,7 @@ SIZES = st.fixed_dictionaries(
         "draft_ratio": st.sampled_from([1.0, 1.5, 2.0]),
         "copy_seed": st.integers(0, 99),
         # Groups with states: blocks of each, and block ends at which they are kept.
-        "states": st.sampled_from(
-            [[], [], [StateCache(1, 1)], [StateCache(2, 2)], [StateCache(1, 3), StateCache(2, 1)]]
-        ),
+        "states": st.sampled_from([[], [], [StateCache(1, 1)], [StateCache(2, 2)], [StateCache(3, 1)]]),
         "windows": st.sampled_from(
             [[None], [None], [None], [1], [2], [5], [7], [None, 3], [None, None, 6], [None, 2, 5], [4, 4], [3, 7]]
         ),
@@ -321,8 +319,8 @@ def test_drafts_are_made_where_they_pay_at_this_number_of_rows() -> None:
     steady = SteadyRows(16, 16, 3, DraftCosts((1, 4, 8), (1.1, 1.3, 1.9)))
     for slot in range(9):
         seq = make_sequence(slot, [1] * 9)
-        seq.slot = slot
-        steady.add(seq, 99, 99, 1)
+        seq.slot, seq.most_tokens = slot, 99
+        steady.add(seq, 99, 1)
         # A mean of 1, of 1 and 0, and so on: 1 / n.
         steady._gain[slot] = slot == 0
         assert steady.should_draft(0) == (slot + 1 in {1, 2, 3})
@@ -675,13 +673,13 @@ def test_stats_count_what_happened() -> None:
 
 def test_outputs_do_not_go_on_from_a_state_past_their_prompt() -> None:
     # The first output is preempted before the second begins, and computes a block past the prompt again.
-    states = [StateCache(1, 3), StateCache(2, 1)]
     engine, _ = make_engine(
-        pipeline_depth=0, block_size=2, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=3, states=states
-    )
+        pipeline_depth=0, block_size=2, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=3,
+        states=[StateCache(3, 1)],
+    )  # fmt: skip
     for prompt, max_tokens, n in [([0], 1, 1)] * 5 + [([0], 3, 1), ([0, 0], 3, 2)]:
         last = engine.add_request(prompt, SamplingParams(0.5, max_tokens, n=n))
-    want = complete([0, 0], 3, frozenset(), 128, None, states=[1, 2])
+    want = complete([0, 0], 3, frozenset(), 128, None, states=[3])
     assert [list(output.token_ids) for output in run(engine)[last].outputs] == [want] * 2
 
 
@@ -754,7 +752,7 @@ def test_a_higher_priority_takes_a_slot_from_the_last_of_lower_priority(depth: i
     outputs = run(engine)
     assert engine.stats()["num_preemptions"] == 4
     assert [outputs[request_id]["token_ids"] for request_id in low] == [
-        complete([i] * 5, 40, frozenset(), engine.scheduler.max_model_len) for i in range(6)
+        complete([i] * 5, 40, frozenset(), engine.limits.max_model_len) for i in range(6)
     ]
 
 
@@ -787,18 +785,6 @@ def test_a_priority_takes_a_slot_only_if_it_can_start() -> None:
     high = engine.add_request([2] * 5, greedy(2))
     engine.step()
     assert [seq.seq_id for seq in engine.scheduler.running] == [high]
-
-
-def test_the_queue_in_order_has_each_sequence_once() -> None:
-    queue, seqs = WaitingQueue(), [make_sequence(seq_id, [1]) for seq_id in range(20)]
-    for index in (7, 3, *range(8, 20), 0, 6, 5, 4, 2, 1):
-        queue.add(seqs[index])
-    for index in (3, 0, 12):
-        # Admitted, and preempted again.
-        queue.remove(seqs[index])
-        queue.add(seqs[index])
-    queue.remove(seqs[5])
-    assert list(queue.in_order()) == [*seqs[:5], *seqs[6:]] and queue.first() is seqs[0]
 
 
 @DEPTHS
@@ -919,14 +905,15 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     engine.add_request([1, 2], SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True, n=2))
     for _ in range(4):
         engine.step()
-    first, second = engine.scheduler.running[0], engine.scheduler.waiting.first()
-    assert second is not None and manager.blocks[first.block_tables[0].held[0]].key is not None
+    first, second = engine.scheduler.running[0], engine.scheduler.waiting[0]
+    assert manager.blocks[first.block_tables[0].held[0]].key is not None
     assert manager.allocate(second) and second.block_tables[0].held == first.block_tables[0].held[:1]
     engine.scheduler.steady.discard(first)
     manager.free(first)
     # No other sequence uses the block now, but others may find it.
     second.num_computed_tokens = 2
-    _, (copied,) = manager.give_blocks(second, manager.lacking_groups(second))
+    assert manager.make_room(second)
+    (copied,) = manager._copies
     assert copied.source != copied.destination and second.block_tables[0].held == [copied.destination]
     assert manager.blocks[copied.source].ref_count == 0
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from nanovllm import SamplingParams, StepError
+from nanovllm.client.trace import trace_engine
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.trace import trace_engine
 from tests.mock_runner import make_engine
 
 Event = dict[str, Any]

@@ -6,16 +6,17 @@ recently used goes first, the tail of a prefix before its head, except for state
 sequences (see `free`). Every operation is O(1) per block. Outputs of one request also share the last block of its
 prompt, until they write to it.
 
-Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy per group
-(`cache_policy`) decides which blocks a sequence holds there: for all its tokens, for a sliding window, or for one
-state. A prefix must be usable in all groups. A state that other sequences may start from is a cached block like any
-other: a sequence that continues from it copies it.
+Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy decides
+which blocks a sequence holds in a group of attention layers (`PagedPolicy`); in the last group, layers may have states:
+a sequence holds one, which its steps overwrite. A prefix must be usable in all groups. A state that other sequences may
+start from is in cached blocks like any other: a sequence that continues from it copies them.
 
 Knows nothing of the device and deals in block ids only.
 """
 
 from __future__ import annotations
 
+import sys
 import typing
 from bisect import bisect_right
 from collections import deque
@@ -25,7 +26,6 @@ from itertools import accumulate, chain, filterfalse, islice, zip_longest
 
 import numpy as np
 
-from nanovllm.engine.cache_policy import CachePolicy, PagedPolicy, StatePolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import (
     OFTEN_USED,
@@ -43,29 +43,75 @@ from nanovllm.engine.prefix_cache import (
 )
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
-from nanovllm.runner.messages import BlockTransfer, CacheKind, KeptState, NewBlock, PagedCache, StateCache
+from nanovllm.runner.messages import (
+    BlockTransfer,
+    CacheKind,
+    KeptState,
+    NewBlock,
+    PagedCache,
+    ScheduledBatch,
+    StateCache,
+)
 
 _MOST_REPEATS = 32
 """Prompts that show whether outputs come again."""
 
 
-@dataclass(frozen=True)
-class _Fit:
-    """Blocks that a waiting sequence would be given now.
+class PagedPolicy:
+    """Answers which blocks a sequence needs, which it can release, and how long a prefix it can start from.
 
-    Attributes:
-        found: cached blocks that it would share, and copies that it would load, for each group that grows; empty if
-            there are none.
-        needed: blocks that it would hold in each group, by their index in its table.
-        num_matched: leading blocks that are not computed.
-        num_computed: leading tokens that are not computed.
-        num_missing: blocks that it needs beyond the free ones; at most 0 if it fits.
+    With a window, a sequence holds its blocks, and the ones of the next chunk, of at most `max_chunk` tokens.
     """
 
+    def __init__(self, kind: PagedCache, block_size: int, max_chunk: int) -> None:
+        # Whether a prefix can be usable with blocks missing.
+        self.has_gaps = kind.window is not None
+        # At least 2, so that the block before the next token is always held.
+        self._window = sys.maxsize if kind.window is None else max(2, kind.window)
+        self._block_size = block_size
+        # Blocks needed to advance by one token, and by a whole chunk.
+        self._fewest = self._num_spanned(self._window)
+        self._most = self._num_spanned(self._window - 1 + max_chunk)
+
+    def min_blocks(self, num_filled: int) -> int:
+        """Return the fewest blocks with which a sequence that fills `num_filled` blocks can continue."""
+        return min(num_filled, self._fewest)
+
+    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
+        """Return the blocks, by their index in the table, that a sequence needs to compute its next tokens.
+
+        `num_filled` blocks hold all its tokens; `share` are the blocks that it may have beyond `min_blocks`.
+        """
+        first = self.num_released(num_computed)
+        return range(first, min(num_filled, first + min(self._most, self._fewest + share)))
+
+    def num_released(self, num_computed: int) -> int:
+        """Return the number of leading blocks that a sequence no longer needs."""
+        return max(0, num_computed + 1 - self._window) // self._block_size
+
+    def usable_prefix(self, blocks: list[FoundBlock | None], length: int, num_tokens: int) -> int:
+        """Return the most blocks, up to `length`, with which a sequence can start; None stands for a missing one."""
+        # Every length from a missing block up to this one needs that block: its window begins no later.
+        first = self.num_released(min(length * self._block_size, num_tokens - 1))
+        return blocks.index(None, first, length) if None in blocks[first:length] else length
+
+    def _num_spanned(self, num_tokens: int) -> int:
+        """Return the most blocks that `num_tokens` consecutive tokens can span."""
+        return (num_tokens + self._block_size - 2) // self._block_size + 1
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """Blocks that a waiting sequence would be given now."""
+
+    # Cached blocks to share, and copies to load, for each group that grows; empty if there are none.
     found: list[list[FoundBlock]]
+    # Blocks that it would hold in each group, by their index in its table.
     needed: list[range]
+    # Leading blocks, and tokens, that are not computed.
     num_matched: int
     num_computed: int
+    # Blocks that it needs beyond the free ones; at most 0 if it fits.
     num_missing: int
 
 
@@ -88,10 +134,6 @@ class BlockManager:
         host: keeps evicted blocks, for a cache of one group that keeps all tokens, and states; None to drop them.
         num_clean_blocks: free blocks, next to be evicted, that `host` should already have a copy of.
         keeps_decoded_states: whether states of outputs can be cached, too.
-
-    Attributes:
-        policies: policy of each group.
-        has_states: whether sequences have states, from which computed tokens cannot be taken back.
     """
 
     def __init__(
@@ -110,8 +152,9 @@ class BlockManager:
         self._num_gained = 0
         self.host = host
         self._num_clean_blocks, self._keeps_decoded_states = num_clean_blocks, keeps_decoded_states
-        # Of the step being planned: loads from host memory, by destination; copies of states; keys of states that it
-        # computes, and the blocks of states that it keeps.
+        # Of the step being planned: blocks given to running sequences; loads from host memory, by destination; copies
+        # within the device; keys of states that it computes, and the blocks of states that it keeps.
+        self._new_blocks: list[NewBlock] = []
         self._loads: dict[int, BlockTransfer] = {}
         self._num_loading = 0
         self._copies: list[BlockTransfer] = []
@@ -119,21 +162,19 @@ class BlockManager:
         self._kept_blocks: list[int] = []
         # Of steps without a result yet, oldest step first.
         self._unconfirmed: deque[_Unconfirmed] = deque()
-        self.policies: list[CachePolicy] = [
-            StatePolicy(kind, block_size) if isinstance(kind, StateCache) else PagedPolicy(kind, block_size, max_chunk)
-            for kind in kinds
-        ]
-        self._states = {g: policy for g, policy in enumerate(self.policies) if isinstance(policy, StatePolicy)}
-        self._windowed = [g for g, policy in enumerate(self.policies) if policy.grows and policy.has_gaps]
-        self.has_states = bool(self._states)
-        # What tells the keys of a state's blocks apart, in the order of the blocks in the tables.
-        parts = [(group, i) for group, policy in self._states.items() for i in range(policy.num_blocks)]
-        self._state_extras = [b"state %d %d" % part for part in parts]
-        self._num_state_blocks = len(self._state_extras)
+        self.policies = [PagedPolicy(kind, block_size, max_chunk) for kind in kinds if isinstance(kind, PagedCache)]
+        self._state = kinds[-1] if isinstance(kinds[-1], StateCache) else None
+        # Computed tokens cannot be taken back from a state.
+        self.has_states = self._state is not None
+        self._num_state_blocks = 0 if self._state is None else self._state.num_blocks
+        # What tells the keys of a state's blocks apart.
+        self._state_extras = [b"state %d" % part for part in range(self._num_state_blocks)]
+        self._windowed = [g for g, policy in enumerate(self.policies) if policy.has_gaps]
         # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
-        self._num_growing = len(kinds) - len(self._states)
-        assert self._num_growing and all(policy.grows for policy in self.policies[: self._num_growing])
-        self._has_gaps = any(policy.has_gaps for policy in self.policies)
+        self._num_growing = len(self.policies)
+        assert self._num_growing == len(kinds) - self.has_states > 0
+        # Whether a prefix can be usable with blocks missing, or become usable by a state.
+        self._has_gaps = self.has_states or bool(self._windowed)
         self._cache = PrefixCache(block_size, len(kinds), self._has_gaps)
 
     @property
@@ -204,19 +245,17 @@ class BlockManager:
         return _Fit(found, needed, num_matched, num_computed, num_missing)
 
     def _needed(self, num_computed: int, num_tokens: int) -> list[range]:
-        """Return the blocks that a sequence needs in each group; where it has a window, for its next chunk.
-
-        With a window, it may use all blocks that would be free if it were alone.
-        """
+        """Return the blocks that a sequence needs in each group; with windows, up to what it could use if alone."""
         num_filled = self.num_blocks_for(num_tokens)
         share = 0
         if self._windowed:
             share = max(0, self.num_blocks - self._min_blocks(num_filled)) // len(self._windowed)
-        return [policy.needed(num_computed, num_filled, share) for policy in self.policies]
+        needed = [policy.needed(num_computed, num_filled, share) for policy in self.policies]
+        return [*needed, range(self._num_state_blocks)] if self.has_states else needed
 
     def _min_blocks(self, num_filled: int) -> int:
         """Return the fewest blocks with which a sequence that fills `num_filled` blocks in a group can continue."""
-        return sum(policy.min_blocks(num_filled) for policy in self.policies)
+        return sum(policy.min_blocks(num_filled) for policy in self.policies) + self._num_state_blocks
 
     def max_tokens(self, max_model_len: int) -> int:
         """Return the most tokens, up to `max_model_len`, that a sequence running alone can have."""
@@ -240,7 +279,7 @@ class BlockManager:
             root = self._cache.root(seq.num_resets, group)
             matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most, find_copy))
             most = len(matched[-1])
-        if self._states:
+        if self.has_states:
             self._find_branch(seq, matched[0])
         if host is None:
             length = self._usable_prefix(seq, matched, most, lambda n: self._has_states(matched[0][n - 1]))
@@ -258,9 +297,13 @@ class BlockManager:
         length, longer = most, -1
         while length != longer:
             longer = length
-            for group, policy in enumerate(self.policies):
-                blocks = matched[group] if policy.grows else matched[0]
-                length = policy.usable_prefix(blocks, length, seq.num_tokens, has_states)
+            for policy, blocks in zip(self.policies, matched, strict=True):
+                length = policy.usable_prefix(blocks, length, seq.num_tokens)
+            if self.has_states:
+                # One token must be left to compute, from the state before it.
+                length = min(length, (seq.num_tokens - 1) // self.block_size)
+                while length and not has_states(length):
+                    length -= 1
         return length
 
     def _usable_with_copies(self, host: HostCache, seq: Sequence, blocks: list[FoundBlock | None]) -> int:
@@ -273,7 +316,7 @@ class BlockManager:
             if length <= least:
                 return True
             last, num_loads = blocks[length - 1], num_copies[length]
-            if self._states and not self._has_states(last):
+            if self.has_states and not self._has_states(last):
                 if last is None or not host.find_all(self._state_keys(last.identity)):
                     return False
                 num_loads += self._num_state_blocks
@@ -299,10 +342,7 @@ class BlockManager:
         return bool(keys) and all(key in self._cache.blocks and key not in self._coming_states for key in keys)
 
     def _state_keys(self, parent: int, tokens: bytes = b"") -> list[BlockKey]:
-        """Return the keys of the states after the block with identity `parent`, and tokens that follow it.
-
-        They are in the order of the blocks in the tables.
-        """
+        """Return the keys of the state after the block with identity `parent` and the tokens that follow it."""
         return [(parent, tokens, extra) for extra in self._state_extras]
 
     def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
@@ -314,7 +354,7 @@ class BlockManager:
                 block.num_hits += 1
         sources: list[FoundBlock] = []
         seq.source_state = None
-        if fit.found and self._states:
+        if fit.found and self.has_states:
             parent = fit.found[0][-1].identity
             sources = self._find_states(parent)
             if not sources[0].num_uses:
@@ -331,7 +371,7 @@ class BlockManager:
                 identity = found[-1].identity
             block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
             seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
-        if self._states:
+        if self.has_states:
             self._copy_states(seq, sources)
         if self.host is not None:
             copies = [block for block in chain(*fit.found, sources) if isinstance(block, HostBlock)]
@@ -345,7 +385,7 @@ class BlockManager:
         return block.block_id
 
     def _note_repeat(self, is_repeat: bool) -> None:
-        """Note whether a prompt repeats an earlier output: it starts from a state of decoding, or cached keys go on."""
+        """Count a prompt that repeats an earlier output: it starts from a state of decoding, or cached keys go on."""
         self._num_repeats = max(-_MOST_REPEATS, min(_MOST_REPEATS, self._num_repeats + (1 if is_repeat else -1)))
 
     def _use_states(self, blocks: list[FoundBlock]) -> None:
@@ -364,8 +404,7 @@ class BlockManager:
     def _copy_states(self, seq: Sequence, sources: list[FoundBlock]) -> None:
         """Plan the copies of a sequence's first states from blocks of others, or their loads."""
         seq.decode_state, seq.fork_states = None, []
-        own = chain.from_iterable(seq.block_tables[self._num_growing :])
-        for source, block_id in zip(sources, own, strict=False):
+        for source, block_id in zip(sources, seq.block_tables[-1], strict=False):
             if isinstance(source, HostBlock):
                 self._loads[block_id] = BlockTransfer("load", source.slot, block_id)
             # One of these blocks may have held the state until now.
@@ -373,19 +412,16 @@ class BlockManager:
                 self._copies.append(BlockTransfer("copy", source.block_id, block_id))
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
-        """Whether a sequence can share the blocks in which `source` holds their prompt.
-
-        Always true if `source` has released no blocks. Otherwise it must hold all blocks that the sequence will attend
-        to, and have registered none past the prompt, where the sequence will register its own.
-        """
-        if self._states and not self._are_cached(source.fork_states):
+        """Whether `source` holds all that a sequence will attend to, and has registered nothing past the prompt."""
+        if self.has_states and not self._are_cached(source.fork_states):
             # The last token of the prompt is computed again, and the state of `source` is already past it.
             return False
-        num_released = [table.num_released for table in source.block_tables]
+        num_released = [table.num_released for table in source.block_tables[: self._num_growing]]
+        if not any(num_released):
+            return True
         firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
         is_held = all(released <= first for released, first in zip(num_released, firsts, strict=True))
-        num_full = seq.num_tokens // self.block_size
-        return not any(num_released) or (is_held and source.num_registered_blocks <= num_full)
+        return is_held and source.num_registered_blocks <= seq.num_tokens // self.block_size
 
     def _fork(self, source: Sequence, seq: Sequence) -> None:
         """Share all blocks of a prompt; the last one, if not full, is copied before it is written to."""
@@ -400,92 +436,80 @@ class BlockManager:
             seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released, identity))
             for block_id in seq.block_tables[group].held:
                 self.blocks[block_id].ref_count += 1
-        for policy in self._states.values():
-            block_ids = [self._take_free_block() for _ in range(policy.num_blocks)]
+        if self.has_states:
+            block_ids = [self._take_free_block() for _ in range(self._num_state_blocks)]
             seq.block_tables.append(BlockTable(block_ids, 0, ROOT_IDENTITY))
         self._copy_states(seq, states)
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
-    def lacking_groups(self, seq: Sequence) -> list[int]:
-        """Return the groups in which the next token to compute has no writable block.
+    def make_room(self, seq: Sequence) -> bool:
+        """Give a sequence a writable block in each group for its next token to compute; False if too few are free.
 
         A block that another output of the request shares, or has shared, is not writable: that output may have filled
         and registered it.
         """
-        first, last = self._next_blocks(seq)
-        lacking = []
-        for group, table in enumerate(seq.block_tables[: self._num_growing]):
-            if last >= len(table) or (seq.siblings and self.policies[group].copied(table, first, self._is_shared)):
-                lacking.append(group)
-        return lacking
-
-    def _next_blocks(self, seq: Sequence) -> tuple[int, int]:
-        """Return the lowest and highest block index for the next token to compute, since drafts in flight may fail."""
+        last = seq.num_computed_tokens // self.block_size
+        # Drafts in flight may fail.
         first = (seq.num_computed_tokens - seq.num_unsure) // self.block_size
-        return first, seq.num_computed_tokens // self.block_size
+        tables = seq.block_tables[: self._num_growing]
+
+        def is_lacking(table: BlockTable) -> bool:
+            return last >= len(table) or (bool(seq.siblings) and self._is_shared(table[first]))
+
+        while lacking := [group for group, table in enumerate(tables) if is_lacking(table)]:
+            if len(self._free) < len(lacking):
+                return False
+            for group in lacking:
+                if last == len(tables[group]):
+                    self._append_block(seq, group)
+                else:
+                    self._copy_block(seq, group, first)
+        return True
 
     def _is_shared(self, block_id: int) -> bool:
         return self.blocks[block_id].ref_count > 1 or self.blocks[block_id].key is not None
 
-    def give_blocks(self, seq: Sequence, groups: list[int]) -> tuple[list[NewBlock], list[BlockTransfer]]:
-        """Give a sequence a free block in each of `groups`; return the blocks and the copies to make."""
-        first, last = self._next_blocks(seq)
-        new, copies = list[NewBlock](), list[BlockTransfer]()
-        for group in groups:
-            if last == len(seq.block_tables[group]):
-                new.append(self._append_block(seq, group))
-            else:
-                copies.append(self._copy_block(seq, group, first, new))
-        return new, copies
-
-    def _copy_block(self, seq: Sequence, group: int, index: int, new: list[NewBlock]) -> BlockTransfer:
-        """Replace a sequence's shared block with one of its own, and return the copy to make."""
+    def _copy_block(self, seq: Sequence, group: int, index: int) -> None:
+        """Replace a sequence's shared block with a copy of its own."""
         table = seq.block_tables[group]
-        source, copy = table[index], self._take_free_block()
+        source, table[index] = table[index], self._take_free_block()
         self._release(seq, source)
-        table[index] = copy
-        new.append(NewBlock(seq.slot, index, copy, group))
-        return BlockTransfer("copy", source, copy)
+        self._new_blocks.append(NewBlock(seq.slot, index, table[index], group))
+        self._copies.append(BlockTransfer("copy", source, table[index]))
 
-    def own_states(self, seq: Sequence) -> list[NewBlock]:
+    def own_states(self, seq: Sequence) -> None:
         """Make a sequence's states writable: cached ones are copied into free blocks, or else forgotten."""
-        new: list[NewBlock] = []
-        for group, policy in self._states.items():
-            table = seq.block_tables[group]
-            for index in policy.copied(table, 0, self._is_shared):
+        for index, block_id in enumerate(seq.block_tables[-1] if self.has_states else ()):
+            if self._is_shared(block_id):
                 if self._free:
-                    self._copies.append(self._copy_block(seq, group, index, new))
+                    self._copy_block(seq, self._num_growing, index)
                 else:
-                    self._evict(self.blocks[table[index]])
-        return new
+                    self._evict(self.blocks[block_id])
 
-    def _append_block(self, seq: Sequence, group: int) -> NewBlock:
+    def _append_block(self, seq: Sequence, group: int) -> None:
         table = seq.block_tables[group]
         table.append(self._take_free_block())
-        return NewBlock(seq.slot, len(table) - 1, table[-1], group)
+        self._new_blocks.append(NewBlock(seq.slot, len(table) - 1, table[-1], group))
 
     def capacity(self, seq: Sequence) -> int:
         """Return the number of tokens that fit into a sequence's blocks in every group."""
         return min(map(len, seq.block_tables[: self._num_growing])) * self.block_size
 
-    def extend(self, seq: Sequence, num_tokens: int) -> list[NewBlock]:
+    def extend(self, seq: Sequence, num_tokens: int) -> None:
         """Give a sequence blocks up to `num_tokens` tokens in all groups, as far as they are free."""
-        new = []
         while self.capacity(seq) < num_tokens and len(self._free) >= self._num_growing:
-            new += [self._append_block(seq, group) for group in range(self._num_growing)]
-        return new
+            for group in range(self._num_growing):
+                self._append_block(seq, group)
 
-    def extend_windows(self, seq: Sequence) -> list[NewBlock]:
+    def extend_windows(self, seq: Sequence) -> None:
         """Give a sequence blocks for its next tokens in groups with windows, as far as they are free, evenly."""
         self.release_outside_window(seq)
         needed = self._needed(seq.num_computed_tokens, seq.num_tokens)
         ends = {group: needed[group].stop for group in self._windowed}
-        new = []
         for num_blocks in range(self.capacity(seq) // self.block_size, max(ends.values())):
             for group, end in ends.items():
                 if len(seq.block_tables[group]) == num_blocks < end and self._free:
-                    new.append(self._append_block(seq, group))
-        return new
+                    self._append_block(seq, group)
 
     def release_outside_window(self, seq: Sequence) -> None:
         """Release blocks that a sequence no longer attends to, though the step in flight may."""
@@ -499,14 +523,14 @@ class BlockManager:
     def free(self, seq: Sequence, is_preempted: bool = False) -> None:
         """Release all blocks of a sequence. Their content stays until evicted, the tail of the prefix first.
 
-        A preempted sequence soon needs them all again: blocks that have a copy on the host are evicted first, and a
-        step can save the others meanwhile.
+        A preempted sequence soon needs them all again: blocks with a copy on the host are evicted first, and a step can
+        save the others meanwhile.
         """
         held, is_often_used = [table.held[::-1] for table in seq.block_tables], False
         if is_preempted and (host := self.host) is not None:
             held[0].sort(key=lambda block_id: host.lacks(self.blocks[block_id]))
         for block_ids in zip_longest(*held) if len(held) > 1 else held:
-            if self._states and block_ids[0] is not None:
+            if self.has_states and block_ids[0] is not None:
                 is_often_used = self._rank_with_states(self.blocks[block_ids[0]], is_often_used)
             for block_id in block_ids:
                 if block_id is not None:
@@ -552,7 +576,7 @@ class BlockManager:
 
     def _evict(self, block: Block) -> None:
         """Forget a block's content. A state is of no use without all its parts, and the keys before it."""
-        if self._states and block.key is not None:
+        if self.has_states and block.key is not None:
             has_copy = self.host is not None and self.host.find(block.key) is not None
             parent, tokens, _ = block.key if block.is_state else (block.identity, b"", b"")
             if block.is_state or not has_copy:
@@ -568,27 +592,24 @@ class BlockManager:
         """Whether loads into a sequence's blocks are not taken yet."""
         return bool(self._loads) and any(not self._loads.keys().isdisjoint(table) for table in seq.block_tables)
 
-    def take_transfers(self, running: list[Sequence], num_prompt_tokens: int) -> list[BlockTransfer]:
-        """Return, at the end of planning a step, its copies of states, made before it computes any, loads and saves.
-
-        Args:
-            running: all running sequences.
-            num_prompt_tokens: prompt tokens that the step computes.
-        """
+    def finish_plan(self, batch: ScheduledBatch, running: list[Sequence]) -> None:
+        """Add the new blocks of `running` sequences to a planned step, and all transfers."""
         if self._coming_states:
             # Waiting sequences may use them, and the blocks of the kept ones, from the next step on.
             self._coming_states.clear()
             self._num_gained += 1
         self._release_kept()
-        copies, self._copies = self._copies, []
+        batch.new_blocks = self._new_blocks
+        batch.transfers += self._copies
+        self._copies.clear()
         if self.host is None:
-            return copies
+            return
         unconfirmed = {block_id for step in self._unconfirmed for block_id in step.registered}
         blocks = self._next_to_evict(self.host, running)
-        saves = self.host.plan_saves(blocks, unconfirmed, num_prompt_tokens, self._num_loading)
+        saves = self.host.plan_saves(blocks, unconfirmed, batch.num_chunk_tokens, self._num_loading)
         keys = [self.blocks[save.source].key for save in saves]
         self._unconfirmed[-1].saved += [key for key in keys if key is not None]
-        return copies + self.take_loads() + saves
+        batch.transfers += self.take_loads() + saves
 
     def _release_kept(self) -> None:
         """Let later steps take the blocks of the states that the planned step keeps."""
@@ -611,13 +632,13 @@ class BlockManager:
             self._register_states(seq, num_full)
 
     def register_chunk(self, seq: Sequence, start: int) -> list[KeptState]:
-        """Put the blocks that a sequence's chunk fills into the prefix cache; return the states to keep within it.
-
-        The chunk is the sequence's computed tokens from `start` on.
-        """
+        """Cache the blocks that a chunk (computed from `start` on) fills; return states to keep within it."""
+        if not (self.has_states and self.enable_prefix_caching):
+            self.register(seq)
+            return []
         kept: list[KeptState] = []
         num_blocks, num_tokens = seq.num_registered_blocks, seq.num_computed_tokens
-        while self._states and self.enable_prefix_caching and (num_blocks + 1) * self.block_size < num_tokens:
+        while (num_blocks + 1) * self.block_size < num_tokens:
             self._register_block(seq, num_blocks)
             num_blocks += 1
             # A fork registers blocks of its source again.
@@ -629,7 +650,7 @@ class BlockManager:
         last = seq.num_prompt_tokens - 1
         # A preempted sequence may have registered a block past the prompt.
         is_inside = start < last < num_tokens and num_blocks * self.block_size <= last
-        if self._states and seq.siblings and is_inside and self.enable_prefix_caching:
+        if seq.siblings and is_inside:
             # The other outputs of the request go on from the state before the last token.
             tokens = seq.token_ids[num_blocks * self.block_size : last].tobytes()
             seq.fork_states = self._state_keys(seq.block_tables[0].registered_identity, tokens)
@@ -648,10 +669,15 @@ class BlockManager:
         seq.num_registered_blocks = index + 1
 
     def _keeps_states(self, seq: Sequence, num_blocks: int) -> bool:
-        """Whether the states of a prompt are kept after `num_blocks` blocks."""
-        return any(
-            policy.is_kept(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks) for policy in self._states.values()
-        )
+        """Whether the state of a prompt is kept after `num_blocks` blocks.
+
+        It is kept at regular intervals, at the last block end that leaves a token of the prompt to compute, and where
+        the prompt leaves cached keys: others may branch off there.
+        """
+        if self._state is None:
+            return False
+        is_last = num_blocks == (seq.num_prompt_tokens - 1) // self.block_size
+        return num_blocks % self._state.interval == 0 or is_last or num_blocks == seq.num_branch_blocks
 
     def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
         """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""
@@ -677,7 +703,7 @@ class BlockManager:
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
         """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
 
-        Of a prompt the policies say which. In decoding each block end replaces the one before, where there is room.
+        Of a prompt see `_keeps_states`. In decoding each block end replaces the one before, where there is room.
         Where prompts leave out earlier outputs, such a state is room itself until it is used.
         """
         parent = seq.block_tables[0].registered_identity
@@ -695,7 +721,7 @@ class BlockManager:
         keys = self._state_keys(parent)
         if self._are_whole(keys):
             return
-        block_ids = list(chain.from_iterable(seq.block_tables[self._num_growing :]))
+        block_ids = seq.block_tables[-1]
         for key, block_id in zip(keys, block_ids, strict=True):
             block = self._register(self.blocks[block_id], key, is_state=True)
             block.rank, block.is_decoded = USUAL if is_prompt or self._num_repeats >= 0 else SPARE, not is_prompt
@@ -762,6 +788,7 @@ class BlockManager:
     def begin_step(self) -> None:
         """Begin a step: blocks registered and saved from now on are confirmed, or rolled back, with its result."""
         self._unconfirmed.append(_Unconfirmed())
+        self._new_blocks = []
         self._coming_states.clear()
         self._num_loading = 0
 
@@ -775,9 +802,7 @@ class BlockManager:
         self._unconfirmed.popleft()
 
     def rollback(self) -> None:
-        """Remove every block registered by a step without a result from the prefix cache; no sequence uses them any
-        more.
-        """
+        """Remove blocks registered by steps without a result from the prefix cache; no sequence uses them any more."""
         self._release_kept()
         for step in self._unconfirmed:
             for block_id in step.registered:
@@ -791,10 +816,7 @@ class BlockManager:
         self._coming_states.clear()
 
     def reset(self) -> bool:
-        """Forget the prefix cache; return whether no sequence holds blocks from it.
-
-        Running sequences keep their blocks, but no other sequence finds these, nor blocks that they fill from now on.
-        """
+        """Forget the prefix cache, and what running sequences add to it; return whether none holds blocks from it."""
         if self.host is not None:
             self.host.clear()
             for step in self._unconfirmed:
@@ -807,16 +829,14 @@ class BlockManager:
         if self.host is None or not self.host.is_enough(self._num_loading):
             return False
         matched = self._match_prefix(seq)[0]
-        lacks_states = bool(matched and self._states) and not self._has_states(matched[-1])
+        lacks_states = bool(matched and self.has_states) and not self._has_states(matched[-1])
         return lacks_states or any(isinstance(block, HostBlock) for block in matched)
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
-        """Yield the blocks that steps will overwrite first: free ones, then blocks of the next sequences to be
-        preempted.
+        """Yield the blocks that steps overwrite first: free ones, then blocks of the next sequences to be preempted.
 
-        If few blocks are free, a finishing sequence's blocks may be reused in the same step, so blocks of all sequences
-        are included. A sequence's blocks are saved in order, so if its last one has a copy, all have. Blocks that can
-        no longer be found are skipped.
+        If few blocks are free, a finishing sequence's may be reused in the same step, so blocks of all sequences are
+        included. They are saved in order: if the last has a copy, all have. Blocks that cannot be found are skipped.
         """
         for block_id in islice(self._free, self._num_clean_blocks):
             yield self.blocks[block_id]
@@ -829,10 +849,7 @@ class BlockManager:
                 yield from registered
 
     def usage(self, most_cells: int) -> BlockUsage:
-        """Return the state of the blocks in at most `most_cells` cells.
-
-        Any thread may call it: it only reads, so one answer may mix two moments.
-        """
+        """Return the state of the blocks in at most `most_cells` cells; from any thread, it may mix two moments."""
         blocks, size = self.blocks, -(-self.num_blocks // most_cells)
         starts = np.arange(0, self.num_blocks, size)
 

@@ -33,10 +33,7 @@ _engines: WeakSet[Engine] = WeakSet()
 
 
 class Unpicklable:
-    """An object that cannot be pickled or copied.
-
-    Without this, pickling would serialise gigabytes of weights and cache before failing.
-    """
+    """An object that cannot be pickled or copied, which would serialise gigabytes of weights before it fails."""
 
     def __reduce__(self) -> NoReturn:
         name = type(self).__name__
@@ -45,16 +42,12 @@ class Unpicklable:
 
 @dataclass
 class EngineState:
-    """The causes that hold an engine's steps up. Changes between two steps; see `LLMEngine.between_steps`.
-
-    Attributes:
-        pause_mode: how the engine was paused; None if it is not.
-        asleep: the `SLEEP_TAGS` that have no memory.
-        missing: weights that a sleep dropped, or that a failed change left incomplete.
-    """
+    """The causes that hold an engine's steps up. Changes between two steps; see `LLMEngine.between_steps`."""
 
     pause_mode: PauseMode | None = None
+    # The `SLEEP_TAGS` that have no memory.
     asleep: set[str] = field(default_factory=set)
+    # Weights that a sleep dropped, or that a failed change left incomplete.
     missing: MissingWeights = field(default_factory=MissingWeights)
 
     @property
@@ -84,22 +77,17 @@ class EngineState:
 
 @dataclass
 class NewTokens:
-    """The tokens of one step, or of two after a failed launch.
+    """The tokens of one step, or of two after a failed launch."""
 
-    Attributes:
-        num_prefill_tokens: prompt tokens that were computed.
-        sampled: sequence ids, one per token, and the ids whose token was dropped.
-    """
-
+    # Prompt tokens that were computed.
     num_prefill_tokens: int = 0
+    # The ids of sequences, a token for each, and the ids whose token was dropped.
     sampled: list[tuple[list[int], np.ndarray, set[int]]] = field(default_factory=list)
 
 
 @dataclass
 class EngineOutputs:
     """The results of steps, kept until a caller has them, so that no exception or signal loses any.
-
-    Plain data that pickles, except for causes of failures.
 
     Attributes:
         new_tokens: tokens of requests that report theirs, in order.
@@ -119,21 +107,13 @@ class EngineOutputs:
         """True if there are finished requests or failures to report."""
         return bool(self.finished or self.failures)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether a front end has nothing to process."""
-        return not (self.new_tokens or self.finished or self.failures or self.dropped)
-
     def fail(self, error: StepError) -> None:
         """Keep a step's failure, unless an earlier failure already covers all its requests."""
         if error.request_ids or not self.failures:
             self.failures.append(error)
 
     def take_step(self, tokens: NewTokens | None) -> StepResult:
-        """Return everything that has finished, or raise the oldest failure; each once.
-
-        tokens: of the step just run; tokens of steps whose call raised are added.
-        """
+        """Return all that has finished, and a step's tokens if it has some, or raise the oldest failure; each once."""
         if tokens is not None:
             self._unreported.append(tokens)
         self.new_tokens.clear()
@@ -169,12 +149,9 @@ class Engine(Unpicklable, ABC):
 
     Any thread may queue and abort requests, and call methods that only read. An engine still open at interpreter exit
     is closed first: a daemon thread killed within a step would end the process through C++'s `terminate`.
-
-    Attributes:
-        is_in_process: whether it runs in this process, and accepts values that do not pickle.
-        limits: limits that requests must keep to.
     """
 
+    # Whether it runs in this process, and accepts values that do not pickle.
     is_in_process: ClassVar[bool]
     limits: RequestLimits
 
@@ -192,11 +169,7 @@ class Engine(Unpicklable, ABC):
 
     @contextmanager
     def driving(self) -> Iterator[None]:
-        """Let only this call step the engine inside the `with` block.
-
-        Raises:
-            EngineRunningError: another call drives it.
-        """
+        """Let only this call step the engine inside the `with` block, or raise an `EngineRunningError`."""
         driver = _Driver()
         try:
             self._drivers.append(driver)
@@ -213,11 +186,7 @@ class Engine(Unpicklable, ABC):
         return bool(self._drivers) or self._is_busy
 
     def steps(self, has_work: Callable[[], bool]) -> Iterator[NewTokens]:
-        """Drive the engine: run steps while there is work, and yield the tokens of each; see `run_step`.
-
-        Raises:
-            EngineRunningError: another call drives it.
-        """
+        """Drive the engine: run steps while there is work, and yield the tokens of each; see `run_step`."""
         with self.driving():
             while has_work():
                 yield self.run_step()
@@ -226,25 +195,18 @@ class Engine(Unpicklable, ABC):
     def _alone(self) -> Iterator[None]:
         """Exclude other threads from the engine inside the `with` block; close it at the end if that was requested.
 
-        Raises:
-            EngineRunningError: this thread already holds the engine: a signal handler has interrupted it.
+        Raises an `EngineRunningError` if a signal handler has interrupted this thread, which holds the engine already.
         """
         with self._mutex:
-            self._enter()
+            if self._is_busy:
+                raise EngineRunningError
+            self._is_busy = True
             try:
                 yield
             finally:
-                self._leave()
-
-    def _enter(self) -> None:
-        if self._is_busy:
-            raise EngineRunningError
-        self._is_busy = True
-
-    def _leave(self) -> None:
-        self._is_busy = False
-        if self._is_closing:
-            self._close()
+                self._is_busy = False
+                if self._is_closing:
+                    self._close()
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -271,7 +233,8 @@ class Engine(Unpicklable, ABC):
     @property
     def has_results(self) -> bool:
         """Whether `take_results` would return anything."""
-        return not self._results.is_empty
+        results = self._results
+        return bool(results.new_tokens or results.finished or results.failures or results.dropped)
 
     @property
     @abstractmethod
@@ -308,12 +271,8 @@ class Engine(Unpicklable, ABC):
     def abort(self, request_ids: Iterable[int], *, keep_outputs: bool = False) -> None:
         """Drop requests, whatever their progress; from any thread. Blocks are free at the latest with the next step.
 
-        Args:
-            request_ids: the id of any output stands for the whole request; ids of finished requests are ignored.
-            keep_outputs: finish them with their tokens so far instead; unfinished outputs get `finish_reason` "abort".
-
-        Raises:
-            ValueError: a value is not an id.
+        The id of any output stands for the whole request; ids of finished requests are ignored, and others a
+        ValueError. `keep_outputs` finishes them with their tokens so far instead, with `finish_reason` "abort".
         """
 
     @abstractmethod
@@ -322,13 +281,7 @@ class Engine(Unpicklable, ABC):
 
     @abstractmethod
     def run_step(self, wants_tokens: bool = False) -> NewTokens:
-        """Run a step, or wait for one, for the call that drives the engine; its results are kept.
-
-        Signals are handled when it ends. Returns the step's tokens if `wants_tokens`.
-
-        Raises:
-            RuntimeError: the engine is closed.
-        """
+        """Run a step, or wait for one; return its tokens if `wants_tokens`. Its results are kept, and signals wait."""
 
     @abstractmethod
     def take_results(self) -> EngineOutputs:
@@ -338,12 +291,8 @@ class Engine(Unpicklable, ABC):
     def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
         """Call a function with every live `LLMEngine` and other arguments, which all pickle, between two steps.
 
-        Returns:
-            The results, one for each engine, in order.
-
-        Raises:
-            RuntimeError: the engine is closed, or one exits before it answers; all others have answered by then.
-            Exception: of the function.
+        Returns the results, one for each engine, in order. Raises the function's error, or a RuntimeError if the engine
+        is closed, or one exits before it answers; all others have answered by then.
         """
 
     @abstractmethod
@@ -352,10 +301,7 @@ class Engine(Unpicklable, ABC):
 
     @abstractmethod
     def stats(self, *, now: bool = False) -> dict[str, int]:
-        """Return the counters since the engine began, and the blocks in use, of all engines together.
-
-        now: ask engines in other processes, which may wait for a step; otherwise use their latest report.
-        """
+        """Return the counters of all engines; `now` asks ones in other processes, instead of their latest report."""
 
     @abstractmethod
     def stats_history(self) -> list[StatsSample]:

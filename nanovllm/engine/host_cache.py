@@ -26,14 +26,6 @@ class HostCache:
 
     A prefix is loaded if loading it, and starting one small step later, is faster than computing it. A step saves as
     much as the link copies while it runs or loads, by the rates measured at the start.
-
-    Args:
-        memory: provides the slots.
-        block_size: tokens per block.
-
-    Attributes:
-        num_saved, num_loaded: blocks so far.
-        num_lost: blocks evicted before they were saved.
     """
 
     def __init__(self, memory: HostMemory, block_size: int) -> None:
@@ -43,6 +35,7 @@ class HostCache:
         self._num_used_slots = 0
         self._free_slots: list[int] = []
         self._copy_seconds = memory.block_bytes / memory.bytes_per_second
+        # Blocks so far; the lost ones were evicted before they were saved.
         self.num_saved = self.num_loaded = self.num_lost = 0
 
     def lacks(self, block: Block) -> bool:
@@ -66,10 +59,7 @@ class HostCache:
         return num_blocks * self._block_size / self._memory.tokens_per_second >= seconds
 
     def note_loads(self, copies: list[HostBlock]) -> None:
-        """Count the loads of a prefix, and make its copies the most recently used.
-
-        Its tail is dropped before its head, without which it cannot be found.
-        """
+        """Count the loads of a prefix, and make its copies the most recently used, its head last."""
         for copy in reversed(copies):
             self.touch(copy.key)
         self.num_loaded += len(copies)
@@ -110,10 +100,9 @@ class HostCache:
         saves: list[BlockTransfer] = []
         most = self._most_saves(num_prompt_tokens, num_loads)
         for block in blocks:
-            if block.key is None or block.key in self._copies or block.block_id in unconfirmed or not block.is_lasting:
+            if block.key is None or not self.lacks(block) or block.block_id in unconfirmed:
                 continue
-            slot = self._take_slot()
-            if slot is None:
+            if (slot := self._take_slot()) is None:
                 break
             self._copies[block.key] = HostBlock(block.key, slot, block.identity, block.is_decoded, block.num_uses)
             saves.append(BlockTransfer("save", block.block_id, slot))

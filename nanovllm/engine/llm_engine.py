@@ -28,6 +28,7 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.engine import SLEEP_TAGS, Engine, EngineOutputs, EngineState, NewTokens, PauseMode, T, Ts
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.request import (
+    GOLDEN_RATIO_64,
     Abort,
     MakeConstraint,
     Request,
@@ -39,7 +40,7 @@ from nanovllm.engine.request import (
     no_constraint,
 )
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus, make_sequences
+from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus
 from nanovllm.engine.stats import BlockUsage, StatsHistory, StatsSample, StepHistograms
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Runner, ScheduledBatch, StateCache, StepHandle
@@ -57,10 +58,9 @@ class LLMEngine(Engine):
 
     Args:
         config, runner: the engine's settings, and the runner of its batches.
-        vocab_size, max_model_len: bound on token ids of prompts; most tokens of one request.
+        vocab_size, max_model_len, num_layers: see `RequestLimits`.
         eos_token_ids: tokens that end a request.
         make_constraint: makes the constraints of requests as they are queued.
-        num_layers: see `RequestLimits`.
         weights: changes the model's weights and memory; None if they cannot change.
     """
 
@@ -98,7 +98,6 @@ class LLMEngine(Engine):
             self.block_manager,
             max_num_running=config.max_num_running,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
             num_drafts=runner.num_drafts,
             draft_costs=runner.draft_costs,
@@ -127,11 +126,7 @@ class LLMEngine(Engine):
     def add_request(
         self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None, priority: int = 0
     ) -> int:
-        """Queue a request and return its id; requests of lower `priority` run first.
-
-        Raises:
-            ValueError: the prompt, a parameter or the request's size is out of bounds.
-        """
+        """Queue a request and return its id; lower `priority` runs first. A ValueError names what is out of bounds."""
         params = self.limits.check_params(SamplingParams() if sampling_params is None else sampling_params)
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name):
@@ -143,16 +138,20 @@ class LLMEngine(Engine):
     @override
     def enqueue(self, request: Request) -> int:
         self.require_open()
-        params, num_outputs = request.params, request.params.n
-        constraints: list[TokenConstraint | None] = [None] * num_outputs
-        if request.is_constrained:
-            constraints = [self._make_constraint(request) for _ in range(num_outputs)]
-        seq_ids = [next(self._request_ids) for _ in range(num_outputs)]
-        max_tokens = self.limits.max_tokens(len(request.token_ids), params)
-        group = make_sequences(request, seq_ids, max_tokens, constraints)
-        self._groups.update(dict.fromkeys(seq_ids, group))
+        params = request.params
+        make = self._make_constraint if request.is_constrained else lambda _: None
+        constraints = [make(request) for _ in range(params.n)]
+        seed = request.seed if params.seed is None else params.seed
+        group = SequenceGroup(
+            Sequence(next(self._request_ids), request, (seed + index * GOLDEN_RATIO_64) % 2**64, index, constraint)
+            for index, constraint in enumerate(constraints)
+        )
+        most_tokens = len(request.token_ids) + self.limits.max_tokens(len(request.token_ids), params)
+        for seq in group:
+            seq.most_tokens, seq.request_id, seq.siblings = most_tokens, group.request_id, group if params.n > 1 else ()
+        self._groups.update({seq.seq_id: group for seq in group})
         self._inbox.extend(group)
-        return seq_ids[0]
+        return group.request_id
 
     @override
     def enqueue_all(self, requests: Iterable[Request]) -> list[int]:
@@ -185,13 +184,8 @@ class LLMEngine(Engine):
             # Calls that wait for the gap between two steps come first.
             with self._turn:
                 pass
-            # Like `_alone`, without a generator's cost.
-            with self._mutex:
-                self._enter()
-                try:
-                    return self._step(self.require_open())
-                finally:
-                    self._leave()
+            with self._alone():
+                return self._step(self.require_open())
 
     def _step(self, runner: Runner) -> NewTokens:
         self._empty_inbox()
@@ -299,10 +293,7 @@ class LLMEngine(Engine):
             del self._groups[seq.seq_id]
 
     def _fail(self, error: BaseException) -> None:
-        """Drop every request in flight and its blocks from the cache; close the engine if the device is lost.
-
-        Errors that do not derive from `Exception`, such as `SystemExit`, are raised again.
-        """
+        """Drop every request in flight, and its cached blocks; close the engine if the device is lost."""
         self._in_flight.clear()
         # A request with several outputs fails with any of them.
         groups = {id(group): group for group in (self._groups[s.seq_id] for s in self.scheduler.fail_in_flight())}
@@ -327,10 +318,9 @@ class LLMEngine(Engine):
             # If two calls race, the first does both.
             while self._inbox and not self._is_busy and self._mutex.acquire(blocking=False):
                 try:
-                    if not self._is_busy:
-                        with self._alone():
-                            self._empty_inbox()
-                            self._collect_last()
+                    with self._alone():
+                        self._empty_inbox()
+                        self._collect_last()
                 finally:
                     self._mutex.release()
 
@@ -454,7 +444,7 @@ class LLMEngine(Engine):
                 return
             self.state.pause_mode = mode
             if mode == "wait":
-                self.scheduler.waiting.hold_new()
+                self.scheduler.hold_new()
             elif mode == "abort":
                 self.abort(self.request_ids, keep_outputs=True)
 
@@ -467,7 +457,7 @@ class LLMEngine(Engine):
     def resume(self) -> None:
         """Continue after a pause."""
         with self.between_steps():
-            self.scheduler.waiting.release_new()
+            self.scheduler.release_new()
             self.state.pause_mode = None
 
     def sleep(self, level: int) -> None:

@@ -29,30 +29,26 @@ _OFTEN_USED_TIMES = 4
 """Content that is often used is evicted after this many times as long without a use."""
 
 
+@dataclass(slots=True, eq=False)
 class Block:
-    """One page of the cache. While it is in the prefix cache, `key` and `identity` describe its content.
+    """One page of the cache. While it is in the prefix cache, `key` and `identity` describe its content."""
 
-    `num_hits` counts its prefix-cache hits, whatever its content was. `rank` (`SPENT ... OFTEN_USED`) tells how soon
-    the content is evicted, `is_state` that it is part of a state, `is_decoded` of one kept in decoding, and `num_uses`
-    how many sequences have started from it.
-    """
-
-    __slots__ = ("block_id", "identity", "is_decoded", "is_state", "key", "num_hits", "num_uses", "rank", "ref_count")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.key: BlockKey | None = None
-        self.identity = ROOT_IDENTITY
-        self.num_hits = self.num_uses = 0
-        self.rank, self.is_state, self.is_decoded = USUAL, False, False
+    block_id: int
+    ref_count: int = 0
+    key: BlockKey | None = None
+    identity: int = ROOT_IDENTITY
+    # Prefix-cache hits, whatever the content was.
+    num_hits: int = 0
+    # Of the content: how soon it is evicted, the sequences that started from it, whether it is part of a state, and of
+    # one kept in decoding.
+    rank: int = USUAL
+    num_uses: int = 0
+    is_state: bool = False
+    is_decoded: bool = False
 
     @property
     def is_lasting(self) -> bool:
-        """Whether the content may serve requests that come much later.
-
-        A replaced state does not, nor one within a block, which serves the outputs of one request.
-        """
+        """Whether later requests may find it: not if replaced, nor if a state within a block, for one request."""
         return self.rank >= USUAL and not (self.is_state and self.key is not None and self.key[1])
 
 
@@ -76,18 +72,15 @@ FoundBlock = Block | HostBlock
 
 
 class BlockTable(list[int]):
-    """Block ids of a sequence in one group of layers, by their index in the sequence.
-
-    Attributes:
-        num_released: leading entries that are void, since the sequence has released the blocks.
-        registered_identity: the identity of the block at the end of `Sequence.num_registered_blocks`.
-    """
+    """Block ids of a sequence in one group of layers, by their index in the sequence."""
 
     __slots__ = ("num_released", "registered_identity")
 
     def __init__(self, block_ids: Iterable[int], num_released: int, registered_identity: int) -> None:
         super().__init__(block_ids)
+        # Leading entries that are void, since the sequence has released the blocks.
         self.num_released = num_released
+        # Identity of the block at the end of `Sequence.num_registered_blocks`.
         self.registered_identity = registered_identity
 
     @property
@@ -97,10 +90,7 @@ class BlockTable(list[int]):
 
 
 class FreeBlocks:
-    """Ids of the free blocks, first the one that is reused next; O(1) per operation.
-
-    Empty blocks come first, then what ranks lowest, then the least recently used.
-    """
+    """Free blocks, next one first: empty ones, then by rank, then least recently used; O(1) per operation."""
 
     def __init__(self, block_ids: Iterable[int]) -> None:
         # By rank; an OrderedDict is a queue with O(1) removal from the middle. The values are times, in additions.
@@ -191,18 +181,7 @@ class EvictedPrefixes:
 
 
 class PrefixCache:
-    """Finds blocks by their keys, in use or not.
-
-    Args:
-        block_size: tokens per block.
-        num_groups: groups of layers.
-        has_gaps: whether a prefix can be usable with blocks missing.
-
-    Attributes:
-        blocks: by key.
-        num_state_blocks: number of blocks that hold states.
-        num_resets: number of resets so far.
-    """
+    """Finds blocks by their keys, in use or not; counts those that hold states, and its resets."""
 
     def __init__(self, block_size: int, num_groups: int, has_gaps: bool) -> None:
         self._block_size, self._num_groups = block_size, num_groups
@@ -223,10 +202,7 @@ class PrefixCache:
         self, root: int, token_ids: array[int], extra: bytes, most: int,
         find_copy: Callable[[BlockKey], HostBlock | None] | None = None,
     ) -> list[FoundBlock | None]:  # fmt: skip
-        """Return at most `most` leading blocks of a prefix; where one is not cached, the copy that `find_copy` finds.
-
-        None stands for an evicted block before cached ones.
-        """
+        """Return leading blocks of a prefix, else copies of `find_copy`; None for evicted ones ahead of cached ones."""
         matched: list[FoundBlock | None] = []
         identity = root
         for i in range(most):

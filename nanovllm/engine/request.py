@@ -24,18 +24,14 @@ GOLDEN_RATIO_64 = 0x9E3779B97F4A7C15
 
 @dataclass(slots=True, eq=False)
 class Grammar:
-    """A checked pattern that an output must match.
-
-    Attributes:
-        text: in the form that is compiled.
-        is_choice: whether it lists texts, which compile faster than a pattern of that length.
-        num_bytes: memory that it takes compiled; 0 if not measured.
-        compiled: for this process only; not pickled.
-    """
+    """A checked pattern that an output must match, in the form that is compiled."""
 
     text: str
+    # Whether it lists texts, which compile faster than a pattern of that length.
     is_choice: bool
+    # Memory that it takes compiled; 0 if not measured.
     num_bytes: int = 0
+    # For this process only; not pickled.
     compiled: Any = field(default=None, repr=False)
 
     def __reduce__(self) -> tuple[type[Grammar], tuple[str, bool, int]]:
@@ -87,11 +83,6 @@ class Request:
         """Whether outputs need a constraint; see `MakeConstraint`."""
         return self.grammar is not None or bool(self.bad_sequences)
 
-    def __reduce__(self) -> tuple[type[Request], tuple[Any, ...]]:
-        bad = self.bad_token_ids, self.bad_sequences
-        own = self.priority, self.cache_salt, self.pooling, *bad, self.grammar, self.is_streamed, self.seed
-        return Request, (self.token_ids, self.params, self.prompt, *own)
-
 
 StreamedToken = tuple[int, int, int, bool, bytes]
 """A token of a request that `reports_tokens`: the request's id, the index of the output in it, the token, whether it is
@@ -108,11 +99,7 @@ class Abort:
 
 
 def check_request_ids(request_ids: Iterable[int]) -> list[int]:
-    """Return ids of requests as a list.
-
-    Raises:
-        ValueError: a value is not an id.
-    """
+    """Return ids of requests as a list, or raise a ValueError."""
     if not isinstance(request_ids, Iterable):
         raise ValueError(f"request ids are given as a list, not {request_ids!r:.80}")
     return [check_int("request id", request_id, 0) for request_id in request_ids]
@@ -125,11 +112,9 @@ class TokenConstraint(Protocol):
         """Advance by a token of the output, including its last; an error fails only this request."""
 
     def fill(self, constraints: list[tuple[Any, int]], words: np.ndarray) -> None:
-        """Write the masks of constraints of this kind.
+        """Write the masks of constraints of this kind, each into its row of `words`, which starts undefined.
 
-        Args:
-            constraints: each with its row of words.
-            words: [_, ceil(vocab_size / 32)] int32; a bit for each token. Rows start undefined.
+        words: [_, ceil(vocab_size / 32)] int32; a bit for each token.
         """
 
 
@@ -147,11 +132,7 @@ MakeConstraint = Callable[[Request], "TokenConstraint | None"]
 
 
 def no_constraint(request: Request) -> None:
-    """Refuse a request that needs constraints: the `MakeConstraint` of an engine without support for them.
-
-    Raises:
-        ValueError: always.
-    """
+    """Refuse a request with a ValueError: the `MakeConstraint` of an engine without support for constraints."""
     raise ValueError(f"this engine has no constraints, which {request.grammar or request.bad_sequences!r:.80} needs")
 
 
@@ -159,11 +140,7 @@ class RequestSeeds:
     """Numbers the outputs that users ask for; an output's noise follows from the engine's seed and its number.
 
     A request carries its seed, so that its tokens depend neither on when it runs nor on which engine. Any thread may
-    reserve numbers.
-
-    Args:
-        seed: the engine's; None draws one.
-        first: the first number.
+    reserve numbers, from `first` on. Without the engine's seed, one is drawn.
     """
 
     def __init__(self, seed: int | None, first: int = 0) -> None:
@@ -178,7 +155,7 @@ class RequestSeeds:
         return first
 
     def of(self, number: int) -> int:
-        """Return the seed of a request whose first output has this number; see `make_sequences`."""
+        """Return the seed of a request whose first output has this number; see `LLMEngine.enqueue`."""
         return (self._seed + (number + 1) * GOLDEN_RATIO_64) % 2**64
 
 
@@ -207,20 +184,14 @@ class RequestLimits:
     num_layers: int | None = None
 
     def check_params(self, params: Any) -> SamplingParams:
-        """Return a copy of sampling parameters that the engine can serve.
-
-        Raises:
-            ValueError: a value out of its range, a contradiction, or a token id outside the vocabulary.
-        """
+        """Return a copy of sampling parameters that the engine can serve, or raise a ValueError."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {params!r}")
         checked = params.checked()
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
-            for token_id in getattr(checked, name) or ():
-                if token_id >= self.vocab_size:
-                    raise ValueError(
-                        f"{name}: token id {token_id} is outside the vocabulary, 0 ... {self.vocab_size - 1}"
-                    )
+            highest = max(getattr(checked, name) or (), default=0)
+            if highest >= self.vocab_size:
+                raise ValueError(f"{name}: token id {highest} is outside the vocabulary, 0 ... {self.vocab_size - 1}")
         for name in ("logprobs", "prompt_logprobs"):
             given = getattr(checked, name)
             # -1 stands for the whole vocabulary.
@@ -235,15 +206,7 @@ class RequestLimits:
         return checked
 
     def check_prompt(self, prompt: Any, params: SamplingParams) -> array[int]:
-        """Return a prompt's token ids, if the request can be served.
-
-        Args:
-            prompt: a list of token ids.
-            params: from `check_params`.
-
-        Raises:
-            ValueError: it cannot; the message names the value that is out of bounds.
-        """
+        """Return the ids of a list of tokens; a ValueError names what is out of bounds. `params` are checked."""
         try:
             token_ids = check_token_ids(prompt, self.vocab_size)
         except TypeError as error:
@@ -255,8 +218,9 @@ class RequestLimits:
     def check_size(self, num_prompt_tokens: int, params: SamplingParams) -> None:
         """Raise a `ValueError` if a prompt of `num_prompt_tokens` tokens cannot be served."""
         if num_prompt_tokens > self.max_model_len:
-            message = f"the prompt has {num_prompt_tokens} tokens, over max_model_len={self.max_model_len}"
-            raise PromptTooLongError(message)
+            raise PromptTooLongError(
+                f"the prompt has {num_prompt_tokens} tokens, over max_model_len={self.max_model_len}"
+            )
         if params.prompt_logprobs_start > num_prompt_tokens:
             raise ValueError(
                 f"prompt_logprobs_start={params.prompt_logprobs_start} is over the prompt's {num_prompt_tokens} tokens"

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Reversible
+from collections.abc import Iterable, Mapping, Reversible
 from dataclasses import asdict, dataclass, field
-from heapq import heappop, heappush
 from itertools import islice
 from typing import Any
 
@@ -36,21 +35,17 @@ _SPECULATION_STATS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "
 
 @dataclass
 class StepChanges:
-    """Changes made by the tokens of a step.
+    """Changes made by the tokens of a step."""
 
-    Attributes:
-        seq_ids, token_ids: the step's tokens, each with the id of its sequence.
-        dropped: ids of sequences that finished before their tokens came, which do not count.
-        finished: sequences that are complete.
-        failed: sequences whose constraint raised, and the error; they are dropped.
-        new_tokens: tokens of requests that stream.
-    """
-
+    # The step's tokens, each with the id of its sequence.
     seq_ids: list[int]
     token_ids: np.ndarray
+    # Ids of sequences that finished before their tokens came, which do not count.
     dropped: set[int] = field(default_factory=set)
     finished: list[Sequence] = field(default_factory=list)
+    # Sequences whose constraint raised, and the error; they are dropped.
     failed: list[tuple[Sequence, BaseException]] = field(default_factory=list)
+    # Tokens of requests that stream.
     new_tokens: list[StreamedToken] = field(default_factory=list)
 
 
@@ -76,31 +71,22 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns every unfinished sequence, from `add` to the step that finishes it.
-
-    Args:
-        block_manager: gives sequences their blocks.
-        max_num_running: most sequences that run at once, which is the number of slots.
-        max_num_batched_tokens: most tokens of one step.
-        max_model_len: most tokens of one sequence.
-        eos_token_ids: tokens that end an output, unless its request ignores them.
-        num_drafts, draft_costs: see `Runner`.
-    """
+    """Owns every unfinished sequence, from `add` to the step that finishes it; each running one has a slot."""
 
     def __init__(
         self, block_manager: BlockManager,
-        *, max_num_running: int, max_num_batched_tokens: int, max_model_len: int,
-        eos_token_ids: frozenset[int] = frozenset(), num_drafts: int = 0, draft_costs: DraftCosts = NO_DRAFTS,
+        *, max_num_running: int, max_num_batched_tokens: int, eos_token_ids: frozenset[int] = frozenset(),
+        num_drafts: int = 0, draft_costs: DraftCosts = NO_DRAFTS,
     ) -> None:  # fmt: skip
         # Every running sequence must get its next token within the budget of one step.
         assert max_num_running <= max_num_batched_tokens
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
-        self.waiting = WaitingQueue()
-        # Sorted; at most one per slot.
-        self.running: list[Sequence] = []
+        # All three are sorted, see `sort_key`. Sequences added while the queue is held do not run. At most one sequence
+        # runs per slot.
+        self.waiting, self._held, self.running = list[Sequence](), list[Sequence](), list[Sequence]()
+        self._is_held = False
         # The running sequences that have caught up.
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, draft_costs)
         self.stats = SchedulerStats(num_accepted_per_position=[0] * num_drafts)
@@ -122,14 +108,20 @@ class Scheduler:
         if seq.params.stop_token_ids:
             seq.end_token_ids = seq.end_token_ids.union(seq.params.stop_token_ids)
         self._num_extra += seq.has_extra
-        self.waiting.add_new(seq)
+        insort(self._held if self._is_held else self.waiting, seq, key=sort_key)
+
+    def hold_new(self) -> None:
+        """Hold back sequences added from now on, until `release_new`."""
+        self._is_held = True
+
+    def release_new(self) -> None:
+        """Let the held sequences run."""
+        self._is_held = False
+        self.waiting = sorted(self.waiting + self._held, key=sort_key)
+        self._held.clear()
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plan one step; None if nothing can run now.
-
-        Preemption (by priorities, and by the rows that have caught up) comes before any block of the step is registered
-        (by chunks).
-        """
+        """Plan one step; None if nothing can run now. All preemption comes before any block is registered."""
         if not self.waiting and not self.running:
             return None
         self._preempt_for_priority()
@@ -152,7 +144,7 @@ class Scheduler:
         for seq in caught_up:
             self._begin_steady(seq, batch.number + 1)
         batch.drafts = self.steady.should_draft(len(batch.rows))
-        batch.transfers += self.block_manager.take_transfers(self.running, batch.num_chunk_tokens)
+        self.block_manager.finish_plan(batch, self.running)
         return batch
 
     def _preempt_for_priority(self) -> None:
@@ -162,14 +154,15 @@ class Scheduler:
         for the first waiting one only, since the others may share its prefix; a long prompt gets the blocks of several
         sequences in successive steps.
         """
-        first, running = self.waiting.first(), self.running
+        running = self.running
         # The usual case must cost nothing.
-        if first is None or not running or first.priority >= running[-1].priority:
+        if not self.waiting or not running or self.waiting[0].priority >= running[-1].priority:
             return
-        begun = [s for s in self._behind if s.status is SequenceStatus.RUNNING and s.priority <= first.priority]
+        priority = self.waiting[0].priority
+        begun = [s for s in self._behind if s.status is SequenceStatus.RUNNING and s.priority <= priority]
         budget = self.max_num_batched_tokens - len(self.steady)
         budget -= sum([seq.num_tokens - seq.num_computed_tokens for seq in begun])
-        for index, seq in enumerate(list(islice(self.waiting.in_order(), len(running)))):
+        for index, seq in enumerate(self.waiting[: len(running)]):
             # At 0, the preempted row's own token is left.
             if budget < 0 or not running or seq.priority >= running[-1].priority:
                 return
@@ -181,7 +174,7 @@ class Scheduler:
     def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan a row for every sequence that has caught up; return the sequences that it finishes."""
         for seq in self.steady.without_room():
-            self._make_room(seq, batch)
+            self._make_room(seq)
         budget = self._budget
         if self.steady.num_drafts and (self._behind or (self.waiting and self._free_slots)):
             # Prompts get the other half of what rows of one token leave.
@@ -190,39 +183,30 @@ class Scheduler:
         self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(self.steady)
         return ending
 
-    def _make_room(self, seq: Sequence, batch: ScheduledBatch) -> None:
-        """Give a running sequence blocks for its next token, preempting the newest if needed; all groups or no group.
-
-        Drafts only get blocks that are free.
-        """
+    def _make_room(self, seq: Sequence) -> None:
+        """Give a running sequence blocks for its next token, preempting if needed, and free ones for drafts."""
         num_new = self.steady.most_new(seq) if seq.status is SequenceStatus.RUNNING else 0
         if not num_new:
             return
         manager = self.block_manager
         manager.release_outside_window(seq)
-        while groups := manager.lacking_groups(seq):
-            if manager.num_free_blocks < len(groups):
-                # Sequences already in the batch come before this one, so the last is never among them.
-                self._preempt(last := self.running[-1])
-                if last is seq:
-                    return
-            else:
-                new, copies = manager.give_blocks(seq, groups)
-                batch.new_blocks += new
-                batch.transfers += copies
-        batch.new_blocks += manager.own_states(seq)
+        while not manager.make_room(seq):
+            # Sequences already in the batch come before this one, so the last is never among them.
+            self._preempt(last := self.running[-1])
+            if last is seq:
+                return
+        manager.own_states(seq)
         if num_new > 1:
             # The drafter stores keys of the drafts after these tokens.
             num_tokens = min(num_new, self._budget) + num_new - 1
-            batch.new_blocks += manager.extend(seq, seq.num_computed_tokens + num_tokens)
+            manager.extend(seq, seq.num_computed_tokens + num_tokens)
         self.steady.note_room(seq, manager.capacity(seq))
 
     def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan chunks of running and waiting sequences that are behind; return the sequences that catch up.
 
         A sequence whose blocks this step loads from host memory gets its first chunk one step later, so that other rows
-        do not wait for the copies. If there are no others, the step itself waits for its loads, on the device, and
-        computes these sequences.
+        do not wait for the copies. If there are no others, the step waits for its loads, and computes these sequences.
         """
         before = [seq for seq in self._behind if seq.status is SequenceStatus.RUNNING and seq.is_behind]
         caught_up, loading = self._schedule_chunks(before, batch)
@@ -236,11 +220,9 @@ class Scheduler:
     def _schedule_chunks(self, behind: list[Sequence], batch: ScheduledBatch) -> tuple[list[Sequence], list[Sequence]]:
         """Plan chunks of running sequences `behind`, then of waiting ones, while there is budget.
 
-        The next step, in which others get their next tokens, waits for the loads of this one. Once they exceed what the
-        link copies in a small step, a sequence that would load more is admitted in the next one.
-
-        Returns:
-            The sequences that catch up, and the sequences that wait for blocks; the rest of `behind` is in `_behind`.
+        The next step waits for the loads of this one. Once they exceed what the link copies in a small step, a sequence
+        that would load more is admitted in the next one. Returns the sequences that catch up, and the sequences that
+        wait for blocks; the rest of `behind` is in `_behind`.
         """
         caught_up, loading = list[Sequence](), list[Sequence]()
         while self._budget and (seq := behind.pop(0) if behind else self._admit(batch)) is not None:
@@ -263,7 +245,7 @@ class Scheduler:
             return None
         if not manager.allocate(seq):
             return None
-        self.waiting.remove(seq)
+        _remove(self.waiting, seq)
         insort(self.running, seq, key=sort_key)
         seq.status = SequenceStatus.RUNNING
         seq.slot = self._free_slots.pop()
@@ -283,18 +265,16 @@ class Scheduler:
     def _next_waiting(self) -> Sequence | None:
         """Return the next waiting sequence, except one whose state another sequence computes in this step."""
         manager = self.block_manager
-        if not manager.has_states:
-            return self.waiting.first()
-        first = islice(self.waiting.in_order(), _MOST_PASSED_OVER)
+        first = islice(self.waiting, _MOST_PASSED_OVER if manager.has_states else 1)
         return next((seq for seq in first if not manager.waits_for_state(seq)), None)
 
     def _schedule_chunk(self, seq: Sequence, batch: ScheduledBatch) -> None:
         start = seq.num_computed_tokens
-        batch.new_blocks += self.block_manager.own_states(seq)
+        self.block_manager.own_states(seq)
         end = min(seq.num_tokens, start + self._budget)
         if end > self.block_manager.capacity(seq):
             # With a window, it has blocks for a part of its prompt.
-            batch.new_blocks += self.block_manager.extend_windows(seq)
+            self.block_manager.extend_windows(seq)
             end = min(end, self.block_manager.capacity(seq))
             if end == start:
                 return
@@ -312,21 +292,14 @@ class Scheduler:
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:
         """Count the token that this step samples for a sequence that has caught up."""
-        most_tokens = self._most_tokens(seq)
         seq.num_tokens += 1
-        if seq.num_tokens >= most_tokens:
+        if seq.num_tokens >= seq.most_tokens:
             self._end_by_count(seq)
         else:
             # No more blocks are given in this step. Another output of the request may yet share them.
             if not seq.siblings:
                 self.block_manager.release_outside_window(seq)
-            self.steady.add(seq, most_tokens, self.block_manager.capacity(seq), first_step)
-
-    def _most_tokens(self, seq: Sequence) -> int:
-        """Return the number of tokens, prompt and output, at which a sequence ends."""
-        if seq.max_tokens is None:
-            return self.max_model_len
-        return min(self.max_model_len, seq.num_prompt_tokens + seq.max_tokens)
+            self.steady.add(seq, self.block_manager.capacity(seq), first_step)
 
     def _end_by_count(self, seq: Sequence) -> None:
         """Free the blocks and slot of a sequence whose last token is sampled in this step."""
@@ -337,7 +310,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._free(seq, is_preempted=True)
         seq.status = SequenceStatus.WAITING
-        self.waiting.add(seq)
+        insort(self.waiting, seq, key=sort_key)
         self.stats.num_preemptions += 1
 
     def postprocess(self, batch: ScheduledBatch, output: StepOutput) -> StepChanges:
@@ -367,27 +340,16 @@ class Scheduler:
         self, batch: ScheduledBatch, output: StepOutput, offsets: np.ndarray, changes: StepChanges
     ) -> None:
         """Process the tokens of a step with drafts, row by row; add the tokens that count to `changes`."""
-        lens = np.diff(offsets).tolist()
-        seq_ids = [seq_id for seq_id, n in zip(batch.sampled_seq_ids, lens, strict=True) for _ in range(n)]
-        _take_logprobs(seq_ids, batch, output, self._sequences)
-        num_new = batch.rows.num_new.tolist() + [1] * (len(lens) - len(batch.rows))
+        seq_ids, ends = batch.sampled_seq_ids, offsets.tolist()
+        _take_logprobs(np.repeat(seq_ids, np.diff(offsets)).tolist(), batch, output, self._sequences)
+        num_new = batch.rows.num_new.tolist() + [1] * (len(seq_ids) - len(batch.rows))
         changes.seq_ids, parts = [], [output.token_ids[:0]]
-        for seq_id, planned, first, end in zip(
-            batch.sampled_seq_ids, num_new, offsets.tolist(), offsets[1:].tolist(), strict=False
-        ):
+        for seq_id, planned, first, end in zip(seq_ids, num_new, ends, ends[1:], strict=False):
             count = self._take_tokens(seq_id, output.token_ids[first:end].tolist(), planned, changes)
             changes.seq_ids += [seq_id] * count
             parts.append(output.token_ids[first : first + count])
         changes.token_ids = np.concatenate(parts)
         changes.dropped.clear()
-
-    def _count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        stats = self.stats
-        stats.num_drafts += num_drafts > 0
-        stats.num_draft_tokens += num_drafts
-        stats.num_accepted_tokens += num_accepted
-        for position in range(num_accepted):
-            stats.num_accepted_per_position[position] += 1
 
     def _note_drafts(self, batch: ScheduledBatch, num_drafts: np.ndarray) -> None:
         """Take in the number of drafts that the device has for each row after a step."""
@@ -407,10 +369,12 @@ class Scheduler:
             changes.dropped.add(seq_id)
             return 0
         if num_new > 1:
-            self._count_drafts(self.steady.settle(seq, num_new, len(token_ids)), len(token_ids) - 1)
-        is_running = seq.status is SequenceStatus.RUNNING
-        # With drafts in flight, the plan cannot tell which token is the last.
-        may_be_last = not is_running or self.steady.num_drafts
+            num_drafts, stats = self.steady.settle(seq, num_new, len(token_ids)), self.stats
+            stats.num_drafts += num_drafts > 0
+            stats.num_draft_tokens += num_drafts
+            stats.num_accepted_tokens += len(token_ids) - 1
+            for position in range(len(token_ids) - 1):
+                stats.num_accepted_per_position[position] += 1
         for count, token_id in enumerate(token_ids, 1):
             seq.append(token_id)
             try:
@@ -421,18 +385,17 @@ class Scheduler:
                 self.finish(seq, "abort")
                 changes.failed.append((seq, error))
                 return count
-            if ends or (may_be_last and self._has_all_tokens(seq)):
+            if seq.status is SequenceStatus.ENDING:
+                has_all = not seq.num_in_flight
+            else:
+                has_all = bool(self.steady.num_drafts) and len(seq.token_ids) >= seq.most_tokens
+            if ends or has_all:
                 self.finish(seq, "stop" if ends else "length")
                 changes.finished.append(seq)
                 return count
-        if is_running:
+        if seq.status is SequenceStatus.RUNNING:
             self.block_manager.register(seq)
         return len(token_ids)
-
-    def _has_all_tokens(self, seq: Sequence) -> bool:
-        if seq.status is SequenceStatus.ENDING:
-            return not seq.num_in_flight
-        return len(seq.token_ids) >= self._most_tokens(seq)
 
     def _watch(self, seq: Sequence, token_id: int, changes: StepChanges) -> bool:
         """Pass a token to the sequence's constraint, and report it; return whether the output ends with it."""
@@ -455,7 +418,7 @@ class Scheduler:
                 self.block_manager.register(seq)
             self._free(seq)
         elif seq.status is SequenceStatus.WAITING:
-            self.waiting.remove(seq)
+            _remove(self._held if seq in self._held else self.waiting, seq)
             self.block_manager.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
@@ -492,8 +455,8 @@ class Scheduler:
         return not self._sequences
 
     def is_drained(self) -> bool:
-        """Whether all sequences left arrived after the queue was held; see `WaitingQueue.hold_new`."""
-        return len(self._sequences) == self.waiting.num_held
+        """Whether all sequences left arrived after the queue was held."""
+        return len(self._sequences) == len(self._held)
 
     def preempt_all(self) -> None:
         """Preempt all running sequences, which are computed again later."""
@@ -511,7 +474,7 @@ class Scheduler:
         counters = {
             **asdict(self.stats),
             "num_running": len(self.running),
-            "num_waiting": len(self.waiting),
+            "num_waiting": len(self.waiting) + len(self._held),
             "num_used_blocks": manager.num_used_blocks,
             "num_free_blocks": manager.num_free_blocks,
             **({} if manager.host is None else manager.host.counters()),
@@ -527,95 +490,22 @@ class Scheduler:
         return counters
 
     def _free(self, seq: Sequence, is_preempted: bool = False) -> None:
-        del self.running[bisect_left(self.running, seq.sort_key, key=sort_key)]
+        _remove(self.running, seq)
         self.steady.discard(seq)
         self.block_manager.free(seq, is_preempted)
         self._free_slots.append(seq.slot)
         seq.slot = -1
 
 
-class WaitingQueue:
-    """A heap by `Sequence.sort_key`: O(log n) to add, O(1) to remove; a removed entry is dropped when it comes
-    first.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, int], int]] = []
-        self._sequences: dict[int, Sequence] = {}
-        # Sequences added since `hold_new`, which do not run; None if the queue is not held.
-        self._held: dict[int, Sequence] | None = None
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Iterate over the sequences, in no particular order."""
-        return iter(self._sequences.values())
-
-    def add(self, seq: Sequence) -> None:
-        """Queue a sequence."""
-        self._sequences[seq.seq_id] = seq
-        heappush(self._heap, (seq.sort_key, seq.seq_id))
-
-    def add_new(self, seq: Sequence) -> None:
-        """Queue a sequence that has never run; hold it back while the queue is held."""
-        if self._held is None:
-            self.add(seq)
-        else:
-            self._sequences[seq.seq_id] = self._held[seq.seq_id] = seq
-
-    def hold_new(self) -> None:
-        """Hold back sequences added from now on, until `release_new`."""
-        self._held = {} if self._held is None else self._held
-
-    def release_new(self) -> None:
-        """Let the held sequences run."""
-        held, self._held = self._held or {}, None
-        for seq in held.values():
-            self.add(seq)
-
-    @property
-    def num_held(self) -> int:
-        """Number of sequences held back."""
-        return len(self._held or ())
-
-    def remove(self, seq: Sequence) -> None:
-        """Remove a sequence, wherever it is in the queue."""
-        del self._sequences[seq.seq_id]
-        if self._held is not None:
-            self._held.pop(seq.seq_id, None)
-
-    def first(self) -> Sequence | None:
-        """Return the next sequence to run, if there is one."""
-        while self._heap:
-            seq = self._sequences.get(self._heap[0][1])
-            if seq is not None:
-                return seq
-            heappop(self._heap)
-        return None
-
-    def in_order(self) -> Iterator[Sequence]:
-        """Iterate over the sequences in the order in which they run; the queue must not change meanwhile."""
-        # Children of a heap's entry come after it: the next entry is a child of those seen so far.
-        seen = [(self._heap[0], 0)] if self._heap else []
-        before = -1
-        while seen:
-            (_, seq_id), index = heappop(seen)
-            for child in (2 * index + 1, 2 * index + 2):
-                if child < len(self._heap):
-                    heappush(seen, (self._heap[child], child))
-            # A sequence that was removed and added again has two entries.
-            if seq_id in self._sequences and seq_id != before:
-                yield self._sequences[seq_id]
-            before = seq_id
+def _remove(queue: list[Sequence], seq: Sequence) -> None:
+    """Remove a sequence from a sorted list."""
+    del queue[bisect_left(queue, seq.sort_key, key=sort_key)]
 
 
 def _take_logprobs(
     seq_ids: list[int], batch: ScheduledBatch, output: StepOutput, sequences: Mapping[int, Sequence]
 ) -> None:
-    """Give unfinished sequences, by id, the log-probabilities of tokens (`seq_ids` has the sequence of each), and the
-    requested outputs of their prompts' chunks.
-    """
+    """Give sequences their tokens' log-probabilities (`seq_ids` has one per token), and outputs of prompts' chunks."""
     if output.logprobs is not None:
         records = output.logprobs.records()
         packed, size = records.tobytes(), records[:1].nbytes

@@ -19,17 +19,9 @@ from operator import attrgetter
 import numpy as np
 
 from nanovllm.engine.prefix_cache import ROOT_IDENTITY, BlockKey, BlockTable
-from nanovllm.engine.request import GOLDEN_RATIO_64, Request, TokenConstraint
+from nanovllm.engine.request import Request, TokenConstraint
 from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput, record_bytes
-from nanovllm.runner.messages import (
-    NO_DRAFTS,
-    NO_ROWS,
-    DraftCosts,
-    NewRequest,
-    PromptScores,
-    Rows,
-    TokenLogprobs,
-)
+from nanovllm.runner.messages import NO_DRAFTS, NO_ROWS, DraftCosts, NewRequest, PromptScores, Rows, TokenLogprobs
 from nanovllm.sampling_params import SamplingExtra
 
 _MAX_END_TOKENS = 4
@@ -69,7 +61,7 @@ class SequenceGroup(list["Sequence"]):
         if len(self) > 1:
             # It ends with its last output.
             metrics = replace(metrics, total_time=max(seq.metrics.total_time or 0.0 for seq in self))
-        # The field accepts an array, and the other one None.
+        # The field accepts an array.
         tokens: typing.Any = first.request.token_ids
         return RequestOutput(
             request_id=first.seq_id,
@@ -112,7 +104,7 @@ class Sequence:
     __slots__ = (
         "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_tables", "branch_identity",
         "constraint", "decode_state", "end_token_ids", "finish_reason", "fits_from", "fork_states", "has_extra",
-        "index", "is_watched", "logprobs", "max_tokens", "metrics", "num_admissions", "num_branch_blocks",
+        "index", "is_watched", "logprobs", "metrics", "most_tokens", "num_admissions", "num_branch_blocks",
         "num_cached_tokens", "num_prompt_tokens", "num_registered_blocks", "num_resets", "num_shared_tokens",
         "params", "prompt_outputs", "record_bytes", "request", "request_id", "rows", "seed", "seq_id", "siblings",
         "slot", "sort_key", "source_state", "status", "stop_reason",
@@ -139,8 +131,8 @@ class Sequence:
         self.constraint = constraint
         # All sequences of a request with several outputs, until this one has finished.
         self.siblings: typing.Sequence[Sequence] = ()
-        # The most tokens of its output; None is limited only by the model's length.
-        self.max_tokens = params.max_tokens
+        # Number of tokens, prompt and output, at which it ends; the engine sets it by its limits.
+        self.most_tokens = self.num_prompt_tokens + (params.max_tokens or 0)
         # Whether its sampling needs more than a temperature.
         self.has_extra = constraint is not None or params.has_extra
         # Tokens that end the output; the scheduler adds the model's.
@@ -260,12 +252,6 @@ class Sequence:
         """Whether a token known on the host is still to be computed."""
         return self.rows is None and self.num_computed_tokens < self.num_tokens
 
-    @property
-    def depends_on_tokens(self) -> bool:
-        """Whether the choice of a token depends on earlier tokens of the output beside the model: it has no drafts."""
-        params = self.params
-        return self.constraint is not None or params.uses_penalties or bool(params.min_tokens)
-
     def new_request(self, *, with_cached: bool = False) -> NewRequest:
         """Return the contents of its slot, at admission."""
         params, extra = self.params, None
@@ -304,10 +290,7 @@ class Sequence:
         return CompletionOutput(self.index, "", token_ids, cumulative, logprobs, self.finish_reason, self.stop_reason)
 
     def prompt_logprobs(self) -> Logprobs[dict[int, Logprob] | None] | None:
-        """Return the log-probabilities of the prompt's tokens, None for a token without any.
-
-        Returns None if they were not asked for, or if the request was aborted before its prompt was computed.
-        """
+        """Return the log-probabilities of the prompt's tokens; None if not asked for, or if it was not computed."""
         if self.params.prompt_logprobs is None or self.wants_prompt_outputs:
             return None
         width = 1 + self.params.prompt_logprobs
@@ -315,10 +298,10 @@ class Sequence:
         records = np.concatenate(parts) if parts else np.empty((0, 1 + 2 * width), dtype=np.int32)
         return Logprobs(records, width, num_missing=self.num_prompt_tokens - len(records))
 
-    def hidden_states(self) -> typing.Any:
-        """Return the value of `RequestOutput.hidden_states`; None if the prompt was not computed whole."""
+    def hidden_states(self) -> list[np.ndarray]:
+        """Return the value of `RequestOutput.hidden_states`; empty if the prompt was not computed whole."""
         if self.prompt_outputs is None or self.wants_prompt_outputs:
-            return None
+            return []
         parts = [part for part in self.prompt_outputs if isinstance(part, np.ndarray)]
         # Layers come first.
         return list(np.concatenate(parts, 1)) if self.params.hidden_states else parts
@@ -336,11 +319,6 @@ class SteadyRows:
     Of a row's `num_tokens`, `_num_known` have values, in the sequence's own list or among the `_num_recent` in
     `_recent`. The others are in steps under way. A step is *quiet* if no row can need a block or reach its last token
     in it.
-
-    Args:
-        num_slots: most sequences that run at once.
-        block_size: tokens per block.
-        num_drafts, costs: see `Runner`.
 
     Attributes:
         seqs: the sequences, one per row.
@@ -376,23 +354,18 @@ class SteadyRows:
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def add(self, seq: Sequence, most_tokens: int, capacity: int, first_step: int) -> None:
-        """Add a row for a sequence that has caught up.
-
-        Args:
-            seq: has a slot.
-            most_tokens: number of tokens at which it ends.
-            capacity: see `note_room`.
-            first_step: number of the first step with this row.
-        """
-        slot, ends = seq.slot, list(seq.end_token_ids)
+    def add(self, seq: Sequence, capacity: int, first_step: int) -> None:
+        """Add a row, from a step on, for a sequence that has caught up; capacity: see `note_room`."""
+        slot, ends, params = seq.slot, list(seq.end_token_ids), seq.params
         insort(self.seqs, seq, key=sort_key)
         self._rows = None
         self.num_tokens[slot], self.num_unsure[slot] = seq.num_tokens, 0
         self._num_known[slot], self._num_recent[slot] = len(seq.token_ids), 0
         self._num_shared[slot] = -(-seq.num_prompt_tokens // self.block_size) * self.block_size if seq.siblings else 0
-        self._most_tokens[slot] = most_tokens
-        self._most_new[slot] = 1 if seq.depends_on_tokens else 1 + self.num_drafts
+        self._most_tokens[slot] = seq.most_tokens
+        # No drafts where the choice of a token depends on earlier tokens of the output beside the model.
+        has_drafts = seq.constraint is None and not params.uses_penalties and not params.min_tokens
+        self._most_new[slot] = 1 + self.num_drafts if has_drafts else 1
         self._num_noted[slot], self._num_without[slot] = self.num_drafts, 0
         self._gain[slot], self._num_gains[slot] = self._usual_gain, 1
         self._is_watched[slot] = seq.is_watched or len(ends) > _MAX_END_TOKENS
@@ -449,13 +422,7 @@ class SteadyRows:
         return int(min(self._most_new[seq.slot], self._most_tokens[seq.slot] - self.num_tokens[seq.slot]))
 
     def plan(self, budget: int) -> tuple[Rows, list[int], list[Sequence]]:
-        """Count the new tokens of each row.
-
-        budget: most tokens, at least the number of rows.
-
-        Returns:
-            The rows, the ids of their sequences, and the sequences that end with this step.
-        """
+        """Return the rows, of at most `budget` tokens, the ids of their sequences, and the sequences that end."""
         rows, seq_ids = self._all_rows(), self._seq_ids[:]
         slots = rows.slots
         if self._num_quiet_steps:
@@ -480,10 +447,7 @@ class SteadyRows:
         return self._rows
 
     def _with_drafts(self, slots: np.ndarray, budget: int) -> tuple[Rows, list[int]]:
-        """Return the rows, with the most drafts that limits, blocks and budget allow, and the ids of their sequences.
-
-        A row sits out while the tokens in flight may be its last.
-        """
+        """Return the rows with drafts, and their ids; a row sits out while tokens in flight may be its last."""
         num_tokens = self.num_tokens[slots]
         num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
         num_drafts = np.maximum(np.minimum(num_new, self._capacity[slots] + 1 - num_tokens) - 1, 0)
@@ -515,10 +479,7 @@ class SteadyRows:
         return gain >= self.costs.least_gain(len(slots)) * len(slots)
 
     def should_draft(self, num_rows: int) -> bool:
-        """Return whether a step of `num_rows` rows should end with drafts, for the present rows.
-
-        Drafts that do not pay are tried again after a time that is long compared with their cost.
-        """
+        """Return whether a step should end with drafts; what does not pay is tried again now and then."""
         self._has_drafts = self._is_trial = False
         num_next = len(self.seqs)
         if not num_next or max(num_rows, num_next) > self.costs.most_rows:
@@ -535,10 +496,7 @@ class SteadyRows:
         return self._has_drafts
 
     def settle(self, seq: Sequence, num_new: int, num_returned: int) -> int:
-        """Take back the tokens that a row was planned for and did not return; return the drafts that it had.
-
-        seq: had a row in that step; it may have been preempted since.
-        """
+        """Take back tokens that a row planned and did not return, preempted or not; return the drafts it had."""
         if seq.rows is None:
             seq.num_tokens -= num_new - num_returned
             return num_returned - 1
@@ -555,13 +513,7 @@ class SteadyRows:
         return num_drafts
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
-        """Store the tokens of a step's rows, one each; return the rows whose tokens the scheduler must check.
-
-        Args:
-            slots: [num_rows] int32; of the step.
-            token_ids: [num_rows] int64; the caller adds the tokens of the rows returned.
-            step: its number.
-        """
+        """Store a token per row, int64; return the rows that the scheduler must check, and whose tokens it adds."""
         if len(slots) <= _FEW_ROWS:
             return np.arange(len(slots))
         num_known = self._num_known[slots] + 1
@@ -579,19 +531,3 @@ class SteadyRows:
         self._num_recent[slots] = num_recent + 1
         self._num_known[slots] = num_known
         return rows
-
-
-def make_sequences(
-    request: Request, seq_ids: list[int], max_tokens: int, constraints: list[TokenConstraint | None]
-) -> SequenceGroup:
-    """Return a request's sequences, one for each output; their seeds derive from the request's."""
-    seed = request.seed if request.params.seed is None else request.params.seed
-    seqs = SequenceGroup()
-    for i, (seq_id, constraint) in enumerate(zip(seq_ids, constraints, strict=True)):
-        seq = Sequence(seq_id, request, (seed + i * GOLDEN_RATIO_64) % 2**64, i, constraint)
-        seq.max_tokens, seq.request_id = max_tokens, seq_ids[0]
-        seqs.append(seq)
-    if len(seqs) > 1:
-        for seq in seqs:
-            seq.siblings = seqs
-    return seqs

@@ -18,14 +18,7 @@ _COLORS = "#3b6fb6", "#c46a2b"
 
 
 class StatsSample(NamedTuple):
-    """An engine's state at one time.
-
-    Attributes:
-        time: seconds since the engine began.
-        num_running, num_waiting: sequences.
-        cache_use: fraction of the cache's blocks in use.
-        num_prompt_tokens, num_output_tokens: since the engine began.
-    """
+    """An engine's state at one time, in seconds since it began; `cache_use` is the fraction of blocks in use."""
 
     time: float
     num_running: int
@@ -38,9 +31,7 @@ class StatsSample(NamedTuple):
 class StatsHistory:
     """Samples of an engine's counters, evenly spaced while it steps, in bounded memory.
 
-    Args:
-        interval: minimum seconds between samples. A sample takes some microseconds, noticeable at batch 1.
-        capacity: at this number, samples are thinned to half, and the interval doubles.
+    At the number `capacity`, samples are thinned to half, and the interval between them, in seconds, doubles.
     """
 
     def __init__(self, interval: float = 0.05, capacity: int = 4096) -> None:
@@ -72,15 +63,7 @@ class StatsHistory:
 
 
 def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> None:
-    """Plot batch size, cache use and tokens per second over time, one below the other.
-
-    Args:
-        samples: oldest first.
-        file: output path; its extension sets the format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Plot batch size, cache use and tokens per second over time; the extension of the file sets its format."""
     try:
         # Not pyplot, which would choose a GUI backend.
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -119,14 +102,7 @@ def add_stats(total: dict[str, Any], stats: Mapping[str, Any]) -> None:
 
 
 class Histogram:
-    """Counts of values by inclusive upper bounds, as in Prometheus.
-
-    Args:
-        bounds: ascending; values above the last one have a bucket of their own.
-
-    Attributes:
-        total: the sum of the values.
-    """
+    """Counts of values by ascending, inclusive upper bounds, as in Prometheus; and the sum of the values, `total`."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -150,25 +126,14 @@ class Histogram:
 
 @dataclass
 class StepHistograms:
-    """Histograms of steps since the engine began: two counts a step.
-
-    Attributes:
-        step_tokens: prompt tokens and sampled tokens of each step.
-        inter_token_seconds: from each token of an output to the next one.
-    """
+    """Histograms of steps since the engine began: tokens of prompts and outputs, and seconds between an output's."""
 
     step_tokens: Histogram = field(default_factory=lambda: Histogram(_STEP_TOKENS))
     inter_token_seconds: Histogram = field(default_factory=lambda: Histogram(_SECONDS))
     _last_time: float = 0.0
 
     def observe(self, num_tokens: int, num_decodes: int, now: float) -> None:
-        """Record a step whose tokens have come.
-
-        Args:
-            num_tokens: prompt tokens computed plus tokens sampled.
-            num_decodes: sampled tokens that follow another one, which came with the previous step.
-            now: in seconds.
-        """
+        """Record a step whose tokens have come; `num_decodes` of them follow tokens of the previous step."""
         self.step_tokens.observe(num_tokens)
         if num_decodes:
             self.inter_token_seconds.observe(now - self._last_time, num_decodes)
@@ -186,21 +151,13 @@ def merged_histograms(several: Sequence[StepHistograms]) -> StepHistograms:
 
 @dataclass(frozen=True)
 class BlockUsage:
-    """The blocks of a KV cache, in cells of adjacent blocks, for display.
-
-    Attributes:
-        block_size: tokens in a block.
-        num_blocks: blocks in the cache.
-        blocks_per_cell: blocks in each cell but the last, which may have fewer.
-        used: blocks in use, per cell.
-        cached: blocks that hold part of a findable prefix, in use or not, per cell.
-        users: the most sequences that share a block, per cell.
-        hits: prefix-cache hits since the engine began, per cell.
-    """
+    """The blocks of a KV cache, in cells of adjacent blocks, for display; the last cell may have fewer."""
 
     block_size: int
     num_blocks: int
     blocks_per_cell: int
+    # By cell: blocks in use; blocks with a part of a findable prefix, in use or not; the most sequences that share a
+    # block; and prefix-cache hits since the engine began.
     used: list[int]
     cached: list[int]
     users: list[int]

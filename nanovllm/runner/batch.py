@@ -8,7 +8,7 @@ without changes sends nothing.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -91,17 +91,15 @@ class Unsampled:
 
 @dataclass
 class DeviceStep:
-    """A step on the device, from sending its plan to the result of its forward pass.
+    """A step on the device, from sending its plan (`batch`) to the result of its forward pass (`computed`).
 
     Attributes:
-        batch: the plan.
         shape: sizes, padding included.
         is_capture_size: whether a CUDA graph may be captured for the shape.
         prompts: the chunks, as tensors on the device; the next step's staging overwrites them.
         seq_lens_host: tokens that each sequence attends to, decode rows first; empty if a graph may be captured.
         query_lens_host: tokens of each chunk; likewise.
         extra: options of rows beyond a temperature.
-        computed: the forward pass's result once it is queued.
     """
 
     batch: ScheduledBatch
@@ -112,11 +110,6 @@ class DeviceStep:
     query_lens_host: list[int]
     extra: ExtraRows | None = None
     computed: Sampled | Unsampled | None = None
-
-    @property
-    def num_padding(self) -> int:
-        """Padding after the rows of one token."""
-        return self.shape.num_decodes - len(self.batch.rows)
 
 
 class PromptArrays(NamedTuple):
@@ -172,10 +165,7 @@ def make_prompt_arrays(
     block_size: int, states: StateSizes,
     *, has_drafts: bool = False,
 ) -> PromptArrays:  # fmt: skip
-    """Lay out chunks in arrays for `num_tokens` tokens and `num_chunks` chunks, padding included.
-
-    block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host.
-    """
+    """Lay out chunks, padded. block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host."""
     if not num_chunks:
         return _NO_PROMPTS
     lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
@@ -282,10 +272,7 @@ def _pad(array: np.ndarray, size: int, value: int) -> np.ndarray:
 
 
 class Staging:
-    """Pinned buffers on the host for at most `capacity` int32 elements, and their copy on the device.
-
-    Two host buffers alternate, so that one is filled while the other may still be read; an event guards each.
-    """
+    """Two pinned buffers on the host, which alternate and are guarded by events, and their copy on the device."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.is_cuda = device.type == "cuda"
@@ -312,23 +299,7 @@ class Staging:
 
 
 class BatchBuilder:
-    """Turns scheduled batches into tensors.
-
-    Args:
-        num_slots: most sequences that run at once.
-        max_blocks: entries of a block table.
-        block_size: tokens per block.
-        max_num_batched_tokens: most tokens of a step.
-        backend: plans the steps' attention.
-        device: device of the tensors.
-        num_groups: groups of the cache.
-        num_state_blocks: blocks of a sequence's state, in the last group; 0 if no layer keeps any.
-        num_drafts: see `Runner`.
-
-    Attributes:
-        num_pending: [num_slots + 1] int32; of each slot, accepted tokens that are not in its state yet, if the model
-            keeps states and the engine drafts; else None. See `StateRows`.
-    """
+    """Turns scheduled batches into tensors; the last group of the cache has `num_state_blocks` of each state."""
 
     def __init__(
         self, num_slots: int, max_blocks: int, block_size: int, max_num_batched_tokens: int, backend: AttentionBackend,
@@ -338,12 +309,13 @@ class BatchBuilder:
         self.block_size, self.num_drafts = block_size, num_drafts
         self._states = StateSizes(num_state_blocks, block_size)
         self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device, num_drafts)
+        # [num_slots + 1]; accepted tokens of each slot that are not in its state yet, see `StateRows`.
         self.num_pending: torch.Tensor | None = None
-        if num_state_blocks and num_drafts:
-            self.num_pending = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         if num_state_blocks:
             # Padding has no state.
             self.slots.tensors.block_tables[self.slots.padding_slot, -1] = -1
+            if num_drafts:
+                self.num_pending = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._backend = backend
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._num_new = torch.ones_like(self._decode_slots)
@@ -433,31 +405,26 @@ class BatchBuilder:
         metadata = self._metadata(step, decodes)
         if self._states.num_blocks:
             metadata.states = self._state_metadata(slots, is_new, decodes, prompts)
-        inputs = StepInputs(
-            decodes.token_ids, decodes.positions, metadata, None, slots,
-            SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index), is_new,
-            self._token_slots(slots, is_new, step) if self.num_drafts else None, prompts.successors, shape.drafts,
+        token_ids, positions, sample_slots, sample_indices = decodes.token_ids, decodes.positions, slots, None
+        sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
+        if shape.num_chunks:
+            token_ids = torch.cat((token_ids, prompts.token_ids))
+            positions = torch.cat((positions, prompts.positions))
+            decode_indices = torch.arange(num_row_tokens, device=slots.device)
+            sample_indices = torch.cat((decode_indices, prompts.sample_indices + num_row_tokens))
+            sample_slots = torch.cat((slots, prompts.sample_slots))
+            # Torch casts a 32-bit index anew at each use.
+            index = sample_slots.long()
+            if shape.num_drafts:
+                per_row = slots.long().repeat_interleave(1 + shape.num_drafts, output_size=num_row_tokens)
+                index = torch.cat((per_row, prompts.sample_slots.long()))
+            output_index = positions[sample_indices] + 1 - state.num_prompt[index]
+            sampling = SamplingInputs(state.temperature[index], state.seed[index], output_index)
+        token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
+        return StepInputs(
+            token_ids, positions, metadata, sample_indices, sample_slots, sampling, is_new, token_slots,
+            prompts.successors, shape.drafts,
         )  # fmt: skip
-        if not shape.num_chunks:
-            return inputs
-        positions = torch.cat((decodes.positions, prompts.positions))
-        decode_indices = torch.arange(num_row_tokens, device=slots.device)
-        sample_indices = torch.cat((decode_indices, prompts.sample_indices + num_row_tokens))
-        sample_slots = torch.cat((slots, prompts.sample_slots))
-        # Torch casts a 32-bit index anew at each use.
-        index = sample_slots.long()
-        if shape.num_drafts:
-            per_row = slots.long().repeat_interleave(1 + shape.num_drafts, output_size=num_row_tokens)
-            index = torch.cat((per_row, prompts.sample_slots.long()))
-        output_index = positions[sample_indices] + 1 - state.num_prompt[index]
-        return replace(
-            inputs,
-            token_ids=torch.cat((decodes.token_ids, prompts.token_ids)),
-            positions=positions,
-            sample_indices=sample_indices,
-            sample_slots=sample_slots,
-            sampling=SamplingInputs(state.temperature[index], state.seed[index], output_index),
-        )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:
         """Return what attention reads: decode rows, then chunks."""

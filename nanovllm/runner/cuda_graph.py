@@ -66,10 +66,7 @@ def max_draft_rows(config: Config) -> int:
 
 
 def drafted_sizes(config: Config, backend: AttentionBackend, undrafted: list[StepShape]) -> list[StepShape]:
-    """Sizes of steps that make drafts, or whose decode rows compute some, which attend in one way in all variants.
-
-    undrafted: sizes of the steps that do neither.
-    """
+    """Sizes of steps that make drafts, or whose rows compute some; `undrafted` are the sizes that do neither."""
     if config.speculation is None:
         return []
     most, num_drafts = max_draft_rows(config), config.speculation.num_speculative_tokens
@@ -99,8 +96,7 @@ class CaptureSizes:
     """Sizes (`shapes`) that steps are padded to, with graphs and without, so that both run the same kernels.
 
     Args:
-        shapes: the sizes.
-        variants: variants of the shapes, in order of the memory that they need.
+        shapes, variants: the sizes; their variants, in order of the memory that they need.
         attention_rows, weight_rows, weight_tokens: numbers of decode rows, and of prompt tokens, at which the choice of
             kernels changes.
     """

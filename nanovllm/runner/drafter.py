@@ -19,12 +19,9 @@ from nanovllm.runner.batch import StepInputs
 
 
 class Drafter(ABC):
-    """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not.
+    """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not."""
 
-    Attributes:
-        layer_ids: of the model's hidden states that it reads; see `DraftHeadConfig`.
-    """
-
+    # Of the model's hidden states that it reads; see `DraftHeadConfig`.
     layer_ids: tuple[int, ...] = ()
 
     @abstractmethod
@@ -42,10 +39,7 @@ class Drafter(ABC):
 
 
 class NgramDrafter(Drafter):
-    """Drafts what followed the longest match of the newest tokens in prompt and output.
-
-    history: [num_slots + 1, max_model_len + num_drafts + 1] int32, the tokens of each slot's sequence.
-    """
+    """Drafts what followed the longest match of the newest tokens in prompt and output, the `history` of a slot."""
 
     def __init__(self, config: SpeculativeConfig, num_slots: int, max_model_len: int, device: torch.device) -> None:
         self.lookup = config.prompt_lookup_min, config.prompt_lookup_max
@@ -79,16 +73,10 @@ class NgramDrafter(Drafter):
 class HeadDrafter(Drafter):
     """Drafts with a head that reads the model's hidden states, and keeps its own keys in the same blocks.
 
-    In every step the head stores its keys of the step's tokens, each with the one after it. Its keys are therefore
-    shared, copied and evicted with the model's. A block's last keys are of the text that it was first computed for:
-    where texts part right after a block, they differ by one embedding. Its layer only runs in steps that draft: for the
-    newest token of each row, and then for one draft after another.
-
-    Args:
-        head: its attention layer is bound to a cache.
-        backend: of the model's attention.
-        block_size: tokens per block.
-        num_drafts: drafts of a row.
+    In every step the head, whose attention layer is bound to a cache, stores its keys of the step's tokens, each with
+    the one after it. Its keys are therefore shared, copied and evicted with the model's. A block's last keys are of the
+    text that it was first computed for: where texts part right after a block, they differ by one embedding. Its layer
+    only runs in steps that draft: for the newest token of each row, and then for one draft after another.
     """
 
     def __init__(self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int) -> None:
@@ -133,10 +121,7 @@ class HeadDrafter(Drafter):
     def _step_of_drafts(
         self, state: SlotTensors, slots: torch.Tensor, number: int
     ) -> tuple[StepMetadata, torch.Tensor]:
-        """Return the metadata of a row of one token for each slot, and its position; without a block it stores nothing.
-
-        number: drafts before the token; 0 is the newest token that is computed.
-        """
+        """Return the metadata of a row per slot for a draft, or the newest token (0), and its position."""
         rows, none = gather_decode_rows(state, slots, self.block_size, number - 1), slots.new_empty(0)
         step = StepMetadata(
             num_decodes=len(slots), slot_mappings=list(rows.slot_mapping), block_tables=list(rows.block_tables),
@@ -161,10 +146,7 @@ def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int
 
 
 def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor:
-    """Return the tokens of a step whose successors are now the newest of their sequences, [num_samples] int64.
-
-    num_computed: [num_samples] int32; of the slots that are sampled, after the step.
-    """
+    """Return the tokens of a step whose successors are now the newest of their sequences, [num_samples] int64."""
     if inputs.is_new is None:
         every = torch.arange(len(num_computed), device=num_computed.device)
         return every if inputs.sample_indices is None else inputs.sample_indices

@@ -60,11 +60,7 @@ class HostBlocks:
         return self._has_ended or self.num_ready_slots == self.num_slots
 
     def slot(self, slot: int) -> torch.Tensor:
-        """Return a slot's memory, [block_bytes] uint8; waits until it is allocated.
-
-        Raises:
-            RuntimeError: the system has no more memory, pageable or not.
-        """
+        """Return a slot's memory, [block_bytes] uint8, once allocated; a RuntimeError if the system has no more."""
         if slot >= self.num_ready_slots:
             with self._changed:
                 self._changed.wait_for(lambda: slot < self.num_ready_slots or self._has_ended)
@@ -124,10 +120,7 @@ def _allocate(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 class BlockCopies:
-    """Copies blocks synchronously, by the CPU.
-
-    stacks: of the cache, keys of some layers, or values, [layers, num_blocks, ...] each; host: the slots.
-    """
+    """Copies blocks by the CPU. stacks: keys, or values, of some layers, [layers, num_blocks, ...] each."""
 
     def __init__(self, stacks: Sequence[torch.Tensor], host: HostBlocks) -> None:
         self.host = host
@@ -140,8 +133,8 @@ class BlockCopies:
 
     def queue(self, transfers: Sequence[BlockTransfer]) -> None:
         """Queue the loads of a step, and then its saves."""
-        self._load([transfer for transfer in transfers if transfer.kind == "load"])
-        self._save([transfer for transfer in transfers if transfer.kind == "save"])
+        for kind in ("load", "save"):
+            self._move([transfer for transfer in transfers if transfer.kind == kind])
 
     def wait_for_loads(self) -> None:
         """Make the step being queued wait for its own loads."""
@@ -151,15 +144,15 @@ class BlockCopies:
         self._stacks.clear()
         self.host.close()
 
-    def _load(self, loads: list[BlockTransfer]) -> None:
-        for load in loads:
-            for page, part in self._pages(load.destination, self.host.slot(load.source)):
-                self._copy(page, part)
-
-    def _save(self, saves: list[BlockTransfer]) -> None:
-        for save in saves:
-            for page, part in self._pages(save.source, self.host.slot(save.destination)):
-                self._copy(part, page)
+    def _move(self, transfers: list[BlockTransfer]) -> None:
+        for transfer in transfers:
+            source, destination = transfer.source, transfer.destination
+            if transfer.kind == "load":
+                for page, part in self._pages(destination, self.host.slot(source)):
+                    self._copy(page, part)
+            else:
+                for page, part in self._pages(source, self.host.slot(destination)):
+                    self._copy(part, page)
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy [layers, bytes] of a block."""
@@ -218,15 +211,14 @@ class CudaBlockCopies(BlockCopies):
         finally:
             super().close()
 
-    def _load(self, loads: list[BlockTransfer]) -> None:
-        super()._load(loads)
-        if loads:
+    @override
+    def _move(self, transfers: list[BlockTransfer]) -> None:
+        super()._move(transfers)
+        if transfers and transfers[0].kind == "load":
             self._loaded = self._stream.record_event()
+        elif transfers:
+            self._saving.append((self._stream.record_event(), {save.source for save in transfers}))
 
-    def _save(self, saves: list[BlockTransfer]) -> None:
-        super()._save(saves)
-        if saves:
-            self._saving.append((self._stream.record_event(), {save.source for save in saves}))
-
+    @override
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         copy_rows(destination, source)

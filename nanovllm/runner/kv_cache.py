@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -39,20 +40,13 @@ def block_bytes(specs: Sequence[Paged], groups: Sequence[KVCacheGroup], block_si
 
 @dataclass(frozen=True)
 class CacheTensors:
-    """The pages of layers with the same cache spec, [layers, num_blocks, block_size, num_kv_heads, size] each.
-
-    Values follow keys in memory, so with equal sizes they are [2, layers, ...].
-    """
+    """Pages of layers with one cache spec, keys before values: [layers, num_blocks, block_size, num_kv_heads, size]."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     def state_pool(self) -> StatePool:
-        """Return the same memory for states, which take whole blocks.
-
-        Raises:
-            ValueError: keys and values differ in size.
-        """
+        """Return the same memory for states in whole blocks; a ValueError if keys and values differ in size."""
         if self.keys.shape != self.values.shape:
             raise ValueError("states need keys and values of one size")
         num_layers, num_blocks = self.keys.shape[:2]
@@ -84,12 +78,11 @@ class KVCache:
         layers, specs: the attention layers, which get their pages, and their cache specs.
         groups: groups of layers that share blocks; the i-th layers of several groups have equal pages, and share them.
         backend: their attention backend.
-        num_clipped: [1] int64 on their device, a running count across caches; see `KVScales`.
+        num_clipped: [1] int64 on their device, a running count across caches, if they are in e4m3; see `KVScales`.
         state_layers, layout: the layers with states, and the places of their tensors in a state.
 
     Attributes:
         tensors: the pages by cache spec; with several groups, regardless of windows.
-        num_clipped: None unless the cache is in e4m3.
         copies: copy blocks to host memory and back; None if blocks are not kept there.
     """
 
@@ -168,10 +161,7 @@ class KVCache:
             pages[destinations] = pages[sources]
 
     def load_and_save(self, batch: ScheduledBatch) -> None:
-        """Queue a step's loads from host memory and saves to it, once its inputs are sent.
-
-        The inputs use the same link, and would wait for all blocks.
-        """
+        """Queue a step's loads and saves once its inputs are sent, which would wait for them on the same link."""
         if self.copies is None:
             return
         moves = [transfer for transfer in batch.transfers if transfer.kind != "copy"]
@@ -182,10 +172,8 @@ class KVCache:
 
     def pages(self) -> Iterator[torch.Tensor]:
         """The keys of each layer, and the values, [num_blocks, ...]."""
-        for stack in self.stacks():
-            yield from stack
+        return chain.from_iterable(self.stacks())
 
-    def stacks(self) -> Iterator[torch.Tensor]:
+    def stacks(self) -> list[torch.Tensor]:
         """The keys, and the values, of the layers that cache alike, [layers, num_blocks, ...]."""
-        for tensors in self.tensors.values():
-            yield from (tensors.keys, tensors.values)
+        return [stack for tensors in self.tensors.values() for stack in (tensors.keys, tensors.values)]

@@ -41,8 +41,7 @@ def num_cache_blocks(
         config, device, communicator: of the engine; a GPU is the current device.
         free_before: `free_memory` before anything was loaded.
         num_groups: groups of attention layers; the config's blocks hold tokens in all of them.
-        num_state_blocks: blocks of one sequence's state.
-        block_bytes: bytes of a block of one group on this rank.
+        num_state_blocks, block_bytes: blocks of one sequence's state; bytes of a block of one group on this rank.
         most_blocks: blocks of all running sequences at their longest, if no group had a window.
         run_step: runs the step that takes the most memory with temperature as the only sampling option.
         extra_bytes: additional memory of a step with all options; see `most_extra_bytes`.
@@ -80,10 +79,7 @@ def num_cache_blocks(
 def _gpu_budget(
     config: Config, device: torch.device, free_before: int, run_step: Callable[[], object], extra_bytes: int
 ) -> int:
-    """Bytes for the cache: this engine's share of the GPU less its other memory, measured by a largest step.
-
-    Other processes' memory is not charged to the engine; it only limits the available memory.
-    """
+    """Bytes for the cache: this engine's share of the GPU less its other memory, measured by a largest step."""
     free_memory(device)
     torch.cuda.reset_peak_memory_stats(device)
     reserved_before_run = torch.cuda.memory_reserved(device)

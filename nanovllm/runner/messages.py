@@ -18,7 +18,6 @@ from nanovllm.outputs import pack_records
 from nanovllm.sampling_params import SamplingExtra
 
 
-# Not frozen, which would triple the time to make one, and each request needs one.
 @dataclass(slots=True)
 class NewRequest:
     """Puts a sequence into a slot: the full content of the slot."""
@@ -44,13 +43,9 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class StateCache:
-    """Layers that keep a state of fixed size per sequence, which a step reads and overwrites.
+    """Layers that keep a state of fixed size per sequence, which a step reads and overwrites."""
 
-    Attributes:
-        num_blocks: blocks of the cache that a state takes.
-        interval: blocks of a prompt from one kept state to the next; see `StatePolicy` for the others.
-    """
-
+    # Blocks of the cache that a state takes, and blocks of a prompt from one kept state to the next.
     num_blocks: int
     interval: int
 
@@ -80,10 +75,7 @@ class BlockTransfer:
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Requests log-probabilities of `token_ids`, the successors of the chunk's tokens from index `first` on.
-
-    `num_logprobs` most likely tokens are returned with each.
-    """
+    """Requests log-probabilities of `token_ids`, which follow the chunk's tokens from `first` on, and the likeliest."""
 
     first: int
     token_ids: array[int]
@@ -159,7 +151,6 @@ class ScheduledBatch:
 
     # Counts the steps of an engine.
     number: int = 0
-
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlock] = field(default_factory=list)
     # Copies are made before the step writes anything, and all their sources are read before a destination is written.
@@ -186,11 +177,6 @@ class ScheduledBatch:
     def num_chunk_tokens(self) -> int:
         """Tokens of all chunks."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-    @property
-    def hidden_states(self) -> set[int]:
-        """All layers whose inputs chunks ask for."""
-        return {number for chunk in self.chunks for number in chunk.hidden_states}
 
     @property
     def given_blocks(self) -> set[int]:
@@ -276,11 +262,8 @@ class Runner(Protocol):
     def sample(self, step: Any, masks: np.ndarray | None = None) -> StepHandle:
         """Queue the sampling of the step whose forward pass was queued last.
 
-        Args:
-            step: from `forward`.
-            masks: [num_masked, ceil(vocab_size / 32)] int32; the tokens that the host allows for the rows
-                `ScheduledBatch.masked`: bit `token % 32` of word `token // 32` is for `token`. None if no row is
-                masked.
+        masks: [num_masked, ceil(vocab_size / 32)] int32; the tokens that the host allows for the rows
+        `ScheduledBatch.masked`: bit `token % 32` of word `token // 32` is for `token`. None if no row is masked.
         """
 
     def synchronize(self) -> None:
@@ -319,21 +302,14 @@ NO_DRAFTS = DraftCosts()
 
 @dataclass(frozen=True)
 class HostMemory:
-    """A runner's slots for blocks in host memory, and the rates that decide between loading and computing.
-
-    Attributes:
-        num_slots: blocks of the device that fit.
-        num_ready_slots: returns the number of slots, which come first, that can be saved to.
-        has_all_slots: returns whether allocation is over: all are ready, or the host has no more memory.
-        block_bytes: bytes of a block, on one rank.
-        bytes_per_second: of copies between the host and one rank's device.
-        tokens_per_second: of prompts being computed.
-        step_seconds: of a small step.
-    """
+    """A runner's slots for blocks in host memory, and the rates that decide between loading and computing."""
 
     num_slots: int
+    # Return the number of slots, which come first, that can be saved to; and whether allocation is over, since all are
+    # ready, or the host has no more memory.
     num_ready_slots: Callable[[], int]
     has_all_slots: Callable[[], bool]
+    # Of one rank; prompts, and a small step, are of all ranks.
     block_bytes: int
     bytes_per_second: float
     tokens_per_second: float

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from enum import Enum, auto
+from enum import Enum
 from functools import cached_property, partial
 from typing import Any
 
@@ -57,32 +57,19 @@ _WARM_STEPS, _TIMED_STEPS = 2, 5
 class _Part(Enum):
     """The part of a step that `ModelRunner.forward` queues; the rest follows in `sample`."""
 
-    # Logits, and the hidden states of all tokens of chunks.
-    WHOLE_CHUNKS = auto()
-    # Logits.
-    FORWARD = auto()
-    # Tokens of rows with temperature as their only option.
-    SAMPLED = auto()
-    # Tokens, and the log-probabilities of all rows.
-    SAMPLED_WITH_LOGPROBS = auto()
+    WHOLE_CHUNKS = "logits, and the hidden states of all tokens of chunks"
+    FORWARD = "logits"
+    SAMPLED = "tokens of rows with temperature as their only option"
+    SAMPLED_WITH_LOGPROBS = "tokens, and the log-probabilities of all rows"
 
 
 class ModelRunner:
-    """Runs the steps of one engine on one device.
+    """Runs the steps of one engine on one device, alone or with other ranks that share the model (`communicator`).
 
-    Args:
-        config, model_config: of the engine.
-        folder: folder of the weights.
-        max_model_len: most tokens of one sequence.
-        communicator: joins this rank with the others that share the model; None for a single rank.
-
-    Attributes:
-        policy: chooses the kernels of weights, attention and collectives.
-
-    Raises:
-        ValueError: a device, dtype or backend is unavailable, or weights do not fit the config.
+    Raises a ValueError if a device, dtype or backend is unavailable, or weights do not fit the config.
     """
 
+    # Chooses the kernels of weights, attention and collectives.
     policy: KernelPolicy = FASTEST
 
     def __init__(
@@ -150,7 +137,8 @@ class ModelRunner:
         block_size, num_heads = config.kvcache_block_size, self.shard.heads.size
         setup = AttentionSetup(
             self.device, self.dtype, block_size, num_heads, self.kv_specs, config.max_num_running,
-            shares_prefixes=config.enable_prefix_caching, all_reduce_min=self._all_reduce_min, policy=self.policy,
+            shares_prefixes=config.enable_prefix_caching, all_reduce_min=self.communicator.all_reduce_min,
+            policy=self.policy,
         )  # fmt: skip
         self.backend = make_backend(config.attention_backend, setup)
 
@@ -158,7 +146,7 @@ class ModelRunner:
         """Divide the layers into groups, alike on all ranks; with `swap_space` one group, which keeps all blocks."""
         config, specs = self.config, self.kv_specs
         is_one = config.swap_space or not have_equal_pages(specs)
-        if not self._all_reduce_min(int(not is_one)):
+        if not self.communicator.all_reduce_min(int(not is_one)):
             return single_group(specs)
         return make_groups(specs, config.kvcache_block_size, self.max_blocks)
 
@@ -171,7 +159,7 @@ class ModelRunner:
             num_bytes = block_bytes(self.kv_specs, self.kv_groups, self.config.kvcache_block_size)
             kind = state_kind(self.state_layout.num_bytes, num_bytes)
             # A rank may have more heads than another.
-            self.num_state_blocks = -self._all_reduce_min(-kind.num_blocks)
+            self.num_state_blocks = -self.communicator.all_reduce_min(-kind.num_blocks)
             kinds.append(replace(kind, num_blocks=self.num_state_blocks))
         return kinds
 
@@ -239,10 +227,7 @@ class ModelRunner:
         self.sample(self.forward(batch)).result()
 
     def _capture(self) -> None:
-        """Capture the largest graph, into whose memory the others fit; undone by `_drop_graphs`.
-
-        The first step of a size is run, which loads modules, and the second is captured.
-        """
+        """Capture the largest graph, into whose memory the others fit; the first run of two loads modules."""
         if not self.capture_sizes.shapes or self.config.enforce_eager:
             return
         self.graphs = StepGraphs()
@@ -328,7 +313,7 @@ class ModelRunner:
             # What is not new in a row is padding, and comes first.
             num_new = zip(sampled, batch.rows.num_new.tolist(), strict=True)
             sampled = [slot if i >= per_row - n else slots.padding_slot for slot, n in num_new for i in range(per_row)]
-        sampled += [slots.padding_slot] * (step.num_padding * per_row)
+        sampled += [slots.padding_slot] * (step.shape.num_row_tokens - len(sampled))
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
 
@@ -343,7 +328,6 @@ class ModelRunner:
         return _Part.FORWARD
 
     def _run_or_replay(self, step: DeviceStep, part: _Part) -> Sampled | Unsampled:
-        """Run a part of a step, as a graph if the step has a capture size."""
         run = partial(self._compute, step, part)
         if self.graphs is None or not step.is_capture_size or part is _Part.WHOLE_CHUNKS:
             return run()
@@ -356,7 +340,8 @@ class ModelRunner:
         if part is _Part.WHOLE_CHUNKS:
             first, last = step.shape.num_row_tokens, self.model_config.num_layers
             # No layer takes the states after the last norm.
-            hidden, found = self._compute_hidden_states(inputs, step.batch.hidden_states - {last})
+            asked = {number for chunk in step.batch.chunks for number in chunk.hidden_states}
+            hidden, found = self._compute_hidden_states(inputs, asked - {last})
             logits = self.model.project_logits(hidden[inputs.sample_indices])
             found[last] = hidden
             return Unsampled(inputs, logits, {number: states[first:] for number, states in found.items()})
@@ -379,10 +364,7 @@ class ModelRunner:
     def _compute_hidden_states(
         self, inputs: StepInputs, layer_ids: Collection[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run the model; return all tokens' states after the last norm, and the inputs of `layer_ids` by layer.
-
-        Each is [num_tokens, hidden_size].
-        """
+        """Return all tokens' states after the last norm, and the inputs of layers, [num_tokens, hidden_size] each."""
         states, found = self._run_model(inputs, None, layer_ids)
         hidden = self.model.hidden_states(*states)
         if self._reads_last:
@@ -482,10 +464,6 @@ class ModelRunner:
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.default_stream(self.device)
 
-    def _all_reduce_min(self, value: int) -> int:
-        with self._device_guard():
-            return self.communicator.all_reduce_min(value)
-
     def weights_loader(self) -> WeightsLoader:
         """Return the loader of this rank's weights, which are looked up at each use."""
 
@@ -546,14 +524,12 @@ class ModelRunner:
         # Kernels for many rows take the longest, and so come first.
         largest = StepShape(0, self.config.max_num_batched_tokens, 1, self.capture_sizes.shapes[0].variant)
         shapes = [largest, *reversed(self.capture_sizes.representatives())]
-        runs = [partial(self._run_without_kernels, shape, shape is not largest) for shape in shapes]
-        with torch.inference_mode(), self.model.one_layer_of_each_kind():
-            compile_ahead(self.device, runs, self.communicator.rank, self.communicator.size)
 
-    def _run_without_kernels(self, shape: StepShape, is_capture_size: bool) -> None:
-        """Run an empty step for `compile_ahead`."""
-        self.communicator.prepare_step()
-        self.communicator.begin_step()
-        inputs = self.batch_builder.gather(self.batch_builder.send_empty(shape, is_capture_size=is_capture_size))
-        sampled = self.sampler.sample(self._compute_logits(inputs), inputs.sampling)
-        self._scatter(inputs, sampled.token_ids)
+        def run(shape: StepShape) -> None:
+            self.communicator.prepare_step()
+            step = self.batch_builder.send_empty(shape, is_capture_size=shape is not largest)
+            self._compute(step, _Part.SAMPLED)
+
+        with torch.inference_mode(), self.model.one_layer_of_each_kind():
+            runs = [partial(run, shape) for shape in shapes]
+            compile_ahead(self.device, runs, self.communicator.rank, self.communicator.size)

@@ -40,9 +40,7 @@ _STEP_SECONDS = 300.0
 
 @contextmanager
 def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
-    """Start the worker processes, which import while the `with` block runs; end them if the block raises.
-
-    Yields None if there is only one rank.
+    """Start the worker processes, which import while the `with` block runs; end them if it raises. None for one rank.
 
     Raises:
         ValueError: more ranks than GPUs.
@@ -64,12 +62,7 @@ def start_ranks(config: Config) -> Iterator[WorkerProcesses | None]:
 
 
 class ParallelRunner:
-    """Runs the steps of one engine on several devices; `ranks` is from `start_ranks`.
-
-    Raises:
-        ValueError: the model cannot be sharded over this number of ranks, or `ModelRunner` raises it.
-        RuntimeError: a rank failed.
-    """
+    """Runs the steps of one engine on several devices, by `ranks` from `start_ranks`; a RuntimeError if one fails."""
 
     def __init__(
         self, ranks: WorkerProcesses, config: Config, model_config: ModelConfig, folder: str, *, max_model_len: int
@@ -118,13 +111,7 @@ class ParallelRunner:
             return ParallelHandle(runner.sample(step, masks), self)
 
     def call(self, function: Callable[..., Any], *args: Any, own: Callable[[], Any] | None = None) -> list[Any]:
-        """Call a function that pickles with every rank's `ModelRunner` and arguments, or `own` on this rank.
-
-        Returns the results in rank order.
-
-        Raises:
-            RuntimeError: the call failed on some rank, and all ranks continue; or the ranks are gone.
-        """
+        """Call a function with every rank's `ModelRunner`, or `own` on this rank; return the results in rank order."""
         runner = self._require_open()
         self._ranks.send(CallOrder(function, args))
         try:

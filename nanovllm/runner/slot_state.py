@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nanovllm.kernels.slot_tensors import SlotTensors
-from nanovllm.runner.messages import NewRequest, ScheduledBatch
+from nanovllm.runner.messages import NO_ROWS, NewRequest, ScheduledBatch
 
 _MAX_TEMPERATURE = 1e30
 """Finite in float32 with any noise added; any higher temperature is uniform as well."""
@@ -22,15 +22,10 @@ _ALIGNMENT = 16
 ArrayT = TypeVar("ArrayT", np.ndarray, torch.Tensor)
 _MAX_ELEMENTS = 2**31
 """Element offsets, also in a step's rows of the block tables, are int32 here and in `kernels/slot_tensors.py`."""
-_NOTHING = np.empty(0, dtype=np.int32)
 
 
 class SlotState:
-    """The slots of at most `num_slots` running sequences, and one that receives the writes of padding.
-
-    Raises:
-        ValueError: the state has more elements than int32 offsets can address.
-    """
+    """The slots of running sequences, and one for the writes of padding; a ValueError if int32 cannot address them."""
 
     def __init__(
         self, num_slots: int, max_blocks: int, num_groups: int, device: torch.device, num_drafts: int = 0
@@ -72,7 +67,7 @@ class SlotState:
             for i, block in enumerate(table, group * width)
         ]
         entries += [(new.slot, new.group * width + new.index, new.block_id) for new in batch.new_blocks]
-        changed = [_NOTHING]
+        changed = [NO_ROWS.slots]
         if batch.new_requests:
             changed += self._add(batch.new_requests)
         if entries:

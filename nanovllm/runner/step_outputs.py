@@ -56,10 +56,7 @@ def scored_rows_at_once(vocab_size: int) -> int:
 def _score(
     model: CausalLM, sampler: Sampler, hidden: torch.Tensor, scored: list[tuple[int, PromptScores]]
 ) -> list[DeviceLogprobs]:
-    """Compute the log-probabilities of all chunks, in slices of rows whose logits fit into `LOGITS_BYTES`.
-
-    scored: each chunk's first row of the hidden states, and its request.
-    """
+    """Compute the log-probabilities of all chunks (with their first rows), in slices of at most `LOGITS_BYTES`."""
     if not scored:
         return []
     indices = [range(start + scores.first, start + scores.first + len(scores.token_ids)) for start, scores in scored]
@@ -167,13 +164,7 @@ class PendingStep:
 
 
 class OutputBuffers:
-    """Copies steps' outputs to the host.
-
-    Two buffers alternate, so that two steps under way do not overwrite each other's outputs.
-
-    Args:
-        sampled: [n] int64, where every step stores its tokens.
-    """
+    """Copies steps' tokens, [n] int64, to two buffers on the host in turn, since two steps may be under way."""
 
     def __init__(self, sampled: torch.Tensor) -> None:
         self._sampled = sampled

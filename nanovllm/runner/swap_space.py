@@ -33,11 +33,7 @@ def make_swap_space(
 ) -> HostMemory:  # fmt: skip
     """Keep a cache's blocks in host memory until it is unbound; takes some 0.2 s.
 
-    Args:
-        config, communicator: of the engine.
-        current_cache: returns the cache, which is still empty; a different one after a sleep.
-        cache_kinds: of the cache; see `Runner`.
-        run_step: runs a step, and waits for it.
+    `current_cache` returns the cache, which is still empty; a different one after a sleep. `run_step` waits for a step.
 
     Raises:
         ValueError: not one block fits, or sequences of this model do not keep all their blocks.
@@ -76,22 +72,20 @@ def make_swap_space(
     link_rate = _link_rate(page)
     keep_blocks(kv_cache, num_slots)
 
-    def num_ready_slots() -> int:
+    def host() -> HostBlocks:
         copies = current_cache().copies
-        return 0 if copies is None else copies.host.num_ready_slots
-
-    def has_all_slots() -> bool:
-        copies = current_cache().copies
-        return copies is not None and copies.host.has_all_slots
+        assert copies is not None
+        return copies.host
 
     return HostMemory(
-        num_slots, num_ready_slots, has_all_slots, block_bytes, link_rate, tokens_per_second, step_seconds
-    )
+        num_slots, lambda: host().num_ready_slots, lambda: host().has_all_slots, block_bytes, link_rate,
+        tokens_per_second, step_seconds,
+    )  # fmt: skip
 
 
 def keep_blocks(kv_cache: KVCache, num_slots: int) -> None:
     """Give a cache `num_slots` slots in host memory, until it is unbound."""
-    stacks = list(kv_cache.stacks())
+    stacks = kv_cache.stacks()
     blocks = HostBlocks(num_slots, kv_cache.block_bytes, stacks[0].device)
     kv_cache.copies = (CudaBlockCopies if stacks[0].is_cuda else BlockCopies)(stacks, blocks)
 

@@ -34,7 +34,8 @@ from nanovllm.utils.processes import end_with_parent
 
 STARTED, READY = "started", "ready"
 """Progress reports: the device is set and the store is connected; the model is loaded and the cache allocated."""
-_MOST_CHARACTERS = 16000  # of a traceback; a pipe buffers this much without a reader
+_MOST_CHARACTERS = 16000
+"""Of a traceback; a pipe buffers this much without a reader."""
 
 
 @dataclass(frozen=True)

@@ -104,18 +104,18 @@ class WorkerProcesses:
 
     def replies(self) -> list[Any]:
         """Wait for the results of a call, in rank order; a `WorkerError` if one failed, or a rank has exited."""
+        replies: list[Reply] = []
         for rank in self._ranks:
             while rank.reply is None:
                 rank.read_reports(_POLL_SECONDS)
                 if rank.reply is None:
                     self.check()
-        replies = [(rank.rank, rank.reply) for rank in self._ranks if rank.reply is not None]
-        for process in self._ranks:
-            process.reply = None
-        for number, reply in replies:
+            replies.append(rank.reply)
+            rank.reply = None
+        for number, reply in enumerate(replies, 1):
             if reply.traceback is not None:
                 raise WorkerError(f"a call failed on rank {number}:\n{reply.traceback}")
-        return [reply.result for _, reply in replies]
+        return [reply.result for reply in replies]
 
     def check(self) -> None:
         """Raise a `WorkerError` if a rank has exited."""
@@ -148,6 +148,7 @@ class WorkerProcesses:
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
         """Return the result of a function that waits for the other ranks, in a thread that is left if one exits."""
+        # Not an executor, whose threads the interpreter waits for at its exit.
         future: futures.Future[_T] = futures.Future()
 
         def run() -> None:

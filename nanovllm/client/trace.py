@@ -27,23 +27,38 @@ _HOST, _DEVICE = 1, 2
 
 @dataclass
 class _Step:
-    """Times of one step on the monotonic clock, in seconds, and its contents."""
+    """A step under way or ended: its contents, and its times on the monotonic clock, in seconds."""
 
     batch: dict[str, int]
     number: int
     began: float
+    # From the traced runner's `forward`.
+    inner: Any
+    handle: StepHandle | None = None
     launched: float = 0.0
     asked: float = 0.0
     ended: float = 0.0
 
+    def result(self) -> StepOutput:
+        """Wait for the step; see `StepHandle`."""
+        assert self.handle is not None
+        self.asked = time.monotonic()
+        try:
+            output = self.handle.result()
+            if output.offsets is not None:
+                self.batch["accepted drafts"] = int(output.offsets[-1]) - len(output.offsets) + 1
+            return output
+        except BaseException:
+            self.batch["failed"] = 1
+            raise
+        finally:
+            # A trace keeps no outputs.
+            self.inner = self.handle = None
+            self.ended = time.monotonic()
+
 
 class TracedRunner:
-    """A runner whose steps are recorded, and the requests in them; see `Runner`.
-
-    Args:
-        runner: runs the steps.
-        scheduler: the engine's.
-    """
+    """A runner whose steps are recorded, and the requests in them; see `Runner`."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner
@@ -58,7 +73,7 @@ class TracedRunner:
         self._seqs = {seq.seq_id: seq for seq in list(scheduler.sequences)}
         self._began = time.monotonic()
 
-    def forward(self, batch: ScheduledBatch) -> tuple[Any, _Step]:
+    def forward(self, batch: ScheduledBatch) -> _Step:
         """Record a step being launched, and the requests that arrived since the previous one."""
         preempted, self._num_preemptions = self._num_preemptions, self._scheduler.stats.num_preemptions
         what = {
@@ -75,16 +90,16 @@ class TracedRunner:
             if seq.seq_id in self._seqs:
                 break
             self._seqs[seq.seq_id] = seq
-        step = _Step(what, batch.number, time.monotonic())
+        began = time.monotonic()
+        step = _Step(what, batch.number, began, self.runner.forward(batch))
         self._steps.append(step)
-        return self.runner.forward(batch), step
+        return step
 
-    def sample(self, step: tuple[Any, _Step], masks: np.ndarray | None = None) -> StepHandle:
+    def sample(self, step: _Step, masks: np.ndarray | None = None) -> StepHandle:
         """Record when a step's sampling is launched."""
-        inner, times = step
-        handle = self.runner.sample(inner, masks)
-        times.launched = time.monotonic()
-        return _TracedHandle(handle, times)
+        step.handle = self.runner.sample(step.inner, masks)
+        step.launched = time.monotonic()
+        return step
 
     def synchronize(self) -> None:
         """Wait for all launched work."""
@@ -150,25 +165,6 @@ def _name(process: int, row: int, name: str) -> dict[str, Any]:
     """Return the event that names a row, or the process if it is 0."""
     kind = "thread_name" if row else "process_name"
     return {"name": kind, "ph": "M", "pid": process, "tid": row, "args": {"name": name}}
-
-
-@dataclass(frozen=True)
-class _TracedHandle:
-    handle: StepHandle
-    times: _Step
-
-    def result(self) -> StepOutput:
-        self.times.asked = time.monotonic()
-        try:
-            output = self.handle.result()
-            if output.offsets is not None:
-                self.times.batch["accepted drafts"] = int(output.offsets[-1]) - len(output.offsets) + 1
-            return output
-        except BaseException:
-            self.times.batch["failed"] = 1
-            raise
-        finally:
-            self.times.ended = time.monotonic()
 
 
 @contextmanager

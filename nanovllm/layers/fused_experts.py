@@ -23,7 +23,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsBias, ExpertsWeight, make_experts_weight
 from nanovllm.quantization.weight import DenseWeight, MatrixShard, Stream, Weight
-from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 
 class SharedMLP(Protocol):
@@ -67,7 +67,7 @@ class Router(LoadableModule):
         slices = super().weight_slices(name)
         if self.expert_bias is not None:
             target = WeightTarget(f"{name}.expert_bias")
-            slices[target] = Float32Slice.of((Shard.whole(len(self.expert_bias)),), self.expert_bias.data)
+            slices[target] = slices[target].in_float32()
         return slices
 
     @property

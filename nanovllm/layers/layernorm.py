@@ -16,7 +16,7 @@ from typing_extensions import override
 from nanovllm.kernels import ops
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
@@ -40,9 +40,7 @@ class RMSNorm(LoadableModule):
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         slices = super().weight_slices(name)
-        if not self.offset:
-            return slices
-        return {target: Float32Slice(w.shape, w.index, w.region, self.offset) for target, w in slices.items()}
+        return {target: w.in_float32(self.offset) for target, w in slices.items()} if self.offset else slices
 
 
 class AllReduceRMSNorm(RMSNorm):

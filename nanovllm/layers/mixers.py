@@ -22,7 +22,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import ConvFilters, StateLayer
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
-from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
@@ -89,7 +89,7 @@ class RecurrentLayer(StateLayer, LoadableModule):
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         return {
-            WeightTarget(f"{name}.{param}"): Float32Slice.of((self.heads,), getattr(self, param).data)
+            WeightTarget(f"{name}.{param}"): WeightSlice.of((self.heads,), getattr(self, param).data).in_float32()
             for param in self.HEAD_PARAMS
         }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,7 +34,7 @@ from nanovllm.utils.display import shown
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.slices import Int64Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -124,7 +125,8 @@ class TokenOffsets(LoadableModule):
 
     @override
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        return {WeightTarget(name): Int64Slice.of((Shard.whole(len(self.offsets)),), self.offsets.data)}
+        part = WeightSlice.of((Shard.whole(len(self.offsets)),), self.offsets.data)
+        return {WeightTarget(name): replace(part, dtypes=(torch.int64, torch.int32))}
 
 
 class Eagle3Layer(nn.Module):

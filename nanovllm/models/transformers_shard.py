@@ -161,9 +161,8 @@ class SourceParameters:
                 copies = [copy for copy, own in self._tied_to.items() if own == name and copy in self._parameters]
                 tied = tuple(self._slice(name, copy) for copy in copies)
                 own = self._slice(name, name)
-                found[WeightTarget(name)] = SourceSlice(
-                    own.shape, own.index, own.region, tied, norms.get(parameter, ())
-                )
+                of_norms = norms.get(parameter, ())
+                found[WeightTarget(name)] = SourceSlice(own.shape, own.index, own.region, tied, of_norms)
         return found
 
     def _slice(self, name: str, place: str) -> WeightSlice:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -50,7 +49,7 @@ class ExpertsTensors(LoadableModule, ABC):
                 for tensors in zip(*(part.items() for part in made), strict=True):
                     target = tensors[0][0]._replace(part=None)
                     parts = tuple(part for _, part in tensors)
-                    slices[target] = WovenSlice.of(parts, is_transposed=target.param.endswith(".weight"))
+                    slices[target] = WovenSlice.of_parts(parts, is_transposed=target.param.endswith(".weight"))
             else:
                 for part_slices in made:
                     slices |= part_slices
@@ -103,28 +102,23 @@ class WovenSlice(WeightSlice):
         is_transposed: whether the tensor is [inputs, outputs].
     """
 
-    has_model_dtype: ClassVar[bool] = False
-
     parts: tuple[WeightSlice, ...]
     is_transposed: bool
 
     @classmethod
-    def of(cls, parts: tuple[WeightSlice, ...], is_transposed: bool) -> WovenSlice:  # type: ignore[override]
+    def of_parts(cls, parts: tuple[WeightSlice, ...], is_transposed: bool) -> WovenSlice:
         """Return the slice of projections of equal shapes."""
         first, count = parts[0], len(parts)
         rows = slice(first.index[0].start * count, first.index[0].stop * count)
         shape, index = (first.shape[0] * count, *first.shape[1:]), (rows, *first.index[1:])
         if is_transposed:
             shape, index = shape[::-1], index[::-1]
-        return cls(shape, index, first.region, parts, is_transposed)
+        return cls(shape, index, first.region, parts, is_transposed, dtypes=first.dtypes, check=first.check)
 
+    @property
     @override
-    def check_dtype(self, name: str, dtype: torch.dtype) -> None:
-        self.parts[0].check_dtype(name, dtype)
-
-    @override
-    def check_values(self, name: str, tensor: Any) -> None:
-        self.parts[0].check_values(name, tensor)
+    def has_model_dtype(self) -> bool:
+        return False
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
@@ -293,7 +293,7 @@ class ModelWeights:
                 self._base[target] = part.region.to("cpu", copy=True)
                 change = rows[part.index]
                 self._maxima += _maxima(name, change)
-                part.unscaled.store(name, part.region.float() + part.scaled(change))
+                replace(part, factor=1.0).store(name, part.region.float() + part.scaled(change))
 
     def take_adapter_out(self) -> int:
         """Restore the weights that an adapter has changed, bit for bit; return their number."""
@@ -301,7 +301,7 @@ class ModelWeights:
         while self._base:
             # Kept until restored: the device may lack memory for a store.
             target, values = next(iter(self._base.items()))
-            self._slices[target].unscaled.store(str(target), values)
+            replace(self._slices[target], factor=1.0).store(str(target), values)
             del self._base[target]
         return count
 

@@ -8,7 +8,6 @@ stay valid.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -136,13 +135,13 @@ class ModelWeights:
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
         parts = self._find(name)
-        shape, dtype = list(tensor.get_shape()), _dtype_of(tensor)
+        shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         if len(parts) > 1 and shape not in ([], [1]) and shape != (expected := shape_of(parts)):
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
         for target, rows in rows_of(tensor, parts):
             part = self._slices[target]
             part.check_shape(name, rows.get_shape())
-            part.check_dtype(name, dtype)
+            part.check_dtype(name, _STORED_DTYPES.get(dtype, dtype))
         return bool(parts)
 
     def check_values(self, name: str, tensor: Any) -> None:
@@ -203,23 +202,17 @@ class ModelWeights:
         """Fill the model for the first time with all tensors from the safetensors of a folder.
 
         A rank reads its slices from the memory-mapped files, one tensor after the other, so that host memory holds at
-        most one. The first rank shows a progress bar, and warns of floats that have to be converted. ValueError if a
-        file is missing or damaged, or tensors are missing, left over, or of another shape or dtype.
+        most one. The first rank shows a progress bar. ValueError if a file is missing or damaged, or tensors are
+        missing, left over, or of another shape or dtype.
         """
         self._check_names(folder)
-        rank, converted = self._communicator.rank, dict[str, torch.dtype]()
         num_bytes = sum(part.region.nbytes for part in self._slices.values())
-        with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
+        with loading_bar("Loading weights", num_bytes, "B", self._communicator.rank) as bar:
             for name, tensor in self._model.folder_tensors(folder):
                 self.check(name, tensor)
                 self.write(name, tensor, finds_nans=False)
                 for _, part in self._parts[name]:
                     bar.update(part.region.nbytes)
-                    if part.has_model_dtype:
-                        converted[name] = _dtype_of(tensor)
-        if rank == 0:
-            config_dtype = getattr(torch, self._model.config.dtype)
-            _warn_of_conversions(folder, converted, config_dtype, next(self._model.parameters()).dtype)
 
     def _check_names(self, folder: str) -> None:
         """Reject, before reading any, tensors that are missing, left over, or duplicated."""
@@ -544,25 +537,6 @@ def _maxima(name: str, values: torch.Tensor) -> Maxima:
     # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
     is_e4m3 = values.dtype == torch.float8_e4m3fn
     return [(name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax())]
-
-
-def _dtype_of(tensor: Any) -> Any:
-    """Return the dtype of a tensor, for which safetensors uses its own names."""
-    dtype = tensor.get_dtype()
-    return _STORED_DTYPES.get(dtype, dtype)
-
-
-def _warn_of_conversions(
-    folder: str, stored: dict[str, torch.dtype], config_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
-    """Warn of tensors whose stored dtype is neither the config's, which the user or the CPU may change, nor `dtype`."""
-    odd = [name for name, stored_dtype in stored.items() if stored_dtype not in (config_dtype, dtype)]
-    if odd:
-        warnings.warn(
-            f"{len(odd)} tensors in {folder!r}, such as {odd[0]!r}, are stored as {stored[odd[0]]}, though the config "
-            f"says {config_dtype}: they were converted to {dtype}",
-            stacklevel=2,
-        )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

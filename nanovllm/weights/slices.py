@@ -77,7 +77,7 @@ class WeightSlice:
 
     @property
     def has_model_dtype(self) -> bool:
-        """Whether a dtype other than the model's deserves a warning."""
+        """Whether the region has the tensor's floats, in the model's dtype."""
         return self.dtypes == FLOATS and self.convert is None and self.is_used
 
     @property

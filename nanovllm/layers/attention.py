@@ -106,11 +106,11 @@ class Attention(CachedAttention):
 
     def should_project(self, weight: Weight, num_tokens: int, rope: NormRope) -> bool:
         """Return whether `project` supports this weight, and is faster than a product with `forward` after it."""
-        if not isinstance(weight, DenseWeight) or weight.bias is not None or self.layer.pages.scales is not None:
+        if not isinstance(weight, DenseWeight) or weight.bias is not None or rope.norm_weights is None:
             return False
-        if self.has_gates:
+        if self.has_gates or self.layer.pages.scales is not None:
             return False
-        return rope.norm_weights is not None and weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
+        return weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
 
     def project(self, x: torch.Tensor, weight: Weight, rope: NormRope, positions: torch.Tensor) -> torch.Tensor:
         """Multiply x by the weight of queries, keys and values, and compute `qkv_rope_store` of it, in one kernel.

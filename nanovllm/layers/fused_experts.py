@@ -121,18 +121,13 @@ class FusedExperts(nn.Module):
         outputs: dict[str | None, Shard] = {"gate": size, "up": size} if has_gate else {None: size}
         name = "gate_up_proj" if has_gate else "up_proj"
         first = _ExpertsLinear(shard.experts, MatrixShard(outputs, hidden), config, quant_config, f"{prefix}.{name}")
-        self.gate_up_proj: _ExpertsLinear | None = first if has_gate else None
-        self.up_proj: _ExpertsLinear | None = None if has_gate else first
+        self.add_module(name, first)
         self.down_proj = _ExpertsLinear(
             shard.experts, MatrixShard({None: hidden}, size), config, quant_config, f"{prefix}.down_proj"
         )
         self.communicator = communicator
-
-    @property
-    def _products(self) -> tuple[_ExpertsLinear, _ExpertsLinear]:
-        first = self.gate_up_proj or self.up_proj
-        assert first is not None
-        return first, self.down_proj
+        # In a tuple, since the first one's name differs.
+        self._products = first, self.down_proj
 
     @property
     def weights(self) -> tuple[ExpertsWeight, ExpertsWeight]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.state import StateLayer
 
     Mixer: TypeAlias = "SelfAttention | StateLayer | ParallelMixer"
-    FeedForward: TypeAlias = "MLP | Relu2MLP | SparseMLP"
+    FeedForward: TypeAlias = "MLP | SparseMLP"
 
 
 class SelfAttention(nn.Module):
@@ -132,60 +132,43 @@ class ParallelMixer(nn.Module):
 
 
 class MLP(nn.Module):
-    """A SwiGLU MLP; size: its columns of this rank."""
+    """An MLP of SwiGLU, or without a gate, of squares of positive values (So et al. 2021, arXiv:2109.08668).
+
+    size: its columns of this rank.
+    """
 
     def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
         super().__init__()
-        quant_config = config.quantization
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, {"gate": size, "up": size}, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj"
-        )
-        self.down_proj = RowParallelLinear(
-            size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj"
-        )
+        hidden_size, quant_config = config.hidden_size, config.quantization
+        self.is_gated = not config.architecture.has_single_blocks
+        name = "gate_up_proj" if self.is_gated else "up_proj"
+        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if self.is_gated else {None: size}
+        first = MergedColumnParallelLinear(hidden_size, outputs, quant_config=quant_config, prefix=f"{prefix}.{name}")
+        self.add_module(name, first)
+        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
+        # In a tuple, since its name differs.
+        self._first = (first,)
 
     @property
     def weights(self) -> tuple[Weight, Weight]:
         """The weights of the first product and the last one."""
-        return self.gate_up_proj.weight, self.down_proj.weight
+        return self._first[0].weight, self.down_proj.weight
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> Stream:
         """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        dtype = _dtype(x, norm, residual)
-        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
-        gate_up, residual = self.gate_up_proj(x, norm, residual, gated)
+        if not self.is_gated:
+            up, residual = self._first[0](x, norm, residual)
+            return self.down_proj(up.relu().square(), residual)
+        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], _dtype(x, norm, residual))
+        gate_up, residual = self._first[0](x, norm, residual, gated)
         return self.down_proj(gate_up, residual)
 
 
 def _dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
     """Return the dtype of `norm(x + residual)`."""
     return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
-
-
-class Relu2MLP(nn.Module):
-    """An MLP of squares of positive values (So et al. 2021, arXiv:2109.08668); size: its columns of this rank."""
-
-    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
-        super().__init__()
-        hidden_size, quant_config = config.hidden_size, config.quantization
-        self.up_proj = MergedColumnParallelLinear(
-            hidden_size, {None: size}, quant_config=quant_config, prefix=f"{prefix}.up_proj"
-        )
-        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
-
-    @property
-    def weights(self) -> tuple[Weight, Weight]:
-        """The weights of the first product and the last one."""
-        return self.up_proj.weight, self.down_proj.weight
-
-    def forward(
-        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> Stream:
-        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        up, residual = self.up_proj(x, norm, residual)
-        return self.down_proj(up.relu().square(), residual)
 
 
 class DecoderLayer(nn.Module):
@@ -207,7 +190,7 @@ class DecoderLayer(nn.Module):
 
 
 class PostNormDecoderLayer(nn.Module):
-    """Attention and MLP, each added to the residual stream after a norm."""
+    """A layer with the same parts, whose outputs are normalised before they are added."""
 
     def __init__(self, config: ModelConfig, communicator: Communicator, attention: Mixer, mlp: FeedForward) -> None:
         super().__init__()
@@ -341,14 +324,13 @@ def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> St
 def _make_mlp(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
 ) -> FeedForward:
-    make = Relu2MLP if config.architecture.has_single_blocks else MLP
     if not has_experts:
-        return make(config, shard.intermediate, prefix)
+        return MLP(config, shard.intermediate, prefix)
     from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
 
     assert shard.experts is not None
     size = shard.experts.shared
-    shared_expert = None if size is None else make(config, size, f"{prefix}.shared_expert")
+    shared_expert = None if size is None else MLP(config, size, f"{prefix}.shared_expert")
     return SparseMLP(config, shard, communicator, prefix, shared_expert)
 
 

@@ -72,8 +72,8 @@ class Router(LoadableModule):
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return {*self.policy.expert_rows(len(self.weight), self.top_k), *self.policy.dense_rows}
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return {*self.policy.expert_rows(len(self.weight), self.top_k), *self.policy.dense_rows}, ()
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None

@@ -59,13 +59,8 @@ class FourBitValues(QuantizedMatrix):
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return self.policy.four_bit_rows
-
-    @property
-    @override
-    def kernel_tokens(self) -> Collection[int]:
-        return self.policy.four_bit_tokens
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return self.policy.four_bit_rows, self.policy.four_bit_tokens
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:

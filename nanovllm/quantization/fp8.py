@@ -70,13 +70,8 @@ class Fp8Weight(QuantizedWeight, Fp8Values):
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return self.policy.fp8_rows
-
-    @property
-    @override
-    def kernel_tokens(self) -> Collection[int]:
-        return self.policy.fp8_tokens
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return self.policy.fp8_rows, self.policy.fp8_tokens
 
     @override
     def row_rounding(self, num_rows: int, dtype: torch.dtype) -> Rounding | None:

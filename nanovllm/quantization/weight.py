@@ -148,13 +148,8 @@ class DenseWeight(Weight):
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return self.policy.dense_rows
-
-    @property
-    @override
-    def kernel_tokens(self) -> Collection[int]:
-        return self.policy.dense_tokens
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return self.policy.dense_rows, self.policy.dense_tokens
 
     @override
     def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:

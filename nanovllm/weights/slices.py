@@ -119,14 +119,12 @@ class LoadableModule(nn.Module):
         self.policy: KernelPolicy = ops.FASTEST
 
     @property
-    def kernel_rows(self) -> Collection[int]:
-        """Numbers of rows at which the choice of kernels or of their tiles changes."""
-        return ()
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        """Numbers of rows at which the choice of kernels or of their tiles changes, and of prompt tokens beside rows.
 
-    @property
-    def kernel_tokens(self) -> Collection[int]:
-        """Likewise for prompt tokens beside decode rows: the sizes that engines of few sequences reach."""
-        return ()
+        The latter are those that engines of few sequences reach.
+        """
+        return (), ()
 
     def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
         """Return this rank's slice of each tensor of the module `name`; by default whole parameters."""

@@ -301,7 +301,6 @@ def _make_mixer(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, layer: LayerConfig,
     rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
 ) -> Mixer | None:  # fmt: skip
-    """Return a layer's attention, its layer with a state, or both; None if it has neither."""
     mixer = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
     if not layer.attends:
         return mixer

@@ -205,8 +205,6 @@ def _replace(model: nn.Module, match: Callable[[nn.Module], nn.Module | None], a
 
 @dataclass(frozen=True)
 class _Call:
-    """A recorded call of a module."""
-
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]

@@ -105,7 +105,6 @@ class TransformersForCausalLM(CausalLM):
             yield name, WholeTensor(parameter.detach())
 
     def _divide(self) -> dict[str, tuple[slice, ...]]:
-        """Keep only this rank's shard of the model; see `shard_model`."""
         try:
             return shard_model(self.head, self.shard, self.communicator)
         except ValueError as error:
@@ -233,7 +232,6 @@ class TransformersForCausalLM(CausalLM):
             raise ValueError("its head mixes tokens")
 
     def _fuse(self, max_model_len: int, device: torch.device) -> None:
-        """Use our kernels where they compute the same as the model's code."""
         positions = torch.arange(NUM_ROWS, device=device)
         fused = fuse(self.model, lambda: self._run(positions, positions), max_model_len)
         fuse_linears(self.head)

@@ -53,7 +53,10 @@ class AnswerFormat:
         # If the template has only the end tag of reasoning, the model may omit the begin tag.
         self._is_taught = any(end in shown and begin not in shown for begin, end in self.reasoning.tags)
         tags = CALL_TAGS | {tag for pair in self.reasoning.tags for tag in pair} | set(CHANNEL_TAGS)
-        special = _special_tokens(tokenizer)
+        # Decoding skips named ones, and added ones marked as special.
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {str(token) for token in added if getattr(token, "special", True)}
+        special |= {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
         # Tags that are special tokens appear only in text that keeps all special tokens; the others are dropped later.
         self._has_special_tags = not tags.isdisjoint(special)
         self._dropped = tuple(sorted(special - tags))
@@ -193,13 +196,6 @@ def function_of(tool: Any) -> Mapping[str, Any]:
     return function
 
 
-def _special_tokens(tokenizer: Any) -> set[str]:
-    """Return the texts of the tokens that decoding skips: named ones, and added ones marked as special."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    marked = {str(token) for token in added if getattr(token, "special", True)}
-    return marked | {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
-
-
 @dataclass
 class AnswerDelta:
     """New reasoning, text and calls of an answer."""
@@ -250,12 +246,12 @@ class AnswerSplitter:
             elif self._has_text or isinstance(event, Reasoning):
                 # Otherwise it is the beginning of a call that was cut.
                 new.content += event
-        self.call_ids += [call.id or self._new_id() for call in new.calls if call.name is not None]
+        for call in new.calls:
+            if call.name is not None:
+                # Mistral's templates accept only ids of nine letters and digits.
+                new_id = token_hex(5)[:9] if self._has_short_ids else f"call_{token_hex(16)}"
+                self.call_ids.append(call.id or new_id)
         return new
-
-    def _new_id(self) -> str:
-        # Mistral's templates accept only ids of nine letters and digits.
-        return token_hex(5)[:9] if self._has_short_ids else f"call_{token_hex(16)}"
 
     def _without_dropped(self, text: str, final: bool) -> str:
         if not self._dropped:

@@ -89,7 +89,6 @@ def lark_json(schema: Any) -> str:
 
 
 def _json_schema(params: StructuredOutputsParams) -> str:
-    """Return the schema as text."""
     if params.json_object:
         return '{"type": "object"}'
     text = params.json if isinstance(params.json, str) else json.dumps(params.json)
@@ -366,7 +365,6 @@ class GrammarCompiler:
 
     @cached_property
     def _num_tokens(self) -> int:
-        """The larger of the model's and the tokenizer's number of tokens."""
         return max(self._vocab_size, len(self._hf_tokenizer))
 
     @cached_property
@@ -406,6 +404,5 @@ class GrammarCompiler:
 
     @property
     def _num_bytes(self) -> int:
-        """Memory of the cached grammars, in bytes."""
         grammars = self._grammars.values()
         return sum([len(grammar.text) + (grammar.num_bytes if self._compiles_here else 0) for grammar in grammars])

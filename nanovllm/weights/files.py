@@ -69,7 +69,6 @@ def weight_files(folder: str) -> list[str]:
 
 
 def _indexed_names(place: str) -> list[str]:
-    """Return the files that the index of a folder names."""
     source, path = filesystem(place)
     with storage_errors(place, ValueError):
         content = source.cat_file(f"{path}/{_INDEX}")

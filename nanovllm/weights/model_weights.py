@@ -365,7 +365,6 @@ class ModelWeights:
         self._sizes = None
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Return the distinct storages of the weights."""
         storages = [tensor.untyped_storage() for tensor in self._model.weight_tensors()]
         return list({storage._cdata: storage for storage in storages}.values())
 

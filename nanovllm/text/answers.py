@@ -39,6 +39,7 @@ class AnswerFormat:
 
     Attributes:
         has_channels: whether an answer is a list of messages, whatever a request asks for.
+        has_special_tags: whether some tags are special tokens.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class AnswerFormat:
         special = {str(token) for token in added if getattr(token, "special", True)}
         special |= {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
         # Tags that are special tokens appear only in text that keeps all special tokens; the others are dropped later.
-        self._has_special_tags = not tags.isdisjoint(special)
+        self.has_special_tags = not tags.isdisjoint(special)
         self._dropped = tuple(sorted(special - tags))
 
     @cached_property
@@ -73,13 +74,9 @@ class AnswerFormat:
         """Return the part in which an answer to a prompt begins; a chat template may have opened the reasoning."""
         return self.reasoning.start(prompt_end(self._tokenizer, prompt), self._is_taught)
 
-    def kept_tags(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters that keep the tags in the text, so that it can be parsed."""
-        return replace(params, skip_special_tokens=False) if self._has_special_tags else params
-
     def dropped_tokens(self, params: SamplingParams) -> tuple[str, ...]:
-        """Return the special tokens to remove from such a text, since these parameters do not ask for them."""
-        return self._dropped if self._has_special_tags and params.skip_special_tokens else ()
+        """Return the special tokens to remove from a text with tags, since these parameters do not ask for them."""
+        return self._dropped if self.has_special_tags and params.skip_special_tokens else ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ class AnswerOptions:
         elif structured is not None and self.separates:
             structured = replace(structured, after_thinking=after)
         params = replace(params, structured_outputs=structured)
-        return self.form.kept_tags(params) if self._is_taken_apart else params
+        return self.kept_tags(params) if self._is_taken_apart else params
 
     def _grammar(self, structured: StructuredOutputsParams | None) -> str | None:
         """Return a grammar of forced calls, or of calls as an alternative to a JSON answer."""
@@ -165,17 +162,17 @@ class AnswerOptions:
         """Return sampling parameters, one or a list, that keep the tags in the text; other types are refused later."""
         if isinstance(params, (list, tuple)):
             return [self.kept_tags(item) for item in params]
-        return self.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
+        params = SamplingParams() if params is None else params
+        keeps = self.form.has_special_tags and isinstance(params, SamplingParams)
+        return replace(params, skip_special_tokens=False) if keeps else params
 
     def complete(self, output: RequestOutput, params: SamplingParams | None) -> None:
         """Set the `tool_calls` of whole answers; `params`: the request's, before `constrain`."""
         params = params or SamplingParams()
-        dropped = self.form.dropped_tokens(params)
         splitters = self.splitters(output.prompt_token_ids, params, len(output.outputs))
         for item, splitter in zip(output.outputs, splitters, strict=True):
             item.tool_calls = tool_calls(splitter.append(item.text, final=True).calls)
-            if dropped:
-                item.text = re.sub("|".join(map(re.escape, dropped)), "", item.text)
+            item.text = _without(self.form.dropped_tokens(params), item.text)
 
     def splitters(self, prompt: Sequence[int], params: SamplingParams, count: int = 1) -> list[AnswerSplitter]:
         """Return a splitter for each of `count` outputs; `params`: the request's, before `constrain`."""
@@ -232,7 +229,10 @@ class AnswerSplitter:
 
     def append(self, text: str, final: bool = False) -> AnswerDelta:
         """Parse new text and return the new part of the answer. `final`: no text follows."""
-        self._reader.text += self._without_dropped(text, final)
+        text = _without(self._dropped, self._held + text)
+        end = len(text) if final else partial_start(text, self._dropped)
+        self._reader.text += text[:end]
+        self._held = text[end:]
         self._reader.is_final = final
         new = AnswerDelta("", "", [])
         for event in self._events:
@@ -253,13 +253,9 @@ class AnswerSplitter:
                 self.call_ids.append(call.id or new_id)
         return new
 
-    def _without_dropped(self, text: str, final: bool) -> str:
-        if not self._dropped:
-            return text
-        text = re.sub("|".join(map(re.escape, self._dropped)), "", self._held + text)
-        end = len(text) if final else partial_start(text, self._dropped)
-        text, self._held = text[:end], text[end:]
-        return text
+
+def _without(tokens: tuple[str, ...], text: str) -> str:
+    return re.sub("|".join(map(re.escape, tokens)), "", text) if tokens else text
 
 
 def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:

@@ -117,14 +117,9 @@ class RecurrentLayer(StateLayer, LoadableModule):
 
 
 def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str | None, Shard]:
-    """Return a projection as parts of a matrix.
+    """Return a projection, of `size` outputs a key head, as parts of a matrix.
 
-    Args:
-        name: of the projection.
-        key_heads: of this rank.
-        size: outputs of a key head.
-        by_head: whether each head is a part, as where checkpoints store several projections head by head; such parts
-            have the head's number after the name.
+    With `by_head` each head is a part, with its number after the name: checkpoints store several projections like that.
     """
     if not by_head:
         return {name: key_heads.times(size)}

@@ -86,12 +86,9 @@ class StateLayer(nn.Module, ABC):
         return self.o_proj(out, residual)
 
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        """Give the layer the memory of states.
+        """Give the layer the memory of states; ValueError if blocks are too small for it.
 
         places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
-
-        Raises:
-            ValueError: blocks are too small for the layer.
         """
         if pool.elements.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
             raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")

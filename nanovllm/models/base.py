@@ -46,8 +46,7 @@ class CausalLM(WeightedModel):
     ) -> ModelWeights:
         """Allocate the model for `max_model_len` positions, and load its weights as `config.load_format` says.
 
-        Raises:
-            ValueError: the weights do not fit, or the model cannot be run.
+        ValueError if they do not fit, or the model cannot be run.
         """
         from nanovllm.weights.model_weights import ModelWeights  # noqa: PLC0415
 

@@ -1,10 +1,8 @@
 """The decoder of Llama (Touvron et al. 2023, arXiv:2302.13971) and of the families that follow its design.
 
 Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. Differences between families are rows of
-`MODELS` in `configs/model.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them, OLMo 2 has
-its norms after attention and MLP. Differences between layers are in `ModelConfig.layers`: sliding windows, rotary
-embeddings, and mixtures of experts instead of the MLP. Activations are [num_tokens, size]: sequences are concatenated,
-and only attention knows their boundaries.
+`MODELS` in `configs/model.py`, differences between layers are in `ModelConfig.layers`. Activations are
+[num_tokens, size]: sequences are concatenated, and only attention knows their boundaries.
 
 Hidden states are a pair `(x, residual)`, as in `layers.layernorm`: the first linear layer of a branch also computes the
 norm before it, and the last one the residual addition after it, in one fused kernel where there is one.

@@ -288,8 +288,7 @@ def _multiply_part(x: torch.Tensor, linear: RowParallelLinear) -> torch.Tensor:
 def eagle3_tensors(folder: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of an EAGLE-3 head, in safetensors or a file of torch's, by the names of the first ones.
 
-    Raises:
-        ValueError: there are none, or a file is damaged.
+    ValueError if there are none, or a file is damaged.
     """
     path = os.path.join(folder, _PICKLED)
     stored: Iterable[tuple[str, Any]]
@@ -307,17 +306,9 @@ def eagle3_tensors(folder: str) -> Iterator[tuple[str, Any]]:
 def load_draft_head(
     config: Config, target: CausalLM, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> DraftHead | None:
-    """Load the head that `speculative_config` asks for; None for other methods.
+    """Load the head that `speculative_config` asks for; None for other methods, ValueError if it does not fit.
 
-    Args:
-        config: of the engine.
-        target: the target model, loaded.
-        folder: the target model's.
-        max_model_len: of the engine; drafts may be beyond it.
-        dtype, device: the target model's.
-
-    Raises:
-        ValueError: the model has no such head, or it does not fit.
+    The folder is the target model's. Drafts may be beyond `max_model_len`.
     """
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":

@@ -43,11 +43,7 @@ _COARSE_TOLERANCE = 3e-2
 
 
 class TransformersForCausalLM(CausalLM):
-    """A transformers model over the paged KV cache.
-
-    Raises:
-        ValueError: transformers lacks the model, or its attention cannot be replaced.
-    """
+    """A transformers model over the paged KV cache; ValueError if transformers lacks it."""
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)

@@ -46,10 +46,8 @@ class RowParallel(nn.Module):
 def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dict[str, tuple[slice, ...]]:
     """Reduce a model to this rank's shard: heads and MLP columns by its plan, and a part of the LM head's tokens.
 
-    Returns the slices of sharded parameters by name, one slice per dimension; trailing ones may be omitted.
-
-    Raises:
-        ValueError: the plan is missing or not supported, or the head is not a linear layer.
+    Returns the slices of sharded parameters by name, one slice per dimension; trailing ones may be omitted. ValueError
+    if the plan is missing or not supported, or the head is not a linear layer.
     """
     plan: dict[str, str] = head.tp_plan or {}
     # A plan names modules or parameters, with stars for layer numbers.

@@ -45,12 +45,9 @@ class QuantizedMatrix(LoadableModule, ABC):
 
     @abstractmethod
     def part_slices(self, target: WeightTarget, outputs: Shard, region: Any) -> dict[WeightTarget, WeightSlice]:
-        """Return the slices of one projection's tensors.
+        """Return the slices of the tensors of a projection, the `target`, with the layer's name as `param`.
 
-        Args:
-            target: the projection, with the layer's name as `param`.
-            outputs: of this rank.
-            region: the part of `matrix` where they go.
+        They go into `region`, a part of `matrix`; `outputs` are this rank's.
         """
 
 

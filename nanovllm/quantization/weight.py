@@ -113,10 +113,6 @@ class Weight(LoadableModule, ABC):
 class DenseWeight(Weight):
     """Values in the dtype of the activations, one for each output and input.
 
-    Args:
-        shard: this rank's part of the matrix.
-        has_bias: whether the layer has a bias.
-
     Attributes:
         values: [outputs of this rank, inputs of this rank].
         bias: [outputs of this rank], or None.

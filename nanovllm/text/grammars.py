@@ -1,8 +1,6 @@
 """Constrains outputs to a grammar, by llguidance's masks of allowed next tokens (an extra).
 
-llguidance computes a mask within a step without compiling the grammar first, supports JSON schemas, regular
-expressions and Lark grammars, and needs no torch. The alternative, xgrammar, compiles each schema ahead, lacks Lark
-grammars and regular expressions of its own, and depends on a second tensor library.
+llguidance computes a mask within a step; xgrammar compiles each schema ahead, and depends on a second tensor library.
 
 llguidance resolves references and rules by unlimited native recursion: `MAX_RULES` is chosen to fit the stack of the
 compiling thread.

@@ -18,7 +18,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import DenseWeight, Rows, Weight
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Rounding
@@ -35,7 +35,7 @@ class AttentionSinks(LoadableModule):
         self.values = nn.Parameter(torch.empty(heads.size), requires_grad=False)
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         return {WeightTarget(name): WeightSlice.of((self.heads,), self.values.data)}
 
 

@@ -23,7 +23,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsBias, ExpertsWeight, make_experts_weight
 from nanovllm.quantization.weight import DenseWeight, MatrixShard, Stream, Weight
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightTarget
 
 
 class SharedMLP(Protocol):
@@ -63,7 +63,7 @@ class Router(LoadableModule):
             self.expert_bias = nn.Parameter(self.expert_bias.float(), requires_grad=False)
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         slices = super().weight_slices(name)
         if self.expert_bias is not None:
             target = WeightTarget(f"{name}.expert_bias")

@@ -22,7 +22,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import ConvFilters, StateLayer
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
@@ -72,6 +72,7 @@ class RecurrentLayer(StateLayer, LoadableModule):
     """
 
     HEAD_PARAMS: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    param_dtype = torch.float32
 
     heads: Shard
     state_shape: tuple[int, int, int]
@@ -83,11 +84,7 @@ class RecurrentLayer(StateLayer, LoadableModule):
             setattr(self, name, nn.Parameter(torch.empty(self.heads.size), requires_grad=False))
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.float32, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         return {
             WeightTarget(f"{name}.{param}"): WeightSlice.of((self.heads,), getattr(self, param).data).in_float32()
             for param in self.HEAD_PARAMS

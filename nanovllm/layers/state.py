@@ -19,7 +19,7 @@ from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import MatrixShard, Stream
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.mixers.states import ConvState, StatePool
@@ -36,7 +36,7 @@ class ConvFilters(LoadableModule):
         self.bias = nn.Parameter(torch.empty(self.channels), requires_grad=False) if has_bias else None
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         slices = {
             WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
             for part, channels, region in self.shard.split(self.weight.data)

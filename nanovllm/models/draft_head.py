@@ -34,7 +34,7 @@ from nanovllm.utils.display import shown
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -115,16 +115,14 @@ class DraftHead(CausalLM):
 class TokenOffsets(LoadableModule):
     """Maps tokens of the head's vocabulary to the target model's by adding an offset to each."""
 
+    param_dtype = torch.int64
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.offsets = nn.Parameter(torch.empty(size, dtype=torch.int64), requires_grad=False)
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.int64, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         part = WeightSlice.of((Shard.whole(len(self.offsets)),), self.offsets.data)
         return {WeightTarget(name): replace(part, dtypes=(torch.int64, torch.int32))}
 

@@ -32,7 +32,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.weights.files import misfit, stored_tensors
 from nanovllm.weights.model_weights import ModelWeights, WholeTensor
-from nanovllm.weights.slices import WeightSlice, WeightTarget
+from nanovllm.weights.slices import Slices, WeightTarget
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -82,7 +82,7 @@ class TransformersForCausalLM(CausalLM):
         return ModelWeights(self, device, self.communicator)
 
     @override
-    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self) -> Slices:
         """Return the slices by the parameter names of transformers' model."""
         return self._sources.slices(self)
 

@@ -19,7 +19,7 @@ from typing_extensions import override
 from nanovllm.models.fuse import FusedNorm
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard, even_shard
-from nanovllm.weights.slices import WeightSlice, WeightTarget
+from nanovllm.weights.slices import Slices, WeightSlice, WeightTarget
 
 _WHOLE = {
     "colwise_gather_output", "colwise_rep", "embedding_rowwise", "replicate", "replicated",
@@ -146,14 +146,14 @@ class SourceParameters:
         is_needed = name in self._parameters and name in self._shapes
         return [WeightTarget(name)] if is_needed or name not in {*self._shapes, *self._tied_to} else []
 
-    def slices(self, model: nn.Module) -> dict[WeightTarget, WeightSlice]:
+    def slices(self, model: nn.Module) -> Slices:
         """Return this rank's slice of each parameter; model: the final model."""
         norms: dict[nn.Parameter, tuple[FusedNorm, ...]] = {}
         for norm in model.modules():
             if isinstance(norm, FusedNorm):
                 for parameter in norm.source.parameters():
                     norms[parameter] = (*norms.get(parameter, ()), norm)
-        found: dict[WeightTarget, WeightSlice] = {}
+        found: Slices = {}
         for name, parameter in self._parameters.items():
             if name in self._shapes:
                 copies = [copy for copy, own in self._tied_to.items() if own == name and copy in self._parameters]

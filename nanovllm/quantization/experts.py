@@ -16,7 +16,7 @@ from nanovllm.quantization.four_bits import FourBitValues
 from nanovllm.quantization.fp8 import Fp8Values
 from nanovllm.quantization.quantized import QuantizedMatrix
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 
 class ExpertsTensors(LoadableModule, ABC):
@@ -33,12 +33,12 @@ class ExpertsTensors(LoadableModule, ABC):
     alternates: bool = False
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         """Return this rank's part of each projection of each expert: nothing of other ranks' experts."""
         layer, experts = name.rpartition(".")[0], self.experts
-        slices: dict[WeightTarget, WeightSlice] = {}
+        slices: Slices = {}
         for number in range(experts.total):
-            is_here, start, made = experts.start <= number < experts.stop, 0, list[dict[WeightTarget, WeightSlice]]()
+            is_here, start, made = experts.start <= number < experts.stop, 0, list[Slices]()
             for part, outputs in self.shard.outputs.items():
                 held = outputs if is_here else Shard(0, 0, outputs.total)
                 target, place = WeightTarget(layer, part, number), number - experts.start if is_here else 0
@@ -56,9 +56,7 @@ class ExpertsTensors(LoadableModule, ABC):
         return slices
 
     @abstractmethod
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         """Return the slices of one expert's projection, which begins at output `start` of the matrix at `place`.
 
         target: with the layer's name as `param`.
@@ -85,9 +83,7 @@ class ExpertsBias(ExpertsTensors):
         self.values = nn.Parameter(torch.empty(experts.size, shard.size[0]), requires_grad=False)
 
     @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         part = WeightSlice.of((outputs,), self.values.data[place, start : start + outputs.size])
         factor = float(self.shard.inputs.start == 0)
         return {target._replace(param=f"{target.param}.bias"): replace(part, factor=factor)}
@@ -141,9 +137,7 @@ class DenseExpertsWeight(ExpertsWeight):
         return self.values
 
     @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         region = self.values.data[place, start : start + outputs.size]
         return {target._replace(param=f"{target.param}.weight"): WeightSlice.of((outputs, self.shard.inputs), region)}
 
@@ -156,9 +150,7 @@ class QuantizedExpertsWeight(QuantizedMatrix, ExpertsWeight):
         self.experts = experts
 
     @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
 
 

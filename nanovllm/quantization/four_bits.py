@@ -18,7 +18,7 @@ from nanovllm.kernels.four_bits import RUN, FourBitMatrix, pack, quantize_four_b
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.quantized import QuantizedMatrix, QuantizedWeight
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.weights.slices import Convert, WeightSlice, WeightTarget
+from nanovllm.weights.slices import Convert, Slices, WeightSlice, WeightTarget
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Outputs by their places in a word, from the lowest bits on."""
@@ -69,9 +69,7 @@ class FourBitValues(QuantizedMatrix):
             self.scales = self.scales.to(dtype)
 
     @override
-    def part_slices(
-        self, target: WeightTarget, outputs: Shard, region: FourBitMatrix
-    ) -> dict[WeightTarget, WeightSlice]:
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: FourBitMatrix) -> Slices:
         stored, slices = self.four_bits.stored, dict[str, WeightSlice]()
         if stored is None:
             matrix, shards = region.outputs(0, outputs.num_present), (outputs, self.shard.inputs)

@@ -18,7 +18,7 @@ from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.quantized import QuantizedMatrix, QuantizedWeight
 from nanovllm.quantization.weight import MatrixShard, Rows, Stream
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 
 class Fp8Values(QuantizedMatrix):
@@ -48,7 +48,7 @@ class Fp8Values(QuantizedMatrix):
         return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
 
     @override
-    def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> dict[WeightTarget, WeightSlice]:
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> Slices:
         config, inputs, slices = self.config, self.shard.inputs, dict[str, WeightSlice]()
         if not config.is_stored:
             shape, index = (outputs.total, inputs.total), (outputs.present, slice(None))
@@ -158,6 +158,8 @@ class QuantizingSlice(WeightSlice):
 class KVCacheScales(LoadableModule):
     """The scales of one layer's keys and values, [KV heads of this rank] float32; one for all heads, or for each."""
 
+    param_dtype = torch.float32
+
     def __init__(self, kv_heads: Shard, granularity: KVGranularity) -> None:
         super().__init__()
         self.kv_heads, self.granularity = kv_heads, granularity
@@ -166,11 +168,7 @@ class KVCacheScales(LoadableModule):
         )
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.float32, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         total = self.kv_heads.total
         shapes = ((), (1,)) if self.granularity == "tensor" else ((total,), (total, 1, 1))
         index = () if self.granularity == "tensor" else (self.kv_heads.present,)

@@ -12,7 +12,7 @@ from typing_extensions import override
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import MatrixShard, Weight
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightTarget
 
 
 class QuantizedMatrix(LoadableModule, ABC):
@@ -44,7 +44,7 @@ class QuantizedMatrix(LoadableModule, ABC):
         """Values and scales as the kernels take them: `Fp8Matrix` or `FourBitMatrix`."""
 
     @abstractmethod
-    def part_slices(self, target: WeightTarget, outputs: Shard, region: Any) -> dict[WeightTarget, WeightSlice]:
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: Any) -> Slices:
         """Return the slices of the tensors of a projection, the `target`, with the layer's name as `param`.
 
         They go into `region`, a part of `matrix`; `outputs` are this rank's.
@@ -65,7 +65,7 @@ class QuantizedWeight(QuantizedMatrix, Weight):
             self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         layer = name.rpartition(".")[0]
         slices, start = self.bias_slices(layer), 0
         for part, outputs in self.shard.outputs.items():

@@ -111,8 +111,15 @@ class WeightSlice:
         return values if self.factor == 1 or values.dtype not in FLOATS else values.float() * self.factor
 
 
+Slices: TypeAlias = dict[WeightTarget, WeightSlice]
+"""This rank's slice of each tensor."""
+
+
 class LoadableModule(nn.Module):
     """A module that builds its parameters from checkpoint tensors; `policy` chooses its kernels."""
+
+    param_dtype: torch.dtype | None = None
+    """Of its parameters; None for the dtype of the model's activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +133,7 @@ class LoadableModule(nn.Module):
         """
         return (), ()
 
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         """Return this rank's slice of each tensor of the module `name`; by default whole parameters."""
         return {
             WeightTarget(f"{name}.{param_name}"): WeightSlice.of(map(Shard.whole, param.shape), param.data)
@@ -135,6 +142,7 @@ class LoadableModule(nn.Module):
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the parameters, not yet filled; `dtype` is the dtype of the model's activations."""
+        dtype = self.param_dtype or dtype
         for name, param in list(self.named_parameters(recurse=False)):
             # For a tensor without memory, `empty_like` imports sympy, which takes as long as loading a small model.
             values = torch.empty(param.shape, dtype=dtype, device=device)

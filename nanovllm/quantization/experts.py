@@ -98,6 +98,8 @@ class WovenSlice(WeightSlice):
         is_transposed: whether the tensor is [inputs, outputs].
     """
 
+    is_plain = False
+
     parts: tuple[WeightSlice, ...]
     is_transposed: bool
 
@@ -110,11 +112,6 @@ class WovenSlice(WeightSlice):
         if is_transposed:
             shape, index = shape[::-1], index[::-1]
         return cls(shape, index, first.region, parts, is_transposed, dtypes=first.dtypes, check=first.check)
-
-    @property
-    @override
-    def has_model_dtype(self) -> bool:
-        return False
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:

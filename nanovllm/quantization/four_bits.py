@@ -101,12 +101,9 @@ def _check_e8m0(name: str, values: torch.Tensor) -> None:
 class RoundingSlice(WeightSlice):
     """A slice of a tensor of floats that is rounded when it is stored; matrix: where it goes."""
 
-    matrix: FourBitMatrix
+    is_plain = False
 
-    @property
-    @override
-    def has_model_dtype(self) -> bool:
-        return False
+    matrix: FourBitMatrix
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:

@@ -137,13 +137,10 @@ class QuantizingSlice(WeightSlice):
         inputs: of this rank.
     """
 
+    is_plain = False
+
     scales: torch.Tensor
     inputs: slice
-
-    @property
-    @override
-    def has_model_dtype(self) -> bool:
-        return False
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:

@@ -191,9 +191,6 @@ class TemplateForm(NamedTuple):
 
     def fit(self, conversation: list[Message]) -> list[Message]:
         """Return a conversation in this form; parts remain where the template supports them."""
-        if not self.only_parts and not self.text_arguments:
-            # Most templates, and most messages, need no change.
-            return [m if isinstance(m.get("content"), str) else self._fit(m) for m in conversation]
         return [self._fit(message) for message in conversation]
 
     def _fit(self, message: Message) -> Message:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -47,7 +47,10 @@ class WeightSlice:
         check: rejects values, given the tensor's name and a part of it; None if all can be stored.
         convert: from the checkpoint's values to the region's; None if these are the same but for their dtype.
         is_used: whether values are stored; others are only checked.
+        is_plain: whether `store` copies values, but for `convert` and `factor`.
     """
+
+    is_plain: ClassVar[bool] = True
 
     shape: tuple[int, ...]
     index: tuple[slice, ...]
@@ -78,7 +81,7 @@ class WeightSlice:
     @property
     def has_model_dtype(self) -> bool:
         """Whether the region has the tensor's floats, in the model's dtype."""
-        return self.dtypes == FLOATS and self.convert is None and self.is_used
+        return self.is_plain and self.dtypes == FLOATS and self.convert is None and self.is_used
 
     @property
     def places(self) -> tuple[WeightSlice, ...]:

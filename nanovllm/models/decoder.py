@@ -285,27 +285,21 @@ def make_layer(
     rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
 ) -> nn.Module:  # fmt: skip
     """Return a decoder layer; prefix: its name in the checkpoint."""
-    mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
-    make_mlp = partial(_make_mlp, config, shard, communicator, layer.has_experts)
-    if config.architecture.has_single_blocks:
-        block = make_mlp(f"{prefix}.mixer") if mixer is None else mixer
-        return SingleDecoderLayer(config, communicator, block, mixes=mixer is not None)
-    assert mixer is not None
+    is_single = config.architecture.has_single_blocks
+    state = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
+    mixer: Mixer | None = state
+    if layer.attends:
+        rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
+        name = f"{prefix}.{'mixer' if is_single else 'self_attn'}"
+        attention = SelfAttention(config, shard, communicator, rotary, options, name)
+        mixer = attention if state is None else ParallelMixer(attention, state)
+    if is_single and mixer is not None:
+        return SingleDecoderLayer(config, communicator, mixer, mixes=True)
+    mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.{'mixer' if is_single else 'mlp'}")
+    if mixer is None:
+        return SingleDecoderLayer(config, communicator, mlp, mixes=False)
     kind = PostNormDecoderLayer if config.architecture.norms == "after" else DecoderLayer
-    return kind(config, communicator, mixer, make_mlp(f"{prefix}.mlp"))
-
-
-def _make_mixer(
-    config: ModelConfig, shard: ModelShard, communicator: Communicator, layer: LayerConfig,
-    rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
-) -> Mixer | None:  # fmt: skip
-    mixer = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
-    if not layer.attends:
-        return mixer
-    rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
-    name = "mixer" if config.architecture.has_single_blocks else "self_attn"
-    attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.{name}")
-    return attention if mixer is None else ParallelMixer(attention, mixer)
+    return kind(config, communicator, mixer, mlp)
 
 
 def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateLayer:

@@ -191,7 +191,8 @@ class TransformersForCausalLM(CausalLM):
         """Check and store the shapes that the first tokens have shown of the layers."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
-        if len(numbers := sorted(set(probe.num_heads))) > 1:
+        # Queries, keys and values of each layer.
+        if len(numbers := sorted({query.shape[1] for query in probe.tensors[::3]})) > 1:
             raise ValueError(f"its layers have different numbers of query heads: {numbers}")
         # Some models implement a window only in transformers' cache, without which they would compute something else.
         # Layers that share a cache are missing there.
@@ -200,10 +201,8 @@ class TransformersForCausalLM(CausalLM):
             seen, kept = layer.options.window, getattr(cached, "sliding_window", None)
             if kept is not None and (seen is None or seen > kept):
                 raise ValueError(f"its cache keeps {kept} tokens, its mask shows {'all' if seen is None else seen}")
-        heads, kv_heads = probe.num_heads[0], self.attention_layers[0].num_kv_heads
-        shard = self.shard
-        is_divided = heads != shard.heads.total
-        if self.communicator.size > 1 and is_divided:
+        heads, kv_heads, shard = numbers[0], self.attention_layers[0].num_kv_heads, self.shard
+        if self.communicator.size > 1 and heads != shard.heads.total:
             counts = {(heads, layer.num_kv_heads) for layer in self.attention_layers}
             if counts != {(shard.heads.size, shard.kv_heads.size)}:
                 raise ValueError(f"its layers have other heads than its config says: {sorted(counts)} on this rank")

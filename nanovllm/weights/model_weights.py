@@ -27,7 +27,7 @@ from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeigh
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
-Maxima = list[tuple[str, torch.Tensor]]
+NanFlags = list[tuple[str, torch.Tensor]]
 _E4M3_NAN = 0x7F
 """Its bits without the sign."""
 _STAGED_BYTES = 2**25
@@ -111,7 +111,7 @@ class ModelWeights:
         self._slices = model.weight_slices()
         # By the names of tensors seen before: a trainer sends them again and again.
         self._parts: dict[str, Parts] = {}
-        self._maxima: Maxima = []
+        self._nan_flags: NanFlags = []
         # The original values of weights that an adapter has changed.
         self._base: dict[WeightTarget, torch.Tensor] = {}
         # The bytes of each storage while it is released, and a copy of its content.
@@ -173,7 +173,7 @@ class ModelWeights:
                 values = _on_device(rows[place.index], self._device)
                 place.store(name, values)
                 if finds_nans:
-                    self._maxima += _maxima(name, values)
+                    self._nan_flags += _nan_flags(name, values)
             self.missing.discard(target)
 
     def _broadcast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ class ModelWeights:
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)
                 change = rows[part.index]
-                self._maxima += _maxima(name, change)
+                self._nan_flags += _nan_flags(name, change)
                 replace(part, factor=1.0).store(name, part.region.float() + part.scaled(change))
 
     def take_adapter_out(self) -> int:
@@ -300,15 +300,9 @@ class ModelWeights:
 
     def take_nans(self) -> list[str]:
         """Return the names of tensors with NaN written since the last call; waits for the device."""
-        maxima, self._maxima = self._maxima, []
-        names: list[str] = []
-        # One launch per dtype: converting each value costs the same as finding its maximum.
-        for dtype in dict.fromkeys(value.dtype for _, value in maxima):
-            same = [(name, value) for name, value in maxima if value.dtype == dtype]
-            stacked = torch.stack([value for _, value in same])
-            found = (stacked == _E4M3_NAN if dtype == torch.uint8 else stacked.isnan()).tolist()
-            names += [name for (name, _), is_nan in zip(same, found, strict=True) if is_nan]
-        return list(dict.fromkeys(names))
+        flags, self._nan_flags = self._nan_flags, []
+        found = torch.stack([flag for _, flag in flags]).tolist() if flags else []
+        return list(dict.fromkeys(name for (name, _), is_nan in zip(flags, found, strict=True) if is_nan))
 
     def count_missing(self) -> MissingWeights:
         """Return the number of weights in `missing`, or else in `half_merged`."""
@@ -529,13 +523,14 @@ def _on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return out
 
 
-def _maxima(name: str, values: torch.Tensor) -> Maxima:
-    """Return the largest value, which is NaN if any is; nothing of packed values, which have no NaN."""
+def _nan_flags(name: str, values: torch.Tensor) -> NanFlags:
+    """Return whether a value is NaN, on the device; nothing of packed values, which have no NaN."""
     if not (values.numel() and values.dtype.is_floating_point):
         return []
+    if values.dtype != torch.float8_e4m3fn:
+        return [(name, values.amax().isnan())]
     # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
-    is_e4m3 = values.dtype == torch.float8_e4m3fn
-    return [(name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax())]
+    return [(name, (values.view(torch.uint8) & _E4M3_NAN).amax() == _E4M3_NAN)]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

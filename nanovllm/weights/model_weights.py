@@ -8,7 +8,7 @@ stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -101,7 +101,7 @@ class ModelWeights:
 
     Attributes:
         missing: weights that a sleep dropped, or a failed load left incomplete, and that were not loaded since.
-        half_merged: weights that may have parts of an adapter, on any rank, after a failed change.
+        merged: weights that an adapter changes on some rank, as far as this one knows.
     """
 
     def __init__(self, model: WeightedModel, device: torch.device, communicator: Communicator | None = None) -> None:
@@ -119,12 +119,7 @@ class ModelWeights:
         self._is_kept = False
         self._pinned: list[torch.Tensor] = []
         self.missing: set[WeightTarget] = set()
-        self.half_merged: set[WeightTarget] = set()
-
-    @property
-    def adapter_targets(self) -> set[WeightTarget]:
-        """The weights that an adapter changed, or may have changed in part."""
-        return self.half_merged | set(self._base)
+        self.merged: set[WeightTarget] = set()
 
     def targets(self, name: str) -> list[WeightTarget]:
         """Return the targets of a tensor that `check` has passed; empty if it is not needed."""
@@ -288,14 +283,15 @@ class ModelWeights:
                 self._nan_flags += _nan_flags(name, change)
                 replace(part, factor=1.0).store(name, part.region.float() + part.scaled(change))
 
-    def take_adapter_out(self) -> int:
-        """Restore the weights that an adapter has changed, bit for bit; return their number."""
+    def take_adapter_out(self, merged: Collection[WeightTarget] = ()) -> int:
+        """Restore the weights that an adapter has changed, bit for bit; `merged`: on any rank. Return their number."""
         count = len(self._base)
         while self._base:
             # Kept until restored: the device may lack memory for a store.
             target, values = next(iter(self._base.items()))
             replace(self._slices[target], factor=1.0).store(str(target), values)
             del self._base[target]
+        self.missing.difference_update(merged)
         return count
 
     def take_nans(self) -> list[str]:
@@ -305,10 +301,8 @@ class ModelWeights:
         return list(dict.fromkeys(name for (name, _), is_nan in zip(flags, found, strict=True) if is_nan))
 
     def count_missing(self) -> MissingWeights:
-        """Return the number of weights in `missing`, or else in `half_merged`."""
-        missing = self.missing or self.half_merged
-        example = str(min(missing)) if missing else ""
-        return MissingWeights(len(missing), example, is_half_merged=bool(missing) and not self.missing)
+        """Return the number of weights in `missing`, with an example."""
+        return MissingWeights(len(self.missing), str(min(self.missing)) if self.missing else "")
 
     def mark_missing(self, targets: set[WeightTarget]) -> None:
         """Add missing weights that another rank knows of."""
@@ -337,7 +331,7 @@ class ModelWeights:
             return
         if not keep:
             self._is_kept = False
-            self._pinned, self._base, self.half_merged = [], {}, set()
+            self._pinned, self._base, self.merged = [], {}, set()
             self.missing = set(self._slices)
         if is_cuda or not keep:
             for storage in storages:
@@ -447,7 +441,7 @@ class WeightsLoader:
                 if not own.check(name, tensor):
                     continue
                 own.check_values(name, tensor)
-                if own.adapter_targets:
+                if own.merged:
                     self.unload_adapter()
                 spec = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
                 with self._left_undone(f"writing {name!r}", set(own.targets(name))), own.after_the_caller():
@@ -475,7 +469,7 @@ class WeightsLoader:
 
     @contextmanager
     def _left_undone(self, what: str, targets: set[WeightTarget]) -> Iterator[None]:
-        """If the `with` block raises, mark these weights as missing until they are loaded."""
+        """If the `with` block raises, mark these weights as missing until they are loaded, or an adapter is out."""
         try:
             yield
         except Exception as error:
@@ -483,13 +477,13 @@ class WeightsLoader:
             raise LoadFailedError(f"{what} has failed in its middle: {error}", self.missing) from error
 
     def _merge_adapter(self, folder: str) -> int:
-        count, targets = self.own().check_adapter(folder)
+        own = self.own()
+        count, targets = own.check_adapter(folder)
         # Other ranks may change more of them than this one, and may fail to remove the adapter.
-        changed = self.own().adapter_targets | targets
+        own.merged |= targets
         try:
             self.call(ModelWeights.merge_adapter, folder)
         except Exception as error:
-            self.own().half_merged = changed
             failure = f"merging an adapter has failed: {error}"
             try:
                 self.unload_adapter()
@@ -500,14 +494,10 @@ class WeightsLoader:
 
     def unload_adapter(self) -> int:
         """Restore what an adapter has changed on every rank, and return its number; LoadFailedError if only in part."""
-        changed = self.own().adapter_targets
-        try:
-            counts = self.call(ModelWeights.take_adapter_out)
-        except Exception as error:
-            self.own().half_merged = changed
-            cause = f"taking an adapter out has failed in its middle: {error}"
-            raise LoadFailedError(cause, self.missing) from error
-        self.own().half_merged = set()
+        own = self.own()
+        with self._left_undone("taking an adapter out", own.merged):
+            counts = self.call(ModelWeights.take_adapter_out, own.merged)
+        own.merged = set()
         # A rank may have restored its weights in an earlier call, which failed on another rank.
         return max(counts)
 

@@ -695,13 +695,9 @@ class Multipliers:
     @classmethod
     def from_hf(cls, hf: Any) -> Multipliers:
         """Convert a transformers config."""
-        if hf.model_type == "falcon_h1":
-            return cls._of_falcon(hf)
-        residual = hf.residual_multiplier
-        return cls(hf.embedding_multiplier / residual, residual, hf.attention_multiplier, hf.logits_scaling)
-
-    @classmethod
-    def _of_falcon(cls, hf: Any) -> Multipliers:
+        if hf.model_type != "falcon_h1":
+            residual = hf.residual_multiplier
+            return cls(hf.embedding_multiplier / residual, residual, hf.attention_multiplier, hf.logits_scaling)
         # Queries, keys and values have the factor of their input.
         values = hf.attention_in_multiplier
         gate, down = hf.mlp_multipliers

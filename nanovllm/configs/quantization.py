@@ -25,10 +25,6 @@ _COMPRESSED_KEYS = {
     "quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status",
     "global_compression_ratio", "version", "sparsity_config",
 }  # fmt: skip
-_AWQ_KEYS = {
-    "quant_method", "bits", "group_size", "zero_point", "version", "modules_to_not_convert", "backend", "do_fuse",
-    "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
-}  # fmt: skip
 _MODELOPT_KEYS = {"quant_method", "quant_algo", "ignore", "config_groups", "producer", "kv_cache_scheme", "group_size"}
 _FOUR_BIT_GROUPS = (32, 64, 128, 256)
 _NVFP4_GROUP, _MXFP4_GROUP, _INT4_GROUP = 16, 32, 128
@@ -315,7 +311,6 @@ def _read_dynamic(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
-    _refuse_others(values, _AWQ_KEYS)
     _check_bits(values)
     version, has_zeros = str(values.get("version", "gemm")).lower(), values.get("zero_point", True)
     found = f"version={version!r}, zero_point={has_zeros!r} is"

@@ -146,18 +146,17 @@ class Attention(CachedAttention):
         """
         # [num_tokens, num_heads (twice with gates) + 2 * num_kv_heads, head_dim]
         heads = qkv.view(len(positions), -1, self.head_dim)
-        if self.has_gates:
-            query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
-            attended = self.attend(query, rows)
-            assert isinstance(attended, torch.Tensor)
-            gates = heads if rows is None else heads[rows]
-            return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
-        if rows is None and self.layer.options.is_plain:
+        if rows is None and self.layer.options.is_plain and not self.has_gates:
             out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata(), rounding)
             if out is not None:
                 return out.flatten(1) if isinstance(out, torch.Tensor) else out
         query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
-        return self.attend(query, rows, rounding)
+        if not self.has_gates:
+            return self.attend(query, rows, rounding)
+        attended = self.attend(query, rows)
+        assert isinstance(attended, torch.Tensor)
+        gates = heads if rows is None else heads[rows]
+        return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
 
     def attend(self, query: torch.Tensor, rows: torch.Tensor | None = None, rounding: Rounding | None = None) -> Rows:
         """Attend over all that is stored, the step's tokens included.

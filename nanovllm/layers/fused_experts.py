@@ -50,11 +50,11 @@ class Router(LoadableModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
         self.top_k, self.renormalize, self.sigmoid = config.top_k, config.renormalize, config.sigmoid
-        self.expert_bias: nn.Parameter | None = None
-        bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if config.has_biases else None
-        self.bias: nn.Parameter | None = bias
-        if config.sigmoid is not None and config.sigmoid.has_bias:
-            self.expert_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+        has_expert_bias = config.sigmoid is not None and config.sigmoid.has_bias
+        self.bias, self.expert_bias = (
+            nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if is_there else None
+            for is_there in (config.has_biases, has_expert_bias)
+        )
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -82,9 +82,8 @@ class Router(LoadableModule):
 
         Takes the arguments of `ColumnParallelLinear`.
         """
-        how, sigmoid = self.sigmoid, None
-        if how is not None:
-            sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
+        how = self.sigmoid
+        sigmoid = None if how is None else SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
         if norm is not None and norm.communicator.size > 1:
             (x, residual), norm = norm(x, residual), None
         params, added = (None, None) if norm is None else (Norm(norm.weight, norm.eps), residual)

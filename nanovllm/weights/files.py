@@ -125,7 +125,7 @@ class TensorFiles:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for file in self.files:
-            yield from torch.load(file, mmap=True)
+            yield from torch.load(file, mmap=True, weights_only=True)
 
 
 def write_tensors(folder: str, weights: Iterable[Any]) -> TensorFiles:

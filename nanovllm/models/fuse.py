@@ -260,7 +260,7 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
             x[0] *= 1e-3
             # An outlier with a large normalised value.
             x[1, 0] *= 1e3
-            if not _equal(outputs(x), rms_norm_ref(x, factor, eps)[0]):
+            if not are_close(outputs(x), rms_norm_ref(x, factor, eps)[0]):
                 return None
     except _ERRORS_OF_OTHERS:
         return None
@@ -295,7 +295,7 @@ def _is_swiglu(module: nn.Module, gate_up: list[nn.Linear], down: nn.Linear, sca
     except _ERRORS_OF_OTHERS:
         return False
     gated = silu_and_mul_ref(torch.cat([_linear(x, linear) for linear in gate_up], dim=-1))
-    return _equal(out, _linear(gated, down))
+    return are_close(out, _linear(gated, down))
 
 
 def _as_attention(
@@ -373,7 +373,7 @@ class _AttentionMatch:
         ours = qkv_rope_store_ref(qkv, NormRope(norms, eps, table), positions, pages, slots)
         pairs = [(query, ours), (key, pages.k_cache[0]), (value, pages.v_cache[0])]
         pairs.append((out, _linear(probe.answered[0][0].flatten(1), self.o_proj)))
-        return all(_equal(theirs, mine) for theirs, mine in pairs)
+        return all(are_close(theirs, mine) for theirs, mine in pairs)
 
     def fused(self) -> FusedAttention:
         """Return the module with our kernels."""
@@ -416,8 +416,9 @@ def _random(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(like.device)
 
 
-def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE * max(x.std().item(), 1e-6))
+def are_close(x: torch.Tensor, y: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
+    """Return whether two tensors of floats are equal but for rounding."""
+    return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(x.std().item(), 1e-6))
 
 
 def _linear(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:

@@ -25,7 +25,7 @@ from typing_extensions import override
 from nanovllm.config import Config
 from nanovllm.configs.model import MODELS, ModelConfig, transformers_class
 from nanovllm.models.base import CausalLM
-from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears, step_positions
+from nanovllm.models.fuse import NUM_ROWS, are_close, fuse, fuse_linears, step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import SourceParameters, shard_model
 from nanovllm.parallel.communicator import Communicator
@@ -178,7 +178,7 @@ class TransformersForCausalLM(CausalLM):
     def _all_are_close(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Return whether the tensors of each pair are equal but for rounding, on all ranks."""
         tolerance = _TOLERANCES.get(self._dtype, _COARSE_TOLERANCE)
-        is_close = all(_are_close(x.float(), y.float(), tolerance) for x, y in pairs)
+        is_close = all(are_close(x.float(), y.float(), tolerance) for x, y in pairs)
         return bool(self.communicator.all_reduce_min(int(is_close)))
 
     def _drop_towers(self, called: set[str]) -> None:
@@ -372,7 +372,3 @@ def _fix_rope(model: nn.Module, max_model_len: int, device: torch.device) -> Non
                 by_layer[layer_type] = "default"
         if not isinstance(kinds, dict) and kinds is not None:
             module.rope_type = by_layer[None]
-
-
-def _are_close(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> bool:
-    return torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(x.std().item(), 1e-6))

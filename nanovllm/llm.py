@@ -29,7 +29,6 @@ from nanovllm.text.chat_template import (
     ChatTemplateOptions,
     Message,
     conversation_source,
-    conversations,
     one_conversation,
     render_text,
     template_options,
@@ -211,9 +210,8 @@ class LLM(ModelClient):
         return self.stream(self._render(messages, template), params, priority=priority)
 
     def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
-        found, _ = conversations(messages)
-        options = template_options(template)
-        return [self.input_processor.render_chat(conversation, options) for conversation in found]
+        options, given = template_options(template), conversation_source(messages)
+        return [self.input_processor.render_chat(one_conversation(messages), options) for messages in given]
 
     def _run(
         self, job: Job, use_tqdm: bool,

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.text.chat_template import (
     conversation_source,
-    conversations,
     one_conversation,
     plain_messages,
     render_text,
@@ -179,11 +178,10 @@ def test_the_openai_packages_messages() -> None:
     assert render(OBJECTS, message, USER) == right
     assert render(OBJECTS, {"role": "assistant", "tool_calls": message.tool_calls}, USER) == right
     assert conversation_source([message]) == [[message]]
-    assert conversations([[message], [USER]])[1]
-    with pytest.raises(ValueError, match="must be one conversation, a list of dicts"):
-        one_conversation([[message]])
-    with pytest.raises(ValueError, match="must be a list of dicts, or a list of such lists"):
-        one_conversation([message, "Hi"])
+    assert conversation_source([[message], [USER]]) == [[message], [USER]]
+    for wrong in ([[message]], [message, "Hi"]):
+        with pytest.raises(ValueError, match="must be one conversation, a list of dicts"):
+            one_conversation(wrong)
 
 
 def test_a_refusal_has_the_templates_words() -> None:

@@ -53,7 +53,7 @@ def test_every_op_is_in_the_file_that_the_table_names() -> None:
 def test_weights_ask_their_policy(weight: Weight) -> None:
     weight.policy = Refusing()
     x = torch.randn(3, 8)
-    for ask in (lambda: weight.multiply(x), lambda: weight.multiply_into(x, x), lambda: weight.kernel_rows):
+    for ask in (lambda: weight.multiply(x), lambda: weight.multiply_into(x, x), lambda: weight.kernel_sizes):
         with pytest.raises(AskedError):
             ask()
 

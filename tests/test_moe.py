@@ -206,8 +206,7 @@ def test_what_the_ranks_hold_adds_up(size: int, is_parallel: bool) -> None:
     total = torch.zeros(20, 80)
     for rank in range(size):
         module = FusedExperts(80, experts_shard(config, rank, size), Communicator(), config)
-        assert module.gate_up_proj is not None
-        for layer in (module.gate_up_proj, module.down_proj):
+        for layer in module._products:
             slices = layer.weight.weight_slices("weight")
             assert len(slices) == 5 * len(layer.weight.shard.outputs)
             for target, part in slices.items():

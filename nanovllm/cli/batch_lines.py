@@ -122,7 +122,7 @@ class RequestParser:
         request = BatchRequest(None, params, record["messages"], _template(template))
         if template.get("tools"):
             request.answer, request.asked = AnswerOptions.of(self._form, template["tools"]), params
-            request.params = self._form.kept_tags(params)
+            request.params = request.answer.kept_tags(params)
         return request
 
     def _sampling_params(self, values: dict[str, Any]) -> SamplingParams:

@@ -70,9 +70,6 @@ class BatchRun:
     num_answered: int = 0
     num_failed: int = 0
 
-    def __post_init__(self) -> None:
-        self._checker = self.llm.input_processor.params_checker()
-
     def run(self) -> None:
         """Answer all lines; OSError if a file cannot be read or written, RuntimeError if the device is lost."""
         client = self.llm.engine_client
@@ -117,7 +114,6 @@ class BatchRun:
             template=template,
             # Derived from the line, since request numbers change when a run is resumed.
             seeds=None if seed is None else [Random(f"{seed} {line.number}").getrandbits(64) for line in lines],
-            checker=self._checker,
         )
         for line, request in zip(lines, requests, strict=True):
             yield prepared_prompt(request, self.llm.output_processor, line.number, line)

@@ -25,7 +25,6 @@ from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, To
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
-from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
 from nanovllm.weights.report import LoadedWeights
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     # From typing since Python 3.11.
     from typing_extensions import Unpack
 
-_NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8, "slow grammar": 2}
+_NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8}
 """A grammar may take two seconds to be rejected, and others should not wait for it."""
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
@@ -383,10 +382,7 @@ class AsyncLLM(Unpicklable):
         self._pending.update(dict.fromkeys(request_ids))
         streams: list[RequestStream] = []
         try:
-            try:
-                requests = await self.run_beside(process, work)
-            except SlowGrammarError:
-                requests = await self.run_beside(partial(patiently, process), "slow grammar")
+            requests = await self.run_beside(process, work)
             for own_id, request in zip(request_ids, requests, strict=True):
                 state = RequestState(request, self.llm.output_processor)
                 stream = RequestStream(state, own_id, self._mailbox_here(), self._leave)

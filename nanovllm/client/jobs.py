@@ -180,7 +180,6 @@ class Job:
         self._params, self._priorities = expand_params(params, num_given), check_priorities(priority, num_given)
         # If all of them are prepared in one call, or their number is unknown.
         self._sorts_requests = schedule == "prefix" and (self.num_prompts or 0) <= CHUNK_SIZE
-        self._checker = processor.params_checker()
         # Noise follows from the index: a request's first output has the number `first + index * num_outputs`.
         self._num_outputs = max((p.n for p in self._params if isinstance(p, SamplingParams)), default=1)
         self._first_number = processor.seeds.reserve(self._num_outputs * (self.num_prompts or 0))
@@ -221,7 +220,6 @@ class Job:
             pooling=self._pooling,
             template=self._template,
             seeds=[seeds.of(first + index * num_outputs) for index, _ in items],
-            checker=self._checker,
         )
         prepared = [
             prepared_prompt(request, self._output_processor, *item)

@@ -242,15 +242,13 @@ class ModelConfig:
             hf = whole.get_text_config()
         _check_supported(hf, architecture)
         layers = _layers(hf, architecture)
-        has_mlp = not all(layer.has_experts for layer in layers)
-        size = _intermediate_size(hf, has_mlp)
         short_conv, mamba = architecture.mixer == "short_conv", architecture.mixer == "mamba"
         multipliers = Multipliers.from_hf(hf) if mamba and hasattr(hf, "embedding_multiplier") else None
         return cls(
             architecture=architecture,
             vocab_size=hf.vocab_size,
             hidden_size=hf.hidden_size,
-            intermediate_size=size,
+            intermediate_size=_intermediate_size(hf, has_mlp=not all(layer.has_experts for layer in layers)),
             layers=layers,
             num_heads=hf.num_attention_heads,
             num_kv_heads=hf.num_key_value_heads,
@@ -313,18 +311,29 @@ class ModelConfig:
 
         The layers' types are found at loading. `eos_token_ids` are added to the config's own.
         """
-        _check_version()
+        import transformers  # noqa: PLC0415
+
+        if tuple(map(int, transformers.__version__.split(".")[:2])) < _LEAST_TRANSFORMERS:
+            least = ".".join(map(str, _LEAST_TRANSFORMERS))
+            found = transformers.__version__
+            raise ValueError(f"a model that transformers' code runs needs transformers {least} or newer, not {found}")
         if (quantization := getattr(hf, "quantization_config", None)) is not None:
             raise ValueError(f"quantization_config={quantization!r} is not supported where transformers' code runs")
-        values = _text_values(hf)
-        num_layers, hidden_size = (_size_of(values, name) for name in ("num_hidden_layers", "hidden_size"))
+        text = hf.get_text_config()
+        # By the names that most configs use.
+        values = text.to_dict()
+        values |= {usual: values[name] for usual, name in text.attribute_map.items() if name in values}
+        if values.get("num_hidden_layers") is None:
+            values["num_hidden_layers"] = getattr(text, "num_hidden_layers", None)
+        values.setdefault("max_position_embeddings", _MAX_POSITION)
+        names = "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"
+        num_layers, hidden_size, vocab_size, max_position = (check_int(name, values.get(name), 1) for name in names)
         num_heads = values.get("num_attention_heads")
         num_heads = num_heads if isinstance(num_heads, int) and num_heads > 0 else 1
         num_kv_heads = values.get("num_key_value_heads")
-        max_position = _size_of({"max_position_embeddings": _MAX_POSITION} | values, "max_position_embeddings")
         return cls(
             architecture=TRANSFORMERS,
-            vocab_size=_size_of(values, "vocab_size"),
+            vocab_size=vocab_size,
             hidden_size=hidden_size,
             intermediate_size=hidden_size,
             layers=(LayerConfig(),) * num_layers,
@@ -333,9 +342,9 @@ class ModelConfig:
             head_dim=hidden_size // num_heads,
             rms_norm_eps=0.0,
             tie_word_embeddings=False,
-            max_position=yarn_length(hf.get_text_config(), max_position),
+            max_position=yarn_length(text, max_position),
             initializer_range=0.0,
-            dtype=_dtype(hf.get_text_config(), hf),
+            dtype=_dtype(text, hf),
             eos_token_ids=frozenset(eos_token_ids) | frozenset(_as_ids(values.get("eos_token_id"))),
             hf=hf,
         )
@@ -354,29 +363,6 @@ def transformers_class(hf: Any) -> str | None:
     return name if name in known else None
 
 
-def _check_version() -> None:
-    """Reject a transformers version whose masks cannot be replaced."""
-    from transformers import __version__  # noqa: PLC0415
-
-    if tuple(map(int, __version__.split(".")[:2])) < _LEAST_TRANSFORMERS:
-        least = ".".join(map(str, _LEAST_TRANSFORMERS))
-        raise ValueError(f"a model that transformers' code runs needs transformers {least} or newer, not {__version__}")
-
-
-def _text_values(hf: Any) -> dict[str, Any]:
-    """Return the values of a config (its text part, if it has several) by the names that most configs use."""
-    text = hf.get_text_config()
-    values, names = text.to_dict(), text.attribute_map
-    values |= {usual: values[name] for usual, name in names.items() if name in values}
-    if values.get("num_hidden_layers") is None:
-        values["num_hidden_layers"] = getattr(text, "num_hidden_layers", None)
-    return values
-
-
-def _size_of(values: dict[str, Any], name: str) -> int:
-    return check_int(name, values.get(name), 1)
-
-
 def _is_native(hf: Any) -> bool:
     """Whether an architecture in the table matches a config; a value wrong for either is a ValueError."""
     try:
@@ -387,7 +373,6 @@ def _is_native(hf: Any) -> bool:
 
 
 def _quantization(hf: Any) -> QuantizationConfig | None:
-    """Return how a checkpoint is quantised, as its config says, or the text half of that."""
     return QuantizationConfig.from_hf(hf) or QuantizationConfig.from_hf(hf.get_text_config())
 
 
@@ -448,7 +433,6 @@ def _dtype(*configs: Any) -> str:
 
 
 def _kinds(hf: Any, architecture: Architecture, count: int) -> list[str]:
-    """Return the type of each layer, by transformers' names."""
     if architecture.windows != "some":
         has_window = architecture.windows == "all" and getattr(hf, "sliding_window", None) is not None
         return ["sliding_attention" if has_window else "full_attention"] * count
@@ -489,7 +473,6 @@ def _layers(hf: Any, architecture: Architecture) -> tuple[LayerConfig, ...]:
 
 
 def _intermediate_size(hf: Any, has_mlp: bool) -> int:
-    """Return the columns of a config's MLPs."""
     name = "shared_intermediate_size" if hasattr(hf, "shared_intermediate_size") else "intermediate_size"
     size = check_int(name, getattr(hf, name, None if has_mlp else 0), int(has_mlp))
     if not getattr(hf, "block_auto_adjust_ff_dim", False):
@@ -500,7 +483,6 @@ def _intermediate_size(hf: Any, has_mlp: bool) -> int:
 
 
 def _norm_eps(hf: Any) -> float:
-    """Return the epsilon of a config's norms."""
     names = {"lfm2": "norm_eps", "lfm2_moe": "norm_eps", "nemotron_h": "layer_norm_epsilon"}
     return float(getattr(hf, names.get(hf.model_type, "rms_norm_eps")))
 
@@ -713,13 +695,9 @@ class Multipliers:
     @classmethod
     def from_hf(cls, hf: Any) -> Multipliers:
         """Convert a transformers config."""
-        if hf.model_type == "falcon_h1":
-            return cls._of_falcon(hf)
-        residual = hf.residual_multiplier
-        return cls(hf.embedding_multiplier / residual, residual, hf.attention_multiplier, hf.logits_scaling)
-
-    @classmethod
-    def _of_falcon(cls, hf: Any) -> Multipliers:
+        if hf.model_type != "falcon_h1":
+            residual = hf.residual_multiplier
+            return cls(hf.embedding_multiplier / residual, residual, hf.attention_multiplier, hf.logits_scaling)
         # Queries, keys and values have the factor of their input.
         values = hf.attention_in_multiplier
         gate, down = hf.mlp_multipliers

@@ -25,22 +25,6 @@ _COMPRESSED_KEYS = {
     "quant_method", "config_groups", "format", "ignore", "kv_cache_scheme", "quantization_status",
     "global_compression_ratio", "version", "sparsity_config",
 }  # fmt: skip
-_GPTQ_KEYS = {
-    "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "lm_head", "true_sequential",
-    "damp_percent", "static_groups", "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block",
-    "batch_size", "pad_token_id", "dataset", "tokenizer", "use_cuda_fp16", "max_input_length", "exllama_config",
-    "use_exllama", "disable_exllama", "model_name_or_path", "model_file_base_name", "quant_type", "is_marlin_format",
-    "meta", "cache_block_outputs", "modules_in_block_to_quantize", "pack_dtype", "dynamic", "backend", "version",
-    "method", "format",
-    # AutoRound's own.
-    "amp", "autoround_version", "data_type", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
-    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "provider", "scale_dtype",
-    "seqlen", "to_quant_block_names", "train_bs",
-}  # fmt: skip
-_AWQ_KEYS = {
-    "quant_method", "bits", "group_size", "zero_point", "version", "modules_to_not_convert", "backend", "do_fuse",
-    "exllama_config", "fuse_max_seq_len", "modules_to_fuse",
-}  # fmt: skip
 _MODELOPT_KEYS = {"quant_method", "quant_algo", "ignore", "config_groups", "producer", "kv_cache_scheme", "group_size"}
 _FOUR_BIT_GROUPS = (32, 64, 128, 256)
 _NVFP4_GROUP, _MXFP4_GROUP, _INT4_GROUP = 16, 32, 128
@@ -157,14 +141,12 @@ def _has_name(entry: str, name: str) -> bool:
 
 
 def _refuse(values: Mapping[str, Any]) -> None:
-    """Reject each value that is set."""
     for name, value in values.items():
         if value:
             raise ValueError(f"quantization_config: {name}={value!r} is not supported")
 
 
 def _refuse_others(values: Mapping[str, Any], known: set[str]) -> None:
-    """Reject each value that is set and not known."""
     _refuse({name: value for name, value in values.items() if name not in known})
 
 
@@ -243,15 +225,14 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     _require(group.get("format") in (None, stored), f"format={group.get('format')!r} is", f"{stored!r}")
     weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
     _refuse({"output_activations": group.get("output_activations")})
+    kv_scales, ignored = _read_kv_cache_scheme(values.get("kv_cache_scheme")), _module_names(values, "ignore")
     if stored.endswith("pack-quantized"):
         four_bits = _read_packed(stored, weights, inputs)
-        kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
-        ignored = _module_names(values, "ignore")
         has_input_scale = bool(inputs) and four_bits.format == "nvfp4"
         return QuantizationConfig("channel", True, has_input_scale, ignored, kv_scales, four_bits=four_bits)
-    for what, args in (("weights", weights), ("input_activations", inputs)):
-        if args or what == "weights":
-            _check_e4m3(what, args)
+    _check_e4m3("weights", weights)
+    if inputs:
+        _check_e4m3("input_activations", inputs)
     strategy: Any = weights.get("strategy")
     _require(strategy in ("tensor", "channel", "block"), f"weights of strategy={strategy!r} are")
     if strategy == "block":
@@ -259,8 +240,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     has_input_scale = bool(inputs) and not inputs.get("dynamic")
     if has_input_scale:
         _require(inputs.get("strategy") == "tensor", f"static inputs of strategy={inputs.get('strategy')!r} are")
-    kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
-    return QuantizationConfig(strategy, True, has_input_scale, _module_names(values, "ignore"), kv_scales)
+    return QuantizationConfig(strategy, True, has_input_scale, ignored, kv_scales)
 
 
 def _check_e4m3(what: str, args: Any) -> None:
@@ -271,18 +251,20 @@ def _check_e4m3(what: str, args: Any) -> None:
     _require((kind, num_bits, symmetric) == ("float", 8, True), found, "symmetric floats of 8 bits")
 
 
+_PACKED_FLOATS = {
+    "nvfp4-pack-quantized": ("tensor_group", FourBits("nvfp4", _NVFP4_GROUP, stored="nvfp4")),
+    "mxfp4-pack-quantized": ("group", FourBits("mxfp4", _MXFP4_GROUP, stored="packed_mxfp4")),
+}
+
+
 def _read_packed(stored: str, weights: Mapping[str, Any], inputs: Any) -> FourBits:
-    """Read the weights of a group of compressed-tensors."""
     strategy, group, symmetric = weights.get("strategy"), weights.get("group_size"), weights.get("symmetric", True)
     kind = weights.get("type"), weights.get("num_bits")
-    if stored == "nvfp4-pack-quantized":
-        if kind != ("float", 4) or strategy != "tensor_group" or group != _NVFP4_GROUP or not symmetric:
-            raise ValueError(f"quantization_config: weights={dict(weights)!r:.400} are not NVFP4")
-        return FourBits("nvfp4", _NVFP4_GROUP, stored="nvfp4")
-    if stored == "mxfp4-pack-quantized":
-        if kind != ("float", 4) or strategy != "group" or group != _MXFP4_GROUP or not symmetric:
-            raise ValueError(f"quantization_config: weights={dict(weights)!r:.400} are not MXFP4")
-        return FourBits("mxfp4", _MXFP4_GROUP, stored="packed_mxfp4")
+    if stored in _PACKED_FLOATS:
+        wanted, four_bits = _PACKED_FLOATS[stored]
+        if kind != ("float", 4) or strategy != wanted or group != four_bits.group or not symmetric:
+            raise ValueError(f"quantization_config: weights={dict(weights)!r:.400} are not {four_bits.format.upper()}")
+        return four_bits
     found = f"weights of type={kind[0]!r}, num_bits={kind[1]!r}, strategy={strategy!r} are"
     _require(kind == ("int", 4) and strategy in ("group", "channel"), found, "4-bit groups and channels")
     # Inputs of these were sorted by the groups, or by importance; the former has an index of groups.
@@ -305,8 +287,8 @@ def _check_bits(values: Mapping[str, Any]) -> None:
 
 def _read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
     # `desc_act` alone says little: an index of groups that is not sorted is refused where it is read.
-    _refuse_others(values, _GPTQ_KEYS)
-    _refuse({"is_marlin_format": values.get("is_marlin_format")})
+    # Most of its many other values say how it was made.
+    _refuse({name: values.get(name) for name in ("is_marlin_format", "extra_config")})
     _check_bits(values)
     # gptqmodel has both names, and packs words of other sizes if asked to.
     method, dtype = values.get("method", "gptq"), values.get("pack_dtype", "int32")
@@ -329,7 +311,6 @@ def _read_dynamic(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
-    _refuse_others(values, _AWQ_KEYS)
     _check_bits(values)
     version, has_zeros = str(values.get("version", "gemm")).lower(), values.get("zero_point", True)
     found = f"version={version!r}, zero_point={has_zeros!r} is"

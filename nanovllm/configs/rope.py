@@ -56,16 +56,10 @@ class RopeConfig:
 
 
 def read_rope(hf: Any, layer_type: str | None = None, may_be_partial: bool = False) -> RopeConfig:
-    """Convert the rotary embedding of a transformers config.
+    """Convert the rotary embedding of a transformers config; UnsupportedError for a type, ValueError for a parameter.
 
-    Args:
-        hf: the config.
-        layer_type: by transformers' names, for a model that scales only its full-attention layers; else None.
-        may_be_partial: whether a part of each head may be rotated.
-
-    Raises:
-        UnsupportedError: a type or a parameter that is not supported.
-        ValueError: a parameter is missing.
+    `layer_type` is given for a model that scales only its full-attention layers; `may_be_partial`: a part of each head
+    may be rotated.
     """
     values: dict[str, Any] = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
     own = values.get(layer_type or "")

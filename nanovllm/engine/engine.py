@@ -64,10 +64,8 @@ class EngineState:
         if not self.missing.count:
             return None
         weights = f"{self.missing.count} weights such as {self.missing.example!r}"
-        if self.missing.is_half_merged:
-            return f"{weights} have parts of an adapter: call unload_adapter or load_weights"
         cause = "were dropped by sleep(level=2), or left undone by a load that failed"
-        return f"{weights} {cause}: call load_weights with them"
+        return f"{weights} {cause}: call load_weights with them, or unload_adapter if that failed"
 
     def require_no_requests(self, name: str, pending: Sized) -> None:
         """Raise a RuntimeError if there are requests, which the call `name` would change half-way."""

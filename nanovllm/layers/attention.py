@@ -18,7 +18,7 @@ from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import DenseWeight, Rows, Weight
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Rounding
@@ -35,7 +35,7 @@ class AttentionSinks(LoadableModule):
         self.values = nn.Parameter(torch.empty(heads.size), requires_grad=False)
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         return {WeightTarget(name): WeightSlice.of((self.heads,), self.values.data)}
 
 
@@ -106,11 +106,11 @@ class Attention(CachedAttention):
 
     def should_project(self, weight: Weight, num_tokens: int, rope: NormRope) -> bool:
         """Return whether `project` supports this weight, and is faster than a product with `forward` after it."""
-        if not isinstance(weight, DenseWeight) or weight.bias is not None or self.layer.pages.scales is not None:
+        if not isinstance(weight, DenseWeight) or weight.bias is not None or rope.norm_weights is None:
             return False
-        if self.has_gates:
+        if self.has_gates or self.layer.pages.scales is not None:
             return False
-        return rope.norm_weights is not None and weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
+        return weight.policy.projects_qkv(num_tokens, weight.values, self.head_dim)
 
     def project(self, x: torch.Tensor, weight: Weight, rope: NormRope, positions: torch.Tensor) -> torch.Tensor:
         """Multiply x by the weight of queries, keys and values, and compute `qkv_rope_store` of it, in one kernel.
@@ -146,18 +146,17 @@ class Attention(CachedAttention):
         """
         # [num_tokens, num_heads (twice with gates) + 2 * num_kv_heads, head_dim]
         heads = qkv.view(len(positions), -1, self.head_dim)
-        if self.has_gates:
-            query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
-            attended = self.attend(query, rows)
-            assert isinstance(attended, torch.Tensor)
-            gates = heads if rows is None else heads[rows]
-            return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
-        if rows is None and self.layer.options.is_plain:
+        if rows is None and self.layer.options.is_plain and not self.has_gates:
             out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata(), rounding)
             if out is not None:
                 return out.flatten(1) if isinstance(out, torch.Tensor) else out
         query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
-        return self.attend(query, rows, rounding)
+        if not self.has_gates:
+            return self.attend(query, rows, rounding)
+        attended = self.attend(query, rows)
+        assert isinstance(attended, torch.Tensor)
+        gates = heads if rows is None else heads[rows]
+        return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
 
     def attend(self, query: torch.Tensor, rows: torch.Tensor | None = None, rounding: Rounding | None = None) -> Rows:
         """Attend over all that is stored, the step's tokens included.

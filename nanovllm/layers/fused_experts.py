@@ -23,7 +23,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
 from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsBias, ExpertsWeight, make_experts_weight
 from nanovllm.quantization.weight import DenseWeight, MatrixShard, Stream, Weight
-from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightTarget
 
 
 class SharedMLP(Protocol):
@@ -50,11 +50,11 @@ class Router(LoadableModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
         self.top_k, self.renormalize, self.sigmoid = config.top_k, config.renormalize, config.sigmoid
-        self.expert_bias: nn.Parameter | None = None
-        bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if config.has_biases else None
-        self.bias: nn.Parameter | None = bias
-        if config.sigmoid is not None and config.sigmoid.has_bias:
-            self.expert_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+        has_expert_bias = config.sigmoid is not None and config.sigmoid.has_bias
+        self.bias, self.expert_bias = (
+            nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if is_there else None
+            for is_there in (config.has_biases, has_expert_bias)
+        )
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -63,17 +63,17 @@ class Router(LoadableModule):
             self.expert_bias = nn.Parameter(self.expert_bias.float(), requires_grad=False)
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         slices = super().weight_slices(name)
         if self.expert_bias is not None:
             target = WeightTarget(f"{name}.expert_bias")
-            slices[target] = Float32Slice.of((Shard.whole(len(self.expert_bias)),), self.expert_bias.data)
+            slices[target] = slices[target].in_float32()
         return slices
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return {*self.policy.expert_rows(len(self.weight), self.top_k), *self.policy.dense_rows}
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return {*self.policy.expert_rows(len(self.weight), self.top_k), *self.policy.dense_rows}, ()
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
@@ -82,9 +82,8 @@ class Router(LoadableModule):
 
         Takes the arguments of `ColumnParallelLinear`.
         """
-        how, sigmoid = self.sigmoid, None
-        if how is not None:
-            sigmoid = SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
+        how = self.sigmoid
+        sigmoid = None if how is None else SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
         if norm is not None and norm.communicator.size > 1:
             (x, residual), norm = norm(x, residual), None
         params, added = (None, None) if norm is None else (Norm(norm.weight, norm.eps), residual)
@@ -121,18 +120,13 @@ class FusedExperts(nn.Module):
         outputs: dict[str | None, Shard] = {"gate": size, "up": size} if has_gate else {None: size}
         name = "gate_up_proj" if has_gate else "up_proj"
         first = _ExpertsLinear(shard.experts, MatrixShard(outputs, hidden), config, quant_config, f"{prefix}.{name}")
-        self.gate_up_proj: _ExpertsLinear | None = first if has_gate else None
-        self.up_proj: _ExpertsLinear | None = None if has_gate else first
+        self.add_module(name, first)
         self.down_proj = _ExpertsLinear(
             shard.experts, MatrixShard({None: hidden}, size), config, quant_config, f"{prefix}.down_proj"
         )
         self.communicator = communicator
-
-    @property
-    def _products(self) -> tuple[_ExpertsLinear, _ExpertsLinear]:
-        first = self.gate_up_proj or self.up_proj
-        assert first is not None
-        return first, self.down_proj
+        # In a tuple, since the first one's name differs.
+        self._products = first, self.down_proj
 
     @property
     def weights(self) -> tuple[ExpertsWeight, ExpertsWeight]:

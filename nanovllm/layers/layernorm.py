@@ -16,7 +16,7 @@ from typing_extensions import override
 from nanovllm.kernels import ops
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
@@ -32,17 +32,12 @@ class RMSNorm(LoadableModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps, self.offset = eps, offset
+        self.param_dtype = torch.float32 if offset else None
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.float32 if self.offset else dtype, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         slices = super().weight_slices(name)
-        if not self.offset:
-            return slices
-        return {target: Float32Slice(w.shape, w.index, w.region, self.offset) for target, w in slices.items()}
+        return {target: w.in_float32(self.offset) for target, w in slices.items()} if self.offset else slices
 
 
 class AllReduceRMSNorm(RMSNorm):
@@ -75,7 +70,7 @@ class ParallelRMSNorm(RMSNorm):
         self.shard = shard
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         return {WeightTarget(f"{name}.weight"): WeightSlice.of((self.shard,), self.weight.data)}
 
 

@@ -22,7 +22,7 @@ from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import ConvFilters, StateLayer
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.quantization.weight import Stream
-from nanovllm.weights.slices import Float32Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
@@ -72,6 +72,7 @@ class RecurrentLayer(StateLayer, LoadableModule):
     """
 
     HEAD_PARAMS: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+    param_dtype = torch.float32
 
     heads: Shard
     state_shape: tuple[int, int, int]
@@ -83,13 +84,9 @@ class RecurrentLayer(StateLayer, LoadableModule):
             setattr(self, name, nn.Parameter(torch.empty(self.heads.size), requires_grad=False))
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.float32, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         return {
-            WeightTarget(f"{name}.{param}"): Float32Slice.of((self.heads,), getattr(self, param).data)
+            WeightTarget(f"{name}.{param}"): WeightSlice.of((self.heads,), getattr(self, param).data).in_float32()
             for param in self.HEAD_PARAMS
         }
 
@@ -117,14 +114,9 @@ class RecurrentLayer(StateLayer, LoadableModule):
 
 
 def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str | None, Shard]:
-    """Return a projection as parts of a matrix.
+    """Return a projection, of `size` outputs a key head, as parts of a matrix.
 
-    Args:
-        name: of the projection.
-        key_heads: of this rank.
-        size: outputs of a key head.
-        by_head: whether each head is a part, as where checkpoints store several projections head by head; such parts
-            have the head's number after the name.
+    With `by_head` each head is a part, with its number after the name: checkpoints store several projections like that.
     """
     if not by_head:
         return {name: key_heads.times(size)}

@@ -19,7 +19,7 @@ from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import MatrixShard, Stream
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.mixers.states import ConvState, StatePool
@@ -36,7 +36,7 @@ class ConvFilters(LoadableModule):
         self.bias = nn.Parameter(torch.empty(self.channels), requires_grad=False) if has_bias else None
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         slices = {
             WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
             for part, channels, region in self.shard.split(self.weight.data)
@@ -86,12 +86,9 @@ class StateLayer(nn.Module, ABC):
         return self.o_proj(out, residual)
 
     def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        """Give the layer the memory of states.
+        """Give the layer the memory of states; ValueError if blocks are too small for it.
 
         places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
-
-        Raises:
-            ValueError: blocks are too small for the layer.
         """
         if pool.elements.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
             raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")

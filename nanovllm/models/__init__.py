@@ -39,11 +39,7 @@ def load_model(
     model_config: ModelConfig, communicator: Communicator, config: Config, folder: str, max_model_len: int,
     dtype: torch.dtype, device: torch.device,
 ) -> tuple[CausalLM, ModelWeights]:  # fmt: skip
-    """Make this rank's shard of a model for `max_model_len` positions, and load it as `config.load_format` says.
-
-    Raises:
-        ValueError: the weights do not fit; see `ModelWeights.load_folder`.
-    """
+    """Make this rank's shard of a model for `max_model_len` positions, and load it; see `CausalLM.load`."""
     if config.load_format == "dummy" and model_config.quantization is not None:
         # Random weights are quantised after they are drawn.
         model_config = replace(model_config, quantization=model_config.quantization.unstored())

@@ -46,8 +46,7 @@ class CausalLM(WeightedModel):
     ) -> ModelWeights:
         """Allocate the model for `max_model_len` positions, and load its weights as `config.load_format` says.
 
-        Raises:
-            ValueError: the weights do not fit, or the model cannot be run.
+        ValueError if they do not fit, or the model cannot be run.
         """
         from nanovllm.weights.model_weights import ModelWeights  # noqa: PLC0415
 
@@ -83,12 +82,12 @@ class CausalLM(WeightedModel):
     @property
     def kernel_rows(self) -> set[int]:
         """Row counts at which the choice of the weights' kernels changes."""
-        return {rows for module in self.loadable_modules for rows in module.kernel_rows}
+        return {rows for module in self.loadable_modules for rows in module.kernel_sizes[0]}
 
     @property
     def kernel_tokens(self) -> set[int]:
         """The subset of `kernel_rows` that is also compared with numbers of prompt tokens."""
-        return {tokens for module in self.loadable_modules for tokens in module.kernel_tokens}
+        return {tokens for module in self.loadable_modules for tokens in module.kernel_sizes[1]}
 
     def set_kernel_policy(self, policy: KernelPolicy) -> None:
         """Set the policy that chooses the kernels of all weights."""

@@ -1,10 +1,8 @@
 """The decoder of Llama (Touvron et al. 2023, arXiv:2302.13971) and of the families that follow its design.
 
 Pre-norm, with grouped-query attention, rotary embedding and a SwiGLU MLP. Differences between families are rows of
-`MODELS` in `configs/model.py`: Qwen3 normalises each head of queries and keys, Qwen2 has biases on them, OLMo 2 has
-its norms after attention and MLP. Differences between layers are in `ModelConfig.layers`: sliding windows, rotary
-embeddings, and mixtures of experts instead of the MLP. Activations are [num_tokens, size]: sequences are concatenated,
-and only attention knows their boundaries.
+`MODELS` in `configs/model.py`, differences between layers are in `ModelConfig.layers`. Activations are
+[num_tokens, size]: sequences are concatenated, and only attention knows their boundaries.
 
 Hidden states are a pair `(x, residual)`, as in `layers.layernorm`: the first linear layer of a branch also computes the
 norm before it, and the last one the residual addition after it, in one fused kernel where there is one.
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.state import StateLayer
 
     Mixer: TypeAlias = "SelfAttention | StateLayer | ParallelMixer"
-    FeedForward: TypeAlias = "MLP | Relu2MLP | SparseMLP"
+    FeedForward: TypeAlias = "MLP | SparseMLP"
 
 
 class SelfAttention(nn.Module):
@@ -132,60 +130,43 @@ class ParallelMixer(nn.Module):
 
 
 class MLP(nn.Module):
-    """A SwiGLU MLP; size: its columns of this rank."""
+    """An MLP of SwiGLU, or without a gate, of squares of positive values (So et al. 2021, arXiv:2109.08668).
+
+    size: its columns of this rank.
+    """
 
     def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
         super().__init__()
-        quant_config = config.quantization
-        self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, {"gate": size, "up": size}, quant_config=quant_config, prefix=f"{prefix}.gate_up_proj"
-        )
-        self.down_proj = RowParallelLinear(
-            size, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj"
-        )
+        hidden_size, quant_config = config.hidden_size, config.quantization
+        self.is_gated = not config.architecture.has_single_blocks
+        name = "gate_up_proj" if self.is_gated else "up_proj"
+        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if self.is_gated else {None: size}
+        first = MergedColumnParallelLinear(hidden_size, outputs, quant_config=quant_config, prefix=f"{prefix}.{name}")
+        self.add_module(name, first)
+        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
+        # In a tuple, since its name differs.
+        self._first = (first,)
 
     @property
     def weights(self) -> tuple[Weight, Weight]:
         """The weights of the first product and the last one."""
-        return self.gate_up_proj.weight, self.down_proj.weight
+        return self._first[0].weight, self.down_proj.weight
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
     ) -> Stream:
         """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        dtype = _dtype(x, norm, residual)
-        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
-        gate_up, residual = self.gate_up_proj(x, norm, residual, gated)
+        if not self.is_gated:
+            up, residual = self._first[0](x, norm, residual)
+            return self.down_proj(up.relu().square(), residual)
+        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], _dtype(x, norm, residual))
+        gate_up, residual = self._first[0](x, norm, residual, gated)
         return self.down_proj(gate_up, residual)
 
 
 def _dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
     """Return the dtype of `norm(x + residual)`."""
     return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
-
-
-class Relu2MLP(nn.Module):
-    """An MLP of squares of positive values (So et al. 2021, arXiv:2109.08668); size: its columns of this rank."""
-
-    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
-        super().__init__()
-        hidden_size, quant_config = config.hidden_size, config.quantization
-        self.up_proj = MergedColumnParallelLinear(
-            hidden_size, {None: size}, quant_config=quant_config, prefix=f"{prefix}.up_proj"
-        )
-        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
-
-    @property
-    def weights(self) -> tuple[Weight, Weight]:
-        """The weights of the first product and the last one."""
-        return self.up_proj.weight, self.down_proj.weight
-
-    def forward(
-        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> Stream:
-        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        up, residual = self.up_proj(x, norm, residual)
-        return self.down_proj(up.relu().square(), residual)
 
 
 class DecoderLayer(nn.Module):
@@ -207,7 +188,7 @@ class DecoderLayer(nn.Module):
 
 
 class PostNormDecoderLayer(nn.Module):
-    """Attention and MLP, each added to the residual stream after a norm."""
+    """A layer with the same parts, whose outputs are normalised before they are added."""
 
     def __init__(self, config: ModelConfig, communicator: Communicator, attention: Mixer, mlp: FeedForward) -> None:
         super().__init__()
@@ -304,28 +285,21 @@ def make_layer(
     rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
 ) -> nn.Module:  # fmt: skip
     """Return a decoder layer; prefix: its name in the checkpoint."""
-    mixer = _make_mixer(config, shard, communicator, layer, rotaries, prefix)
-    make_mlp = partial(_make_mlp, config, shard, communicator, layer.has_experts)
-    if config.architecture.has_single_blocks:
-        block = make_mlp(f"{prefix}.mixer") if mixer is None else mixer
-        return SingleDecoderLayer(config, communicator, block, mixes=mixer is not None)
-    assert mixer is not None
+    is_single = config.architecture.has_single_blocks
+    state = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
+    mixer: Mixer | None = state
+    if layer.attends:
+        rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
+        name = f"{prefix}.{'mixer' if is_single else 'self_attn'}"
+        attention = SelfAttention(config, shard, communicator, rotary, options, name)
+        mixer = attention if state is None else ParallelMixer(attention, state)
+    if is_single and mixer is not None:
+        return SingleDecoderLayer(config, communicator, mixer, mixes=True)
+    mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.{'mixer' if is_single else 'mlp'}")
+    if mixer is None:
+        return SingleDecoderLayer(config, communicator, mlp, mixes=False)
     kind = PostNormDecoderLayer if config.architecture.norms == "after" else DecoderLayer
-    return kind(config, communicator, mixer, make_mlp(f"{prefix}.mlp"))
-
-
-def _make_mixer(
-    config: ModelConfig, shard: ModelShard, communicator: Communicator, layer: LayerConfig,
-    rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
-) -> Mixer | None:  # fmt: skip
-    """Return a layer's attention, its layer with a state, or both; None if it has neither."""
-    mixer = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
-    if not layer.attends:
-        return mixer
-    rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
-    name = "mixer" if config.architecture.has_single_blocks else "self_attn"
-    attention = SelfAttention(config, shard, communicator, rotary, options, f"{prefix}.{name}")
-    return attention if mixer is None else ParallelMixer(attention, mixer)
+    return kind(config, communicator, mixer, mlp)
 
 
 def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateLayer:
@@ -341,14 +315,13 @@ def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> St
 def _make_mlp(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
 ) -> FeedForward:
-    make = Relu2MLP if config.architecture.has_single_blocks else MLP
     if not has_experts:
-        return make(config, shard.intermediate, prefix)
+        return MLP(config, shard.intermediate, prefix)
     from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
 
     assert shard.experts is not None
     size = shard.experts.shared
-    shared_expert = None if size is None else make(config, size, f"{prefix}.shared_expert")
+    shared_expert = None if size is None else MLP(config, size, f"{prefix}.shared_expert")
     return SparseMLP(config, shard, communicator, prefix, shared_expert)
 
 

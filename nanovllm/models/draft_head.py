@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,7 +34,7 @@ from nanovllm.utils.display import shown
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.slices import Int64Slice, LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -114,17 +115,16 @@ class DraftHead(CausalLM):
 class TokenOffsets(LoadableModule):
     """Maps tokens of the head's vocabulary to the target model's by adding an offset to each."""
 
+    param_dtype = torch.int64
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.offsets = nn.Parameter(torch.empty(size, dtype=torch.int64), requires_grad=False)
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.int64, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
-        return {WeightTarget(name): Int64Slice.of((Shard.whole(len(self.offsets)),), self.offsets.data)}
+    def weight_slices(self, name: str) -> Slices:
+        part = WeightSlice.of((Shard.whole(len(self.offsets)),), self.offsets.data)
+        return {WeightTarget(name): replace(part, dtypes=(torch.int64, torch.int32))}
 
 
 class Eagle3Layer(nn.Module):
@@ -286,8 +286,7 @@ def _multiply_part(x: torch.Tensor, linear: RowParallelLinear) -> torch.Tensor:
 def eagle3_tensors(folder: str) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of an EAGLE-3 head, in safetensors or a file of torch's, by the names of the first ones.
 
-    Raises:
-        ValueError: there are none, or a file is damaged.
+    ValueError if there are none, or a file is damaged.
     """
     path = os.path.join(folder, _PICKLED)
     stored: Iterable[tuple[str, Any]]
@@ -305,17 +304,9 @@ def eagle3_tensors(folder: str) -> Iterator[tuple[str, Any]]:
 def load_draft_head(
     config: Config, target: CausalLM, folder: str, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> DraftHead | None:
-    """Load the head that `speculative_config` asks for; None for other methods.
+    """Load the head that `speculative_config` asks for; None for other methods, ValueError if it does not fit.
 
-    Args:
-        config: of the engine.
-        target: the target model, loaded.
-        folder: the target model's.
-        max_model_len: of the engine; drafts may be beyond it.
-        dtype, device: the target model's.
-
-    Raises:
-        ValueError: the model has no such head, or it does not fit.
+    The folder is the target model's. Drafts may be beyond `max_model_len`.
     """
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":

@@ -134,21 +134,17 @@ def merged(linears: list[nn.Linear]) -> DenseWeight:
     """Merge linear layers of one input into one product."""
     if len(linears) == 1:
         return dense_weight(linears[0].weight, linears[0].bias)
+    sizes, bias = [linear.out_features for linear in linears], None
     weight = torch.cat([linear.weight.data for linear in linears])
-    # The replaced layers still exist for a while, and would keep their memory.
-    for linear, part in zip(linears, weight.split([linear.out_features for linear in linears]), strict=True):
+    # The replaced layers' parameters become views, to free memory and since updates are written to them.
+    for linear, part in zip(linears, weight.split(sizes), strict=True):
         linear.weight.data = part
-    if all(linear.bias is None for linear in linears):
-        return dense_weight(weight, None)
-    biases = torch.cat([_bias_of(linear) for linear in linears])
-    for linear, part in zip(linears, biases.split([linear.out_features for linear in linears]), strict=True):
-        if linear.bias is not None:
-            linear.bias.data = part
-    return dense_weight(weight, biases)
-
-
-def _bias_of(linear: nn.Linear) -> torch.Tensor:
-    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.data
+    if any(linear.bias is not None for linear in linears):
+        bias = weight.new_zeros(len(weight))
+        for linear, part in zip(linears, bias.split(sizes), strict=True):
+            if linear.bias is not None:
+                linear.bias.data = part.copy_(linear.bias.data)
+    return dense_weight(weight, bias)
 
 
 def norm_factor(norm: nn.Module, like: torch.Tensor) -> torch.Tensor:
@@ -205,8 +201,6 @@ def _replace(model: nn.Module, match: Callable[[nn.Module], nn.Module | None], a
 
 @dataclass(frozen=True)
 class _Call:
-    """A recorded call of a module."""
-
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -266,7 +260,7 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
             x[0] *= 1e-3
             # An outlier with a large normalised value.
             x[1, 0] *= 1e3
-            if not _equal(outputs(x), rms_norm_ref(x, factor, eps)[0]):
+            if not are_close(outputs(x), rms_norm_ref(x, factor, eps)[0]):
                 return None
     except _ERRORS_OF_OTHERS:
         return None
@@ -277,9 +271,8 @@ def _as_norm(module: nn.Module) -> FusedNorm | None:
 def _as_mlp(module: nn.Module) -> FusedMLP | None:
     """Return a module as a SwiGLU MLP if it is equivalent to one of two or three linear layers."""
     linears = [child for child in module.children() if type(child) is nn.Linear]
-    if len(linears) not in (2, 3) or sum(1 for _ in module.parameters()) != sum(
-        1 for linear in linears for _ in linear.parameters()
-    ):
+    has_more = len(list(module.parameters())) != sum(len(list(linear.parameters())) for linear in linears)
+    if len(linears) not in (2, 3) or has_more:
         return None
     down = next((linear for linear in linears if linear.out_features == linears[0].in_features), linears[-1])
     others = [linear for linear in linears if linear is not down]
@@ -302,7 +295,7 @@ def _is_swiglu(module: nn.Module, gate_up: list[nn.Linear], down: nn.Linear, sca
     except _ERRORS_OF_OTHERS:
         return False
     gated = silu_and_mul_ref(torch.cat([_linear(x, linear) for linear in gate_up], dim=-1))
-    return _equal(out, _linear(gated, down))
+    return are_close(out, _linear(gated, down))
 
 
 def _as_attention(
@@ -366,7 +359,11 @@ class _AttentionMatch:
         }
         kwargs["position_embeddings"] = angles
         kwargs, args = (kwargs | {"hidden_states": x[None]}, ()) if not self.call.args else (kwargs, (x[None],))
-        with probing(makes_layers=False, answers=partial(_noise, scale)) as probe:
+
+        def noise(size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            return scale * _random(*size, like=x).to(device, dtype)
+
+        with probing(makes_layers=False, answers=noise) as probe:
             out = module(*args, **kwargs)[0][0]
         query, key, value = probe.tensors
         pages = KVPages(torch.empty_like(key)[None], torch.empty_like(value)[None])
@@ -376,7 +373,7 @@ class _AttentionMatch:
         ours = qkv_rope_store_ref(qkv, NormRope(norms, eps, table), positions, pages, slots)
         pairs = [(query, ours), (key, pages.k_cache[0]), (value, pages.v_cache[0])]
         pairs.append((out, _linear(probe.answered[0][0].flatten(1), self.o_proj)))
-        return all(_equal(theirs, mine) for theirs, mine in pairs)
+        return all(are_close(theirs, mine) for theirs, mine in pairs)
 
     def fused(self) -> FusedAttention:
         """Return the module with our kernels."""
@@ -392,15 +389,14 @@ def _rotary_of(call: _Call | None, max_model_len: int) -> RotaryEmbedding | None
     """Return a table for the module that made cosines and sines; None if these are not by halves of heads."""
     if call is None:
         return None
-    args, kwargs = list(call.args), dict(call.kwargs)
-    for arguments, keys in ((args, range(len(args))), (kwargs, list(kwargs))):
-        for key in keys:
-            given = arguments[key]  # type: ignore[index]
-            if _is_positions(given):
-                arguments[key] = torch.arange(max_model_len, device=given.device)[None]  # type: ignore[index]
-            elif isinstance(given, torch.Tensor):
-                arguments[key] = given.float()  # type: ignore[index]
-    cos, sin = (x[0] for x in call.module(*args, **kwargs))
+
+    def in_float32(given: Any) -> Any:
+        if _is_positions(given):
+            return torch.arange(max_model_len, device=given.device)[None]
+        return given.float() if isinstance(given, torch.Tensor) else given
+
+    kwargs = {key: in_float32(given) for key, given in call.kwargs.items()}
+    cos, sin = (x[0] for x in call.module(*map(in_float32, call.args), **kwargs))
     if cos.shape[0] != max_model_len:
         return None
     half = cos.shape[-1] // 2
@@ -420,12 +416,9 @@ def _random(*shape: int, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(*shape, generator=generator).to(like.device)
 
 
-def _noise(scale: float, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return scale * torch.randn(size, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-
-
-def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and torch.allclose(x, y, rtol=_TOLERANCE, atol=_TOLERANCE * max(x.std().item(), 1e-6))
+def are_close(x: torch.Tensor, y: torch.Tensor, tolerance: float = _TOLERANCE) -> bool:
+    """Return whether two tensors of floats are equal but for rounding."""
+    return x.shape == y.shape and torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(x.std().item(), 1e-6))
 
 
 def _linear(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:

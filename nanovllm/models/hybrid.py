@@ -12,7 +12,7 @@ from typing_extensions import override
 from nanovllm.configs.model import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.weights.slices import WeightSlice, WeightTarget
+from nanovllm.weights.slices import Slices, WeightTarget
 
 _SKIPPED = ("visual.", "mtp.")
 """Vision towers, and layers of multi-token prediction (MTP)."""
@@ -122,7 +122,7 @@ class FalconH1ForCausalLM(MambaForCausalLM):
     }  # fmt: skip
 
     @override
-    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self) -> Slices:
         assert self.config.multipliers is not None
         slices, factors = super().weight_slices(), self.config.multipliers.weights
         for target, part in slices.items():

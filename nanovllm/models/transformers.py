@@ -25,14 +25,14 @@ from typing_extensions import override
 from nanovllm.config import Config
 from nanovllm.configs.model import MODELS, ModelConfig, transformers_class
 from nanovllm.models.base import CausalLM
-from nanovllm.models.fuse import NUM_ROWS, fuse, fuse_linears, step_positions
+from nanovllm.models.fuse import NUM_ROWS, are_close, fuse, fuse_linears, step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import SourceParameters, shard_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard
 from nanovllm.weights.files import misfit, stored_tensors
 from nanovllm.weights.model_weights import ModelWeights, WholeTensor
-from nanovllm.weights.slices import WeightSlice, WeightTarget
+from nanovllm.weights.slices import Slices, WeightTarget
 
 _logger = logging.getLogger(__name__)
 _PROBED_TOKENS = 128
@@ -43,11 +43,7 @@ _COARSE_TOLERANCE = 3e-2
 
 
 class TransformersForCausalLM(CausalLM):
-    """A transformers model over the paged KV cache.
-
-    Raises:
-        ValueError: transformers lacks the model, or its attention cannot be replaced.
-    """
+    """A transformers model over the paged KV cache; ValueError if transformers lacks it."""
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)
@@ -86,7 +82,7 @@ class TransformersForCausalLM(CausalLM):
         return ModelWeights(self, device, self.communicator)
 
     @override
-    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self) -> Slices:
         """Return the slices by the parameter names of transformers' model."""
         return self._sources.slices(self)
 
@@ -105,7 +101,6 @@ class TransformersForCausalLM(CausalLM):
             yield name, WholeTensor(parameter.detach())
 
     def _divide(self) -> dict[str, tuple[slice, ...]]:
-        """Keep only this rank's shard of the model; see `shard_model`."""
         try:
             return shard_model(self.head, self.shard, self.communicator)
         except ValueError as error:
@@ -183,7 +178,7 @@ class TransformersForCausalLM(CausalLM):
     def _all_are_close(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Return whether the tensors of each pair are equal but for rounding, on all ranks."""
         tolerance = _TOLERANCES.get(self._dtype, _COARSE_TOLERANCE)
-        is_close = all(_are_close(x.float(), y.float(), tolerance) for x, y in pairs)
+        is_close = all(are_close(x.float(), y.float(), tolerance) for x, y in pairs)
         return bool(self.communicator.all_reduce_min(int(is_close)))
 
     def _drop_towers(self, called: set[str]) -> None:
@@ -196,7 +191,8 @@ class TransformersForCausalLM(CausalLM):
         """Check and store the shapes that the first tokens have shown of the layers."""
         if len(probe.modules) != self.config.num_layers:
             raise ValueError(f"{len(probe.modules)} of {self.config.num_layers} layers attend")
-        if len(numbers := sorted(set(probe.num_heads))) > 1:
+        # Queries, keys and values of each layer.
+        if len(numbers := sorted({query.shape[1] for query in probe.tensors[::3]})) > 1:
             raise ValueError(f"its layers have different numbers of query heads: {numbers}")
         # Some models implement a window only in transformers' cache, without which they would compute something else.
         # Layers that share a cache are missing there.
@@ -205,10 +201,8 @@ class TransformersForCausalLM(CausalLM):
             seen, kept = layer.options.window, getattr(cached, "sliding_window", None)
             if kept is not None and (seen is None or seen > kept):
                 raise ValueError(f"its cache keeps {kept} tokens, its mask shows {'all' if seen is None else seen}")
-        heads, kv_heads = probe.num_heads[0], self.attention_layers[0].num_kv_heads
-        shard = self.shard
-        is_divided = heads != shard.heads.total
-        if self.communicator.size > 1 and is_divided:
+        heads, kv_heads, shard = numbers[0], self.attention_layers[0].num_kv_heads, self.shard
+        if self.communicator.size > 1 and heads != shard.heads.total:
             counts = {(heads, layer.num_kv_heads) for layer in self.attention_layers}
             if counts != {(shard.heads.size, shard.kv_heads.size)}:
                 raise ValueError(f"its layers have other heads than its config says: {sorted(counts)} on this rank")
@@ -233,7 +227,6 @@ class TransformersForCausalLM(CausalLM):
             raise ValueError("its head mixes tokens")
 
     def _fuse(self, max_model_len: int, device: torch.device) -> None:
-        """Use our kernels where they compute the same as the model's code."""
         positions = torch.arange(NUM_ROWS, device=device)
         fused = fuse(self.model, lambda: self._run(positions, positions), max_model_len)
         fuse_linears(self.head)
@@ -379,7 +372,3 @@ def _fix_rope(model: nn.Module, max_model_len: int, device: torch.device) -> Non
                 by_layer[layer_type] = "default"
         if not isinstance(kinds, dict) and kinds is not None:
             module.rope_type = by_layer[None]
-
-
-def _are_close(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> bool:
-    return torch.allclose(x, y, rtol=tolerance, atol=tolerance * max(x.std().item(), 1e-6))

@@ -59,7 +59,7 @@ class Probe:
     Attributes:
         makes_layers: whether to create the layers; otherwise they exist.
         answers: makes attention's output of a given size.
-        modules, num_heads: the attention modules, and their numbers of query heads.
+        modules: the attention modules.
         tensors: queries, keys and values of each module, [num_tokens, heads, size] float32, of all rows.
         settings: scale, window and softcap of each module.
         masks: the masks made, with their windows.
@@ -69,7 +69,6 @@ class Probe:
     makes_layers: bool
     answers: Callable[..., torch.Tensor] = torch.zeros
     modules: list[nn.Module] = field(default_factory=list)
-    num_heads: list[int] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     settings: list[tuple[float | None, int | None, float | None]] = field(default_factory=list)
     masks: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
@@ -119,7 +118,6 @@ def _attend(
     if module in probe.modules:
         raise ValueError(f"{name} attends twice with one set of weights")
     probe.modules.append(module)
-    probe.num_heads.append(query.shape[1])
     probe.tensors += (x.transpose(1, 2).flatten(0, 1).float() for x in (query, key, value))
     probe.settings.append((scaling, sliding_window, softcap))
     if probe.makes_layers:
@@ -143,8 +141,7 @@ def _attend(
 def _window_of(mask: torch.Tensor | None, num_tokens: int, name: str) -> int | None:
     """Return the window of the mask that an attention module got."""
     probe = _probe.get()
-    made = [] if mask is None or probe is None else probe.masks
-    for known, window in made:
+    for known, window in [] if probe is None else probe.masks:
         if mask is not None and known.data_ptr() == mask.data_ptr() and torch.equal(mask, _causal(num_tokens, mask)):
             return window
     raise ValueError(f"the attention mask of {name} is not one of transformers' masking_utils")

@@ -19,7 +19,7 @@ from typing_extensions import override
 from nanovllm.models.fuse import FusedNorm
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ModelShard, Shard, even_shard
-from nanovllm.weights.slices import WeightSlice, WeightTarget
+from nanovllm.weights.slices import Slices, WeightSlice, WeightTarget
 
 _WHOLE = {
     "colwise_gather_output", "colwise_rep", "embedding_rowwise", "replicate", "replicated",
@@ -46,10 +46,8 @@ class RowParallel(nn.Module):
 def shard_model(head: Any, shard: ModelShard, communicator: Communicator) -> dict[str, tuple[slice, ...]]:
     """Reduce a model to this rank's shard: heads and MLP columns by its plan, and a part of the LM head's tokens.
 
-    Returns the slices of sharded parameters by name, one slice per dimension; trailing ones may be omitted.
-
-    Raises:
-        ValueError: the plan is missing or not supported, or the head is not a linear layer.
+    Returns the slices of sharded parameters by name, one slice per dimension; trailing ones may be omitted. ValueError
+    if the plan is missing or not supported, or the head is not a linear layer.
     """
     plan: dict[str, str] = head.tp_plan or {}
     # A plan names modules or parameters, with stars for layer numbers.
@@ -148,22 +146,21 @@ class SourceParameters:
         is_needed = name in self._parameters and name in self._shapes
         return [WeightTarget(name)] if is_needed or name not in {*self._shapes, *self._tied_to} else []
 
-    def slices(self, model: nn.Module) -> dict[WeightTarget, WeightSlice]:
+    def slices(self, model: nn.Module) -> Slices:
         """Return this rank's slice of each parameter; model: the final model."""
         norms: dict[nn.Parameter, tuple[FusedNorm, ...]] = {}
         for norm in model.modules():
             if isinstance(norm, FusedNorm):
                 for parameter in norm.source.parameters():
                     norms[parameter] = (*norms.get(parameter, ()), norm)
-        found: dict[WeightTarget, WeightSlice] = {}
+        found: Slices = {}
         for name, parameter in self._parameters.items():
             if name in self._shapes:
                 copies = [copy for copy, own in self._tied_to.items() if own == name and copy in self._parameters]
                 tied = tuple(self._slice(name, copy) for copy in copies)
                 own = self._slice(name, name)
-                found[WeightTarget(name)] = SourceSlice(
-                    own.shape, own.index, own.region, tied, norms.get(parameter, ())
-                )
+                of_norms = norms.get(parameter, ())
+                found[WeightTarget(name)] = SourceSlice(own.shape, own.index, own.region, tied, of_norms)
         return found
 
     def _slice(self, name: str, place: str) -> WeightSlice:

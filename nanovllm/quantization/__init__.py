@@ -18,14 +18,7 @@ if TYPE_CHECKING:
 def make_weight(
     quant_config: QuantizationConfig | None, prefix: str, shard: MatrixShard, has_bias: bool = False
 ) -> Weight:
-    """Return the weight of a layer, not yet filled.
-
-    Args:
-        quant_config: of the model; None if nothing is quantised.
-        prefix: name of the layer in the model.
-        shard: this rank's part of the matrix.
-        has_bias: whether the layer has a bias.
-    """
+    """Return the weight of the layer with the name `prefix`, not yet filled; a model may not be quantised (None)."""
     if quant_config is None or quant_config.ignores(prefix, shard.outputs):
         return DenseWeight(shard, has_bias)
     if quant_config.four_bits is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from nanovllm.quantization.four_bits import FourBitValues
 from nanovllm.quantization.fp8 import Fp8Values
 from nanovllm.quantization.quantized import QuantizedMatrix
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 
 class ExpertsTensors(LoadableModule, ABC):
@@ -34,12 +33,12 @@ class ExpertsTensors(LoadableModule, ABC):
     alternates: bool = False
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         """Return this rank's part of each projection of each expert: nothing of other ranks' experts."""
         layer, experts = name.rpartition(".")[0], self.experts
-        slices: dict[WeightTarget, WeightSlice] = {}
+        slices: Slices = {}
         for number in range(experts.total):
-            is_here, start, made = experts.start <= number < experts.stop, 0, list[dict[WeightTarget, WeightSlice]]()
+            is_here, start, made = experts.start <= number < experts.stop, 0, list[Slices]()
             for part, outputs in self.shard.outputs.items():
                 held = outputs if is_here else Shard(0, 0, outputs.total)
                 target, place = WeightTarget(layer, part, number), number - experts.start if is_here else 0
@@ -50,16 +49,14 @@ class ExpertsTensors(LoadableModule, ABC):
                 for tensors in zip(*(part.items() for part in made), strict=True):
                     target = tensors[0][0]._replace(part=None)
                     parts = tuple(part for _, part in tensors)
-                    slices[target] = WovenSlice.of(parts, is_transposed=target.param.endswith(".weight"))
+                    slices[target] = WovenSlice.of_parts(parts, is_transposed=target.param.endswith(".weight"))
             else:
                 for part_slices in made:
                     slices |= part_slices
         return slices
 
     @abstractmethod
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         """Return the slices of one expert's projection, which begins at output `start` of the matrix at `place`.
 
         target: with the layer's name as `param`.
@@ -86,9 +83,7 @@ class ExpertsBias(ExpertsTensors):
         self.values = nn.Parameter(torch.empty(experts.size, shard.size[0]), requires_grad=False)
 
     @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         part = WeightSlice.of((outputs,), self.values.data[place, start : start + outputs.size])
         factor = float(self.shard.inputs.start == 0)
         return {target._replace(param=f"{target.param}.bias"): replace(part, factor=factor)}
@@ -103,28 +98,20 @@ class WovenSlice(WeightSlice):
         is_transposed: whether the tensor is [inputs, outputs].
     """
 
-    has_model_dtype: ClassVar[bool] = False
+    is_plain = False
 
     parts: tuple[WeightSlice, ...]
     is_transposed: bool
 
     @classmethod
-    def of(cls, parts: tuple[WeightSlice, ...], is_transposed: bool) -> WovenSlice:  # type: ignore[override]
+    def of_parts(cls, parts: tuple[WeightSlice, ...], is_transposed: bool) -> WovenSlice:
         """Return the slice of projections of equal shapes."""
         first, count = parts[0], len(parts)
         rows = slice(first.index[0].start * count, first.index[0].stop * count)
         shape, index = (first.shape[0] * count, *first.shape[1:]), (rows, *first.index[1:])
         if is_transposed:
             shape, index = shape[::-1], index[::-1]
-        return cls(shape, index, first.region, parts, is_transposed)
-
-    @override
-    def check_dtype(self, name: str, dtype: torch.dtype) -> None:
-        self.parts[0].check_dtype(name, dtype)
-
-    @override
-    def check_values(self, name: str, tensor: Any) -> None:
-        self.parts[0].check_values(name, tensor)
+        return cls(shape, index, first.region, parts, is_transposed, dtypes=first.dtypes, check=first.check)
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
@@ -147,9 +134,7 @@ class DenseExpertsWeight(ExpertsWeight):
         return self.values
 
     @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         region = self.values.data[place, start : start + outputs.size]
         return {target._replace(param=f"{target.param}.weight"): WeightSlice.of((outputs, self.shard.inputs), region)}
 
@@ -162,9 +147,7 @@ class QuantizedExpertsWeight(QuantizedMatrix, ExpertsWeight):
         self.experts = experts
 
     @override
-    def projection_slices(
-        self, target: WeightTarget, outputs: Shard, place: int, start: int
-    ) -> dict[WeightTarget, WeightSlice]:
+    def projection_slices(self, target: WeightTarget, outputs: Shard, place: int, start: int) -> Slices:
         return self.part_slices(target, outputs, self.matrix.expert(place).outputs(start, start + outputs.size))
 
 

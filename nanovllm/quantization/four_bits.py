@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +16,9 @@ from typing_extensions import override
 from nanovllm.configs.quantization import FourBits, QuantizationConfig
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix, pack, quantize_four_bits, wide_scales
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.quantized import Convert, ConvertedSlice, QuantizedMatrix, QuantizedWeight
+from nanovllm.quantization.quantized import QuantizedMatrix, QuantizedWeight
 from nanovllm.quantization.weight import MatrixShard
-from nanovllm.weights.slices import WeightSlice, WeightTarget
+from nanovllm.weights.slices import Convert, Slices, WeightSlice, WeightTarget
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Outputs by their places in a word, from the lowest bits on."""
@@ -59,13 +59,8 @@ class FourBitValues(QuantizedMatrix):
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return self.policy.four_bit_rows
-
-    @property
-    @override
-    def kernel_tokens(self) -> Collection[int]:
-        return self.policy.four_bit_tokens
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return self.policy.four_bit_rows, self.policy.four_bit_tokens
 
     @override
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -74,18 +69,17 @@ class FourBitValues(QuantizedMatrix):
             self.scales = self.scales.to(dtype)
 
     @override
-    def part_slices(
-        self, target: WeightTarget, outputs: Shard, region: FourBitMatrix
-    ) -> dict[WeightTarget, WeightSlice]:
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: FourBitMatrix) -> Slices:
         stored, slices = self.four_bits.stored, dict[str, WeightSlice]()
         if stored is None:
-            slices["weight"] = RoundingSlice.of(outputs, self.shard.inputs, region)
+            matrix, shards = region.outputs(0, outputs.num_present), (outputs, self.shard.inputs)
+            shape, index = tuple(shard.total for shard in shards), tuple(shard.present for shard in shards)
+            slices["weight"] = RoundingSlice(shape, index, matrix.values.data, matrix)
         else:
             slices |= _FORMATS[stored](_Projection(self.four_bits, outputs, self.shard.inputs, region))
         if self.config.has_input_scale:
-            # It is not used.
             name = "input_global_scale" if stored == "nvfp4" else "input_scale"
-            slices[name] = ConvertedSlice((), (), self.values, shapes=((1,),))
+            slices[name] = WeightSlice((), (), self.values, shapes=((1,),), is_used=False)
         return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
 
 
@@ -105,20 +99,11 @@ def _check_e8m0(name: str, values: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class RoundingSlice(WeightSlice):
-    """A slice of a tensor of floats that is rounded when it is stored.
+    """A slice of a tensor of floats that is rounded when it is stored; matrix: where it goes."""
 
-    matrix: where it goes.
-    """
-
-    has_model_dtype: ClassVar[bool] = False
+    is_plain = False
 
     matrix: FourBitMatrix
-
-    @classmethod
-    def of(cls, outputs: Shard, inputs: Shard, region: FourBitMatrix) -> RoundingSlice:  # type: ignore[override]
-        """Return the slice whose outputs and inputs go into a matrix."""
-        index, matrix = (outputs.present, inputs.present), region.outputs(0, outputs.num_present)
-        return cls((outputs.total, inputs.total), index, matrix.values.data, matrix)
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
@@ -171,11 +156,11 @@ class _Projection:
         }
         self._dims["bytes of a group"] = 16, slice(0, 16)
 
-    def tensor(self, region: torch.Tensor, *dims: str, convert: Convert | None = None, **options: Any) -> WeightSlice:
-        """Return the slice of a tensor with these dimensions; options: of `ConvertedSlice`."""
+    def tensor(self, region: torch.Tensor, *dims: str, **options: Any) -> WeightSlice:
+        """Return the slice of a tensor with these dimensions; options: of `WeightSlice`."""
         shape, index = zip(*(self._dims[name] for name in dims), strict=True)
         outputs_dim = next((i for i, name in enumerate(dims) if name.endswith("outputs")), None)
-        return ConvertedSlice(shape, index, region, convert, outputs_dim=outputs_dim, **options)
+        return WeightSlice(shape, index, region, outputs_dim=outputs_dim, **options)
 
     def values(self, unpack: Convert, *dims: str, stored_as: torch.dtype = torch.int32) -> WeightSlice:
         """Return the slice of a tensor that `unpack` makes bits of values, [outputs, inputs], maybe with padding."""
@@ -183,7 +168,7 @@ class _Projection:
         def convert(words: torch.Tensor) -> torch.Tensor:
             return pack(unpack(words)[: len(self.matrix.values), : self.matrix.in_features])
 
-        return self.tensor(self.matrix.values, *dims, convert=convert, stored_as=(stored_as,))
+        return self.tensor(self.matrix.values, *dims, convert=convert, dtypes=(stored_as,))
 
     def zeros(self, unpack: Convert, *dims: str) -> WeightSlice:
         """Return the slice of a tensor that `unpack` makes zeros, [outputs, groups], maybe with padding."""
@@ -196,8 +181,8 @@ class _Projection:
                 raise ValueError(f"{name!r} has zeros other than 8, though the config says that values are symmetric")
 
         if self.matrix.zeros is None:
-            return self.tensor(self.matrix.scales, *dims, check=check_eight, stored_as=_INTS)
-        return self.tensor(self.matrix.zeros, *dims, convert=convert, stored_as=_INTS)
+            return self.tensor(self.matrix.scales, *dims, check=check_eight, dtypes=_INTS, is_used=False)
+        return self.tensor(self.matrix.zeros, *dims, convert=convert, dtypes=_INTS)
 
     def scales(self, convert: Convert, *dims: str) -> WeightSlice:
         """Return the slice of a tensor of floats that are converted to scales, [outputs, groups]."""
@@ -221,9 +206,9 @@ def _gptq(part: _Projection) -> dict[str, WeightSlice]:
         "qweight": part.values(lambda words: _words(words, 0).T, "words of inputs", "outputs"),
         "qzeros": part.zeros(lambda words: (_words(words, 1).T + offset) & 15, "groups", "words of outputs"),
         "scales": part.scales(torch.t, "groups", "outputs"),
-        "g_idx": ConvertedSlice(
-            (part.num_ins,), (slice(0, part.num_ins),), part.matrix.scales, stored_as=_INTS, check=check_groups,
-            outputs_dim=None,
+        "g_idx": WeightSlice(
+            (part.num_ins,), (slice(0, part.num_ins),), part.matrix.scales, dtypes=_INTS, check=check_groups,
+            outputs_dim=None, is_used=False,
         ),
     }  # fmt: skip
 
@@ -246,8 +231,8 @@ def _compressed(part: _Projection) -> dict[str, WeightSlice]:
     slices = {
         "weight_packed": part.values(lambda words: _words(words, 1), "outputs", "words of inputs"),
         "weight_scale": part.scales(torch.Tensor.float, "outputs", "groups"),
-        "weight_shape": ConvertedSlice(
-            (2,), (slice(0, 2),), part.matrix.values, stored_as=(torch.int64, torch.int32), outputs_dim=None
+        "weight_shape": WeightSlice(
+            (2,), (slice(0, 2),), part.matrix.values, dtypes=(torch.int64, torch.int32), outputs_dim=None, is_used=False
         ),
     }
     if part.matrix.zeros is not None:
@@ -263,18 +248,17 @@ def _nvfp4(part: _Projection, values: str, factor: str, convert: Convert) -> dic
         values: part.values(_pairs, "outputs", "pairs of inputs", stored_as=torch.uint8),
         "weight_scale": part.tensor(
             matrix.scales, "outputs", "groups", convert=lambda scales: scales.view(torch.uint8),
-            stored_as=(torch.float8_e4m3fn,),
+            dtypes=(torch.float8_e4m3fn,),
         ),
-        factor: ConvertedSlice((), (), matrix.factors, convert, shapes=((1,),), check=_check_finite),
+        factor: WeightSlice((), (), matrix.factors, convert=convert, shapes=((1,),), check=_check_finite),
     }  # fmt: skip
 
 
 def _mxfp4(part: _Projection, values: str, scales: str, *dims: str) -> dict[str, WeightSlice]:
     """Bytes of inputs, [outputs, ...], and scales in e8m0."""
-    e8m0: dict[str, Any] = {"convert": lambda scales: scales, "check": _check_e8m0, "stored_as": (torch.uint8,)}
     return {
         values: part.values(_pairs, "outputs", *dims, stored_as=torch.uint8),
-        scales: part.tensor(part.matrix.scales, "outputs", "groups", **e8m0),
+        scales: part.tensor(part.matrix.scales, "outputs", "groups", check=_check_e8m0, dtypes=(torch.uint8,)),
     }
 
 

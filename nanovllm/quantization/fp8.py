@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,9 +16,9 @@ from nanovllm.kernels.linear.norm_linear import multiply_rounded, row_rounding
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.quantized import ConvertedSlice, QuantizedMatrix, QuantizedWeight
+from nanovllm.quantization.quantized import QuantizedMatrix, QuantizedWeight
 from nanovllm.quantization.weight import MatrixShard, Rows, Stream
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 
 class Fp8Values(QuantizedMatrix):
@@ -49,16 +48,20 @@ class Fp8Values(QuantizedMatrix):
         return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
 
     @override
-    def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> dict[WeightTarget, WeightSlice]:
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> Slices:
         config, inputs, slices = self.config, self.shard.inputs, dict[str, WeightSlice]()
         if not config.is_stored:
-            slices["weight"] = QuantizingSlice.of_rows(outputs, inputs, region)
+            shape, index = (outputs.total, inputs.total), (outputs.present, slice(None))
+            slices["weight"] = QuantizingSlice(shape, index, region.values.data, region.scales, inputs.present)
         else:
-            slices["weight"] = E4M3Slice.of((outputs, inputs), region.values.data)
+            slices["weight"] = replace(
+                WeightSlice.of((outputs, inputs), region.values.data), dtypes=(torch.float8_e4m3fn,)
+            )
             slices["weight_scale"] = _scale_slice(config, outputs, inputs, region)
         if config.has_input_scale:
-            # It is not used.
-            slices["input_scale"] = ConvertedSlice((), (), region.scales, shapes=((1,),), check=_check_scales)
+            slices["input_scale"] = WeightSlice(
+                (), (), region.scales, shapes=((1,),), check=_check_scales, is_used=False
+            )
         return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
 
 
@@ -67,13 +70,8 @@ class Fp8Weight(QuantizedWeight, Fp8Values):
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return self.policy.fp8_rows
-
-    @property
-    @override
-    def kernel_tokens(self) -> Collection[int]:
-        return self.policy.fp8_tokens
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return self.policy.fp8_rows, self.policy.fp8_tokens
 
     @override
     def row_rounding(self, num_rows: int, dtype: torch.dtype) -> Rounding | None:
@@ -97,19 +95,6 @@ def _are_aligned(shards: list[Shard]) -> bool:
     return all(shard.start % BLOCK == 0 for shard in shards) and all(shard.size % BLOCK == 0 for shard in shards[:-1])
 
 
-@dataclass(frozen=True)
-class E4M3Slice(WeightSlice):
-    """A slice of a tensor that is stored in e4m3."""
-
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float8_e4m3fn,)
-    has_model_dtype: ClassVar[bool] = False
-
-    @override
-    def scaled(self, values: torch.Tensor) -> torch.Tensor:
-        # Scales have the factor.
-        return values
-
-
 def _as_column(scales: torch.Tensor) -> torch.Tensor:
     return scales.reshape(-1, 1)
 
@@ -125,22 +110,22 @@ def _check_kv_scales(name: str, values: torch.Tensor) -> None:
         raise ValueError(f"scales {name!r} must be finite and positive")
 
 
-def _scale_slice(config: QuantizationConfig, outputs: Shard, inputs: Shard, matrix: Fp8Matrix) -> ConvertedSlice:
+def _scale_slice(config: QuantizationConfig, outputs: Shard, inputs: Shard, matrix: Fp8Matrix) -> WeightSlice:
     """Return the slice of the scales of this rank's outputs and inputs of a projection."""
-    region, present, make = matrix.scales, outputs.present, partial(ConvertedSlice, check=_check_scales)
+    region, present, make = matrix.scales, outputs.present, partial(WeightSlice, check=_check_scales)
     if config.granularity == "tensor":
-        return make((), (), region, _as_column, shapes=((1,),))
+        return make((), (), region, convert=_as_column, shapes=((1,),))
     if config.granularity == "channel":
         rows = region[: outputs.num_present]
-        return make((outputs.total, 1), (present,), rows, _as_column, shapes=((outputs.total,),))
+        return make((outputs.total, 1), (present,), rows, convert=_as_column, shapes=((outputs.total,),))
     blocks = -(-outputs.total // BLOCK), -(-inputs.total // BLOCK)
     first, last = present.start // BLOCK, -(-present.stop // BLOCK)
     index = slice(first, last), slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
     if matrix.block_outs == BLOCK:
-        return make(blocks, index, region[: last - first], torch.Tensor.float)
+        return make(blocks, index, region[: last - first], convert=torch.Tensor.float)
     # A scale of several outputs is stored for each. The region may be on the meta device.
     numbers = torch.arange(present.start, present.stop, device="cpu") // BLOCK - first
-    return make(blocks, index, region[: outputs.num_present], lambda scales: scales[numbers])
+    return make(blocks, index, region[: outputs.num_present], convert=lambda scales: scales[numbers])
 
 
 @dataclass(frozen=True)
@@ -148,20 +133,14 @@ class QuantizingSlice(WeightSlice):
     """A slice of a tensor of floats that is quantised when it is stored: all inputs of this rank's outputs.
 
     Attributes:
-        matrix: values and scales, of this rank's inputs.
+        scales: where they go.
         inputs: of this rank.
     """
 
-    has_model_dtype: ClassVar[bool] = False
+    is_plain = False
 
-    matrix: Fp8Matrix
+    scales: torch.Tensor
     inputs: slice
-
-    @classmethod
-    def of_rows(cls, outputs: Shard, inputs: Shard, matrix: Fp8Matrix) -> QuantizingSlice:
-        """Return the slice whose outputs go into a matrix."""
-        index = outputs.present, slice(None)
-        return cls((outputs.total, inputs.total), index, matrix.values.data, matrix, inputs.present)
 
     @override
     def store(self, name: str, values: torch.Tensor) -> None:
@@ -170,11 +149,13 @@ class QuantizingSlice(WeightSlice):
         if not quantized.scales.isfinite().all():
             raise ValueError(f"{name!r} has values that are not finite, and cannot be quantised")
         self.region.copy_(quantized.values[:, self.inputs])
-        self.matrix.scales.copy_(quantized.scales)
+        self.scales.copy_(quantized.scales)
 
 
 class KVCacheScales(LoadableModule):
     """The scales of one layer's keys and values, [KV heads of this rank] float32; one for all heads, or for each."""
+
+    param_dtype = torch.float32
 
     def __init__(self, kv_heads: Shard, granularity: KVGranularity) -> None:
         super().__init__()
@@ -184,15 +165,11 @@ class KVCacheScales(LoadableModule):
         )
 
     @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(torch.float32, device)
-
-    @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         total = self.kv_heads.total
         shapes = ((), (1,)) if self.granularity == "tensor" else ((total,), (total, 1, 1))
         index = () if self.granularity == "tensor" else (self.kv_heads.present,)
-        make = partial(ConvertedSlice, convert=_as_column, shapes=shapes[1:], check=_check_kv_scales)
+        make = partial(WeightSlice, convert=_as_column, shapes=shapes[1:], check=_check_kv_scales)
         return {
             WeightTarget(f"{name}.{scale}"): make(shapes[0], index, getattr(self, scale).data[:, None])
             for scale in ("k_scale", "v_scale")

@@ -1,11 +1,9 @@
-"""The parts that weights in e4m3 and in four bits share: a linear layer, and slices that are converted."""
+"""The parts that weights in e4m3 and in four bits share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +12,7 @@ from typing_extensions import override
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import MatrixShard, Weight
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+from nanovllm.weights.slices import LoadableModule, Slices, WeightTarget
 
 
 class QuantizedMatrix(LoadableModule, ABC):
@@ -49,13 +44,10 @@ class QuantizedMatrix(LoadableModule, ABC):
         """Values and scales as the kernels take them: `Fp8Matrix` or `FourBitMatrix`."""
 
     @abstractmethod
-    def part_slices(self, target: WeightTarget, outputs: Shard, region: Any) -> dict[WeightTarget, WeightSlice]:
-        """Return the slices of one projection's tensors.
+    def part_slices(self, target: WeightTarget, outputs: Shard, region: Any) -> Slices:
+        """Return the slices of the tensors of a projection, the `target`, with the layer's name as `param`.
 
-        Args:
-            target: the projection, with the layer's name as `param`.
-            outputs: of this rank.
-            region: the part of `matrix` where they go.
+        They go into `region`, a part of `matrix`; `outputs` are this rank's.
         """
 
 
@@ -73,7 +65,7 @@ class QuantizedWeight(QuantizedMatrix, Weight):
             self.bias = nn.Parameter(torch.empty_like(self.bias, dtype=dtype, device=device), requires_grad=False)
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         layer = name.rpartition(".")[0]
         slices, start = self.bias_slices(layer), 0
         for part, outputs in self.shard.outputs.items():
@@ -81,47 +73,3 @@ class QuantizedWeight(QuantizedMatrix, Weight):
             slices |= self.part_slices(WeightTarget(layer, part), outputs, region)
             start += outputs.size
         return slices
-
-
-@dataclass(frozen=True)
-class ConvertedSlice(WeightSlice):
-    """A slice of a tensor that is converted when it is stored. A factor multiplies float scales only.
-
-    Attributes:
-        convert: from the checkpoint's values to the region's; None if the tensor is not used.
-        stored_as: dtypes that the tensor may have.
-        shapes: other shapes that it may have.
-        check: rejects values, given the tensor's name and a part of it; None if all can be stored.
-    """
-
-    has_model_dtype: ClassVar[bool] = False
-
-    convert: Convert | None = None
-    stored_as: tuple[torch.dtype, ...] = FLOATS
-    shapes: tuple[tuple[int, ...], ...] = ()
-    check: Callable[[str, torch.Tensor], None] | None = None
-
-    @override
-    def check_dtype(self, name: str, dtype: torch.dtype) -> None:
-        if dtype not in self.stored_as:
-            raise ValueError(f"tensor {name!r} is stored as {dtype}; the config asks for one of {self.stored_as}")
-
-    @override
-    def check_shape(self, name: str, shape: list[int]) -> None:
-        if tuple(shape) not in (self.shape, *self.shapes):
-            raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
-
-    @override
-    def check_values(self, name: str, tensor: Any) -> None:
-        if self.check is not None:
-            self.check(name, tensor[()])
-
-    @override
-    def store(self, name: str, values: torch.Tensor) -> None:
-        self.check_values(name, values)
-        if self.convert is not None:
-            self.region.copy_(self.scaled(self.convert(values)))
-
-    @override
-    def scaled(self, values: torch.Tensor) -> torch.Tensor:
-        return super().scaled(values) if values.dtype in FLOATS else values

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from nanovllm.kernels import ops
 from nanovllm.parallel.shard import Shard
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.norm_linear import WeightMatrix
@@ -64,9 +64,9 @@ class Weight(LoadableModule, ABC):
     def matrix(self) -> WeightMatrix:
         """The matrix as the kernels take it."""
 
-    def bias_slices(self, layer: str) -> dict[WeightTarget, WeightSlice]:
+    def bias_slices(self, layer: str) -> Slices:
         """Return this rank's slices of the bias; of ranks that divide inputs the first one has it, others zeros."""
-        slices: dict[WeightTarget, WeightSlice] = {}
+        slices: Slices = {}
         if self.bias is not None:
             factor = float(self.shard.inputs.start == 0)
             for part, outputs, region in self.shard.split(self.bias.data):
@@ -113,10 +113,6 @@ class Weight(LoadableModule, ABC):
 class DenseWeight(Weight):
     """Values in the dtype of the activations, one for each output and input.
 
-    Args:
-        shard: this rank's part of the matrix.
-        has_bias: whether the layer has a bias.
-
     Attributes:
         values: [outputs of this rank, inputs of this rank].
         bias: [outputs of this rank], or None.
@@ -134,7 +130,7 @@ class DenseWeight(Weight):
         return self.values
 
     @override
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         layer, shard = name.rpartition(".")[0], self.shard
         slices = {
             WeightTarget(f"{layer}.weight", part): WeightSlice.of((outputs, shard.inputs), region)
@@ -148,13 +144,8 @@ class DenseWeight(Weight):
 
     @property
     @override
-    def kernel_rows(self) -> Collection[int]:
-        return self.policy.dense_rows
-
-    @property
-    @override
-    def kernel_tokens(self) -> Collection[int]:
-        return self.policy.dense_tokens
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        return self.policy.dense_rows, self.policy.dense_tokens
 
     @override
     def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:

@@ -196,7 +196,11 @@ class CallReader(TextReader):
         self._tags = (*SYNTAX_BY_TAG, *((*BARE_TAGS, "{", "[") if form.is_bare else ()))
         self._tag_pattern = re.compile("|".join(map(re.escape, self._tags)))
         # Schemas of each function's arguments, by name.
-        self._schemas = {function["name"]: _argument_schemas(function.get("parameters")) for function in functions}
+        self._schemas: dict[str, dict[str, Any]] = {}
+        for function in functions:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            self._schemas[function["name"]] = properties if isinstance(properties, dict) else {}
         self._num_calls = 0
         # Whether only space precedes the position, on its line or since a tag or a call.
         self._is_new_line = True
@@ -257,7 +261,6 @@ class CallReader(TextReader):
             yield from self.pieces_to(EndFinder(start, depth=1))
 
     def _tagged_calls(self, tag: str) -> Calls:
-        """Read the calls after a tag, which is next."""
         syntax, count = SYNTAX_BY_TAG[tag], self._num_calls
         is_section = tag in syntax.sections
         if is_section:
@@ -273,17 +276,12 @@ class CallReader(TextReader):
             yield from self._skip_ends(syntax.ends)
 
     def _call(self, syntax: Syntax) -> Calls:
-        """Read a call after its tag, or several in JSON."""
         start = self.at
         if (yield from self.peek("{", "[")) and (yield from self._json_calls()):
             return True
         self.at = start
         if isinstance(syntax.body, str):
-            readers: dict[str, Callable[[], Calls]] = {
-                "mistral": self._mistral_call, "deepseek": self._deepseek_call, "kimi": self._kimi_call,
-                "gemma": self._gemma_call, "pythonic": self._python_calls,
-            }  # fmt: skip
-            return syntax.body in readers and (yield from readers[syntax.body]())
+            return syntax.body in _READERS and (yield from _READERS[syntax.body](self))
         for parameters in syntax.body:
             self.at = start
             if (yield from self._parameters_call(parameters)):
@@ -291,7 +289,6 @@ class CallReader(TextReader):
         return False
 
     def _skip_ends(self, ends: tuple[str, ...]) -> Wait:
-        """Skip tags that end a call."""
         while ends:
             start = self.at
             if not (yield from self.skip(*ends)):
@@ -367,19 +364,18 @@ class CallReader(TextReader):
     def _bare_calls(self) -> Calls:
         """Read JSON, or a list of Python calls at the start of a line."""
         start = self.at
+        is_python = False
         if (yield from self.peek("{", "[")) == "[" and self._is_new_line:
-            while _PYTHON_START.match(self.text[start:]) and not _PYTHON_CALLS.match(self.text[start:]):
+            while not (is_python := bool(_PYTHON_CALLS.match(self.text, start))):
+                if not _PYTHON_START.match(self.text[start:]):
+                    break
                 if self.is_final:
                     return False
                 yield None
-            if _PYTHON_CALLS.match(self.text[start:]):
-                is_call = yield from self._python_calls()
-                yield from self._skip_ends(BARE_ENDS)
-                return is_call
-        if (yield from self._json_calls(is_bare=True)):
+        is_call = yield from self._python_calls() if is_python else self._json_calls(is_bare=True)
+        if is_call:
             yield from self._skip_ends(BARE_ENDS)
-            return True
-        return False
+        return is_call
 
     def _python_calls(self) -> Calls:
         """Read `[f(a=1), g()]`."""
@@ -493,9 +489,11 @@ class CallReader(TextReader):
             yield self._more("{}" if before == "{" else "}")
 
 
-def _argument_schemas(parameters: Any) -> dict[str, Any]:
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return properties if isinstance(properties, dict) else {}
+_READERS: dict[str, Callable[[CallReader], Calls]] = {
+    "mistral": CallReader._mistral_call, "deepseek": CallReader._deepseek_call, "kimi": CallReader._kimi_call,
+    "gemma": CallReader._gemma_call, "pythonic": CallReader._python_calls,
+}  # fmt: skip
+"""By the name of the syntax."""
 
 
 def argument_value(text: str, schema: Any) -> Any:

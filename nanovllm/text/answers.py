@@ -39,6 +39,7 @@ class AnswerFormat:
 
     Attributes:
         has_channels: whether an answer is a list of messages, whatever a request asks for.
+        has_special_tags: whether some tags are special tokens.
     """
 
     def __init__(
@@ -53,9 +54,12 @@ class AnswerFormat:
         # If the template has only the end tag of reasoning, the model may omit the begin tag.
         self._is_taught = any(end in shown and begin not in shown for begin, end in self.reasoning.tags)
         tags = CALL_TAGS | {tag for pair in self.reasoning.tags for tag in pair} | set(CHANNEL_TAGS)
-        special = _special_tokens(tokenizer)
+        # Decoding skips named ones, and added ones marked as special.
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {str(token) for token in added if getattr(token, "special", True)}
+        special |= {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
         # Tags that are special tokens appear only in text that keeps all special tokens; the others are dropped later.
-        self._has_special_tags = not tags.isdisjoint(special)
+        self.has_special_tags = not tags.isdisjoint(special)
         self._dropped = tuple(sorted(special - tags))
 
     @cached_property
@@ -70,13 +74,9 @@ class AnswerFormat:
         """Return the part in which an answer to a prompt begins; a chat template may have opened the reasoning."""
         return self.reasoning.start(prompt_end(self._tokenizer, prompt), self._is_taught)
 
-    def kept_tags(self, params: SamplingParams) -> SamplingParams:
-        """Return sampling parameters that keep the tags in the text, so that it can be parsed."""
-        return replace(params, skip_special_tokens=False) if self._has_special_tags else params
-
     def dropped_tokens(self, params: SamplingParams) -> tuple[str, ...]:
-        """Return the special tokens to remove from such a text, since these parameters do not ask for them."""
-        return self._dropped if self._has_special_tags and params.skip_special_tokens else ()
+        """Return the special tokens to remove from a text with tags, since these parameters do not ask for them."""
+        return self._dropped if self.has_special_tags and params.skip_special_tokens else ()
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class AnswerOptions:
         elif structured is not None and self.separates:
             structured = replace(structured, after_thinking=after)
         params = replace(params, structured_outputs=structured)
-        return self.form.kept_tags(params) if self._is_taken_apart else params
+        return self.kept_tags(params) if self._is_taken_apart else params
 
     def _grammar(self, structured: StructuredOutputsParams | None) -> str | None:
         """Return a grammar of forced calls, or of calls as an alternative to a JSON answer."""
@@ -162,17 +162,17 @@ class AnswerOptions:
         """Return sampling parameters, one or a list, that keep the tags in the text; other types are refused later."""
         if isinstance(params, (list, tuple)):
             return [self.kept_tags(item) for item in params]
-        return self.form.kept_tags(params or SamplingParams()) if isinstance(params, SamplingParams | None) else params
+        params = SamplingParams() if params is None else params
+        keeps = self.form.has_special_tags and isinstance(params, SamplingParams)
+        return replace(params, skip_special_tokens=False) if keeps else params
 
     def complete(self, output: RequestOutput, params: SamplingParams | None) -> None:
         """Set the `tool_calls` of whole answers; `params`: the request's, before `constrain`."""
         params = params or SamplingParams()
-        dropped = self.form.dropped_tokens(params)
         splitters = self.splitters(output.prompt_token_ids, params, len(output.outputs))
         for item, splitter in zip(output.outputs, splitters, strict=True):
             item.tool_calls = tool_calls(splitter.append(item.text, final=True).calls)
-            if dropped:
-                item.text = re.sub("|".join(map(re.escape, dropped)), "", item.text)
+            item.text = _without(self.form.dropped_tokens(params), item.text)
 
     def splitters(self, prompt: Sequence[int], params: SamplingParams, count: int = 1) -> list[AnswerSplitter]:
         """Return a splitter for each of `count` outputs; `params`: the request's, before `constrain`."""
@@ -191,13 +191,6 @@ def function_of(tool: Any) -> Mapping[str, Any]:
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f"a tool is {{'type': 'function', 'function': {{'name': ...}}}}, not {tool!r:.80}")
     return function
-
-
-def _special_tokens(tokenizer: Any) -> set[str]:
-    """Return the texts of the tokens that decoding skips: named ones, and added ones marked as special."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    marked = {str(token) for token in added if getattr(token, "special", True)}
-    return marked | {str(token) for token in getattr(tokenizer, "all_special_tokens", [])}
 
 
 @dataclass
@@ -236,7 +229,10 @@ class AnswerSplitter:
 
     def append(self, text: str, final: bool = False) -> AnswerDelta:
         """Parse new text and return the new part of the answer. `final`: no text follows."""
-        self._reader.text += self._without_dropped(text, final)
+        text = _without(self._dropped, self._held + text)
+        end = len(text) if final else partial_start(text, self._dropped)
+        self._reader.text += text[:end]
+        self._held = text[end:]
         self._reader.is_final = final
         new = AnswerDelta("", "", [])
         for event in self._events:
@@ -250,20 +246,16 @@ class AnswerSplitter:
             elif self._has_text or isinstance(event, Reasoning):
                 # Otherwise it is the beginning of a call that was cut.
                 new.content += event
-        self.call_ids += [call.id or self._new_id() for call in new.calls if call.name is not None]
+        for call in new.calls:
+            if call.name is not None:
+                # Mistral's templates accept only ids of nine letters and digits.
+                new_id = token_hex(5)[:9] if self._has_short_ids else f"call_{token_hex(16)}"
+                self.call_ids.append(call.id or new_id)
         return new
 
-    def _new_id(self) -> str:
-        # Mistral's templates accept only ids of nine letters and digits.
-        return token_hex(5)[:9] if self._has_short_ids else f"call_{token_hex(16)}"
 
-    def _without_dropped(self, text: str, final: bool) -> str:
-        if not self._dropped:
-            return text
-        text = re.sub("|".join(map(re.escape, self._dropped)), "", self._held + text)
-        end = len(text) if final else partial_start(text, self._dropped)
-        text, self._held = text[:end], text[end:]
-        return text
+def _without(tokens: tuple[str, ...], text: str) -> str:
+    return re.sub("|".join(map(re.escape, tokens)), "", text) if tokens else text
 
 
 def tool_calls(deltas: Iterable[ToolCallDelta]) -> list[ToolCall]:

@@ -40,16 +40,6 @@ class ChatTemplateOptions(TypedDict, total=False):
     tools: list[dict[str, Any]] | None
 
 
-def conversations(messages: Any) -> tuple[list[list[Message]], bool]:
-    """Return conversations in the form of `render_text`, and whether `messages` was a list of them; or a ValueError."""
-    if isinstance(messages, (list, tuple)) and messages:
-        is_list = not all(map(_is_message, messages))
-        lists = messages if is_list else [messages]
-        if all(isinstance(item, (list, tuple)) and item and all(map(_is_message, item)) for item in lists):
-            return [[_normal_message(i, message) for i, message in enumerate(item)] for item in lists], is_list
-    raise ValueError(_MESSAGES.format(messages))
-
-
 def conversation_source(messages: Any) -> Any:
     """Return the argument of `LLM.chat` as unchecked conversations, a list or another iterable; else a ValueError."""
     if isinstance(messages, (list, tuple)) and messages:
@@ -60,15 +50,14 @@ def conversation_source(messages: Any) -> Any:
 
 
 def one_conversation(messages: Any) -> list[Message]:
-    """Return a conversation in the form that `render_text` expects; see `conversations`. Several are a ValueError."""
-    found, is_list = conversations(messages)
-    if is_list:
-        raise ValueError(f"messages must be one conversation, a list of dicts, not {messages!r:.80}")
-    return found[0]
+    """Return a conversation in the form that `render_text` expects; several, or none, are a ValueError."""
+    if isinstance(messages, (list, tuple)) and messages and all(map(_is_message, messages)):
+        return [_normal_message(i, message) for i, message in enumerate(messages)]
+    raise ValueError(f"messages must be one conversation, a list of dicts, not {messages!r:.80}")
 
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:
-    """Return messages whose contents are texts; parts are joined, and thinking parts dropped. See `conversations`."""
+    """Return messages whose contents are texts; parts are joined, and thinking parts dropped."""
     return [_with_text(_normal_message(i, message)) for i, message in enumerate(messages)]
 
 
@@ -191,9 +180,6 @@ class TemplateForm(NamedTuple):
 
     def fit(self, conversation: list[Message]) -> list[Message]:
         """Return a conversation in this form; parts remain where the template supports them."""
-        if not self.only_parts and not self.text_arguments:
-            # Most templates, and most messages, need no change.
-            return [m if isinstance(m.get("content"), str) else self._fit(m) for m in conversation]
         return [self._fit(message) for message in conversation]
 
     def _fit(self, message: Message) -> Message:

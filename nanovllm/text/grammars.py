@@ -1,8 +1,6 @@
 """Constrains outputs to a grammar, by llguidance's masks of allowed next tokens (an extra).
 
-llguidance computes a mask within a step without compiling the grammar first, supports JSON schemas, regular
-expressions and Lark grammars, and needs no torch. The alternative, xgrammar, compiles each schema ahead, lacks Lark
-grammars and regular expressions of its own, and depends on a second tensor library.
+llguidance computes a mask within a step; xgrammar compiles each schema ahead, and depends on a second tensor library.
 
 llguidance resolves references and rules by unlimited native recursion: `MAX_RULES` is chosen to fit the stack of the
 compiling thread.
@@ -89,7 +87,6 @@ def lark_json(schema: Any) -> str:
 
 
 def _json_schema(params: StructuredOutputsParams) -> str:
-    """Return the schema as text."""
     if params.json_object:
         return '{"type": "object"}'
     text = params.json if isinstance(params.json, str) else json.dumps(params.json)
@@ -366,7 +363,6 @@ class GrammarCompiler:
 
     @cached_property
     def _num_tokens(self) -> int:
-        """The larger of the model's and the tokenizer's number of tokens."""
         return max(self._vocab_size, len(self._hf_tokenizer))
 
     @cached_property
@@ -406,6 +402,5 @@ class GrammarCompiler:
 
     @property
     def _num_bytes(self) -> int:
-        """Memory of the cached grammars, in bytes."""
         grammars = self._grammars.values()
         return sum([len(grammar.text) + (grammar.num_bytes if self._compiles_here else 0) for grammar in grammars])

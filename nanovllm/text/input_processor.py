@@ -18,7 +18,7 @@ from nanovllm.utils.checks import check_int, pack_token_ids, token_list
 
 T = TypeVar("T")
 
-Work = Literal["short", "long", "grammar", "slow grammar"]
+Work = Literal["short", "long", "grammar"]
 """Kinds of input processing that do not wait for one another."""
 LONG_TEXT = 2**16
 """Number of characters or tokens that takes about 0.1 s to process, too long for other requests to wait."""
@@ -33,35 +33,6 @@ class CheckedParams(NamedTuple):
     bad_token_ids: tuple[int, ...]
     bad_sequences: list[list[int]]
     grammar: Grammar | None
-
-
-class ParamsChecker:
-    """Checks the sampling parameters of a job's prompts, and caches the results of `check`."""
-
-    def __init__(self, check: Callable[[Any], CheckedParams]) -> None:
-        self._check = check
-        self._found: dict[Any, tuple[Any, CheckedParams | ValueError]] = {}
-        self._last: tuple[Any, CheckedParams | ValueError] | None = None
-
-    def check(self, params: Any) -> CheckedParams | ValueError:
-        """Return checked parameters, or the error."""
-        if self._last is None or self._last[0] is not params:
-            try:
-                key: Any = tuple(vars(params).values())
-                hash(key)
-            except TypeError:
-                # Parameters with a list, or of a wrong type, are equal to themselves alone.
-                key = id(params)
-            if key not in self._found:
-                checked: CheckedParams | ValueError
-                try:
-                    checked = self._check(params)
-                except ValueError as error:
-                    checked = error
-                # Keep the object too, since its id may be the key.
-                self._found[key] = params, checked
-            self._last = params, self._found[key][1]
-        return self._last[1]
 
 
 @dataclass(eq=False)
@@ -92,7 +63,7 @@ class InputProcessor:
         self, prompts: list[Any], params: list[Any], priorities: list[Any],
         *, streams: bool = False, pooling: str | None = None, template: Callable[[Any], str] | None = None,
         add_special_tokens: bool | None = None, max_prompt_tokens: int | None = None,
-        seeds: Sequence[int] | None = None, checker: ParamsChecker | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> list[Request | ValueError]:  # fmt: skip
         """Return a request for each prompt, or an error if it cannot be served.
 
@@ -107,16 +78,16 @@ class InputProcessor:
                 made them.
             max_prompt_tokens: keep only this number of last tokens of a prompt, which then has no text; None: all.
             seeds: request numbers; None numbers the requests in this order.
-            checker: the checker of earlier chunks of the same job, so that their parameters are not checked again.
         """
         if pooling is None and not self.has_head:
             return [ValueError(_NO_HEAD)] * len(prompts)
-        checker = self.params_checker() if checker is None else checker
         encoded = self._encode(prompts, add_special_tokens, max_prompt_tokens, template)
         packed = pack_token_ids([prompt.token_ids for prompt in encoded], self.limits.vocab_size)
+        # Many prompts may share one object, or its error.
+        checked_params = {key: self._check(param) for key, param in {id(param): param for param in params}.items()}
         found: list[Request | ValueError] = []
         for index, (prompt, param) in enumerate(zip(encoded, params, strict=True)):
-            checked = checker.check(param)
+            checked = checked_params[id(param)]
             if isinstance(prompt.token_ids, ValueError):
                 found.append(prompt.token_ids)
                 continue
@@ -157,12 +128,13 @@ class InputProcessor:
         params, priorities = [pooling_params(pooling)] * len(prompts), [priority] * len(prompts)
         return good_items(self.process_each(prompts, params, priorities, streams=streams, pooling=pooling))
 
-    def params_checker(self) -> ParamsChecker:
-        """Return a checker for the parameters of one call."""
-        return ParamsChecker(self._check)
+    def _check(self, param: Any) -> CheckedParams | ValueError:
+        try:
+            return self._checked(self.limits.check_params(param))
+        except ValueError as error:
+            return error
 
-    def _check(self, param: Any) -> CheckedParams:
-        params = self.limits.check_params(param)
+    def _checked(self, params: SamplingParams) -> CheckedParams:
         needed = [name for name in ("stop", "bad_words") if getattr(params, name)]
         if needed and self.tokenizer is None:
             raise ValueError(f"{needed[0]}={getattr(params, needed[0])!r} needs text, but the model has no tokenizer")
@@ -307,9 +279,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
             return ParsedPrompt(token_list(ids), text, salt)
     if prompt.get("multi_modal_data"):
         raise ValueError("multi_modal_data is not supported: models run on text alone")
-    raise ValueError(
-        "a prompt as a dict is {'prompt': text} or {'prompt_token_ids': list of token ids}, not " + f"{prompt!r:.80}"
-    )
+    raise ValueError(f"a prompt as a dict is {{'prompt': text}} or {{'prompt_token_ids': ids}}, not {prompt!r:.80}")
 
 
 def work_of(prompts: list[Any], params: Any) -> Work:

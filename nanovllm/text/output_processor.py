@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.text_reader import partial_start
@@ -227,20 +228,12 @@ class OutputProcessor:
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
-def _byte_characters() -> dict[str, int]:
-    """Return the bytes that the characters of byte-level tokens stand for; printable Latin-1 stands for itself."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_characters()
-
-
 def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
     """Return a function from a token to its bytes, None if unknown; consecutive ones join to the text in UTF-8."""
     decoder = str(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
     is_byte_level, has_byte_tokens = "ByteLevel" in decoder, "ByteFallback" in decoder
+    # The bytes that the characters of byte-level tokens stand for.
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
 
     @cache
     def anchor() -> tuple[list[int], int]:
@@ -258,8 +251,8 @@ def token_bytes_function(tokenizer: Any) -> Callable[[int], bytes | None]:
             return text.encode()
         # Part of a character: the token's name tells its bytes.
         name = tokenizer.convert_ids_to_tokens(token_id)
-        if is_byte_level and _BYTES.keys() >= set(name):
-            return bytes(_BYTES[character] for character in name)
+        if is_byte_level and byte_of.keys() >= set(name):
+            return bytes(byte_of[character] for character in name)
         if has_byte_tokens:
             byte = _BYTE_TOKEN.fullmatch(name)
             return bytes([int(byte[1], 16)]) if byte else text.encode()

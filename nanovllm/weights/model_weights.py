@@ -8,10 +8,9 @@ stay valid.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import partial
 from itertools import groupby
@@ -28,7 +27,7 @@ from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeigh
 from nanovllm.weights.slices import WeightSlice, WeightTarget
 
 Parts = list[tuple[WeightTarget, WeightSlice]]
-Maxima = list[tuple[str, torch.Tensor]]
+NanFlags = list[tuple[str, torch.Tensor]]
 _E4M3_NAN = 0x7F
 """Its bits without the sign."""
 _STAGED_BYTES = 2**25
@@ -102,7 +101,7 @@ class ModelWeights:
 
     Attributes:
         missing: weights that a sleep dropped, or a failed load left incomplete, and that were not loaded since.
-        half_merged: weights that may have parts of an adapter, on any rank, after a failed change.
+        merged: weights that an adapter changes on some rank, as far as this one knows.
     """
 
     def __init__(self, model: WeightedModel, device: torch.device, communicator: Communicator | None = None) -> None:
@@ -112,7 +111,7 @@ class ModelWeights:
         self._slices = model.weight_slices()
         # By the names of tensors seen before: a trainer sends them again and again.
         self._parts: dict[str, Parts] = {}
-        self._maxima: Maxima = []
+        self._nan_flags: NanFlags = []
         # The original values of weights that an adapter has changed.
         self._base: dict[WeightTarget, torch.Tensor] = {}
         # The bytes of each storage while it is released, and a copy of its content.
@@ -120,12 +119,7 @@ class ModelWeights:
         self._is_kept = False
         self._pinned: list[torch.Tensor] = []
         self.missing: set[WeightTarget] = set()
-        self.half_merged: set[WeightTarget] = set()
-
-    @property
-    def adapter_targets(self) -> set[WeightTarget]:
-        """The weights that an adapter changed, or may have changed in part."""
-        return self.half_merged | set(self._base)
+        self.merged: set[WeightTarget] = set()
 
     def targets(self, name: str) -> list[WeightTarget]:
         """Return the targets of a tensor that `check` has passed; empty if it is not needed."""
@@ -136,13 +130,13 @@ class ModelWeights:
         if isinstance(tensor, torch.Tensor):
             tensor = WholeTensor(tensor)
         parts = self._find(name)
-        shape, dtype = list(tensor.get_shape()), _dtype_of(tensor)
+        shape, dtype = list(tensor.get_shape()), tensor.get_dtype()
         if len(parts) > 1 and shape not in ([], [1]) and shape != (expected := shape_of(parts)):
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {expected}")
         for target, rows in rows_of(tensor, parts):
             part = self._slices[target]
             part.check_shape(name, rows.get_shape())
-            part.check_dtype(name, dtype)
+            part.check_dtype(name, _STORED_DTYPES.get(dtype, dtype))
         return bool(parts)
 
     def check_values(self, name: str, tensor: Any) -> None:
@@ -174,7 +168,7 @@ class ModelWeights:
                 values = _on_device(rows[place.index], self._device)
                 place.store(name, values)
                 if finds_nans:
-                    self._maxima += _maxima(name, values)
+                    self._nan_flags += _nan_flags(name, values)
             self.missing.discard(target)
 
     def _broadcast(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -203,23 +197,17 @@ class ModelWeights:
         """Fill the model for the first time with all tensors from the safetensors of a folder.
 
         A rank reads its slices from the memory-mapped files, one tensor after the other, so that host memory holds at
-        most one. The first rank shows a progress bar, and warns of floats that have to be converted. ValueError if a
-        file is missing or damaged, or tensors are missing, left over, or of another shape or dtype.
+        most one. The first rank shows a progress bar. ValueError if a file is missing or damaged, or tensors are
+        missing, left over, or of another shape or dtype.
         """
         self._check_names(folder)
-        rank, converted = self._communicator.rank, dict[str, torch.dtype]()
         num_bytes = sum(part.region.nbytes for part in self._slices.values())
-        with loading_bar("Loading weights", num_bytes, "B", rank) as bar:
+        with loading_bar("Loading weights", num_bytes, "B", self._communicator.rank) as bar:
             for name, tensor in self._model.folder_tensors(folder):
                 self.check(name, tensor)
                 self.write(name, tensor, finds_nans=False)
                 for _, part in self._parts[name]:
                     bar.update(part.region.nbytes)
-                    if part.has_model_dtype:
-                        converted[name] = _dtype_of(tensor)
-        if rank == 0:
-            config_dtype = getattr(torch, self._model.config.dtype)
-            _warn_of_conversions(folder, converted, config_dtype, next(self._model.parameters()).dtype)
 
     def _check_names(self, folder: str) -> None:
         """Reject, before reading any, tensors that are missing, left over, or duplicated."""
@@ -292,36 +280,29 @@ class ModelWeights:
                 part = self._slices[target]
                 self._base[target] = part.region.to("cpu", copy=True)
                 change = rows[part.index]
-                self._maxima += _maxima(name, change)
-                part.unscaled.store(name, part.region.float() + part.scaled(change))
+                self._nan_flags += _nan_flags(name, change)
+                replace(part, factor=1.0).store(name, part.region.float() + part.scaled(change))
 
-    def take_adapter_out(self) -> int:
-        """Restore the weights that an adapter has changed, bit for bit; return their number."""
+    def take_adapter_out(self, merged: Collection[WeightTarget] = ()) -> int:
+        """Restore the weights that an adapter has changed, bit for bit; `merged`: on any rank. Return their number."""
         count = len(self._base)
         while self._base:
             # Kept until restored: the device may lack memory for a store.
             target, values = next(iter(self._base.items()))
-            self._slices[target].unscaled.store(str(target), values)
+            replace(self._slices[target], factor=1.0).store(str(target), values)
             del self._base[target]
+        self.missing.difference_update(merged)
         return count
 
     def take_nans(self) -> list[str]:
         """Return the names of tensors with NaN written since the last call; waits for the device."""
-        maxima, self._maxima = self._maxima, []
-        names: list[str] = []
-        # One launch per dtype: converting each value costs the same as finding its maximum.
-        for dtype in dict.fromkeys(value.dtype for _, value in maxima):
-            same = [(name, value) for name, value in maxima if value.dtype == dtype]
-            stacked = torch.stack([value for _, value in same])
-            found = (stacked == _E4M3_NAN if dtype == torch.uint8 else stacked.isnan()).tolist()
-            names += [name for (name, _), is_nan in zip(same, found, strict=True) if is_nan]
-        return list(dict.fromkeys(names))
+        flags, self._nan_flags = self._nan_flags, []
+        found = torch.stack([flag for _, flag in flags]).tolist() if flags else []
+        return list(dict.fromkeys(name for (name, _), is_nan in zip(flags, found, strict=True) if is_nan))
 
     def count_missing(self) -> MissingWeights:
-        """Return the number of weights in `missing`, or else in `half_merged`."""
-        missing = self.missing or self.half_merged
-        example = str(min(missing)) if missing else ""
-        return MissingWeights(len(missing), example, is_half_merged=bool(missing) and not self.missing)
+        """Return the number of weights in `missing`, with an example."""
+        return MissingWeights(len(self.missing), str(min(self.missing)) if self.missing else "")
 
     def mark_missing(self, targets: set[WeightTarget]) -> None:
         """Add missing weights that another rank knows of."""
@@ -350,7 +331,7 @@ class ModelWeights:
             return
         if not keep:
             self._is_kept = False
-            self._pinned, self._base, self.half_merged = [], {}, set()
+            self._pinned, self._base, self.merged = [], {}, set()
             self.missing = set(self._slices)
         if is_cuda or not keep:
             for storage in storages:
@@ -372,7 +353,6 @@ class ModelWeights:
         self._sizes = None
 
     def _storages(self) -> list[torch.UntypedStorage]:
-        """Return the distinct storages of the weights."""
         storages = [tensor.untyped_storage() for tensor in self._model.weight_tensors()]
         return list({storage._cdata: storage for storage in storages}.values())
 
@@ -461,7 +441,7 @@ class WeightsLoader:
                 if not own.check(name, tensor):
                     continue
                 own.check_values(name, tensor)
-                if own.adapter_targets:
+                if own.merged:
                     self.unload_adapter()
                 spec = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
                 with self._left_undone(f"writing {name!r}", set(own.targets(name))), own.after_the_caller():
@@ -489,7 +469,7 @@ class WeightsLoader:
 
     @contextmanager
     def _left_undone(self, what: str, targets: set[WeightTarget]) -> Iterator[None]:
-        """If the `with` block raises, mark these weights as missing until they are loaded."""
+        """If the `with` block raises, mark these weights as missing until they are loaded, or an adapter is out."""
         try:
             yield
         except Exception as error:
@@ -497,13 +477,13 @@ class WeightsLoader:
             raise LoadFailedError(f"{what} has failed in its middle: {error}", self.missing) from error
 
     def _merge_adapter(self, folder: str) -> int:
-        count, targets = self.own().check_adapter(folder)
+        own = self.own()
+        count, targets = own.check_adapter(folder)
         # Other ranks may change more of them than this one, and may fail to remove the adapter.
-        changed = self.own().adapter_targets | targets
+        own.merged |= targets
         try:
             self.call(ModelWeights.merge_adapter, folder)
         except Exception as error:
-            self.own().half_merged = changed
             failure = f"merging an adapter has failed: {error}"
             try:
                 self.unload_adapter()
@@ -514,14 +494,10 @@ class WeightsLoader:
 
     def unload_adapter(self) -> int:
         """Restore what an adapter has changed on every rank, and return its number; LoadFailedError if only in part."""
-        changed = self.own().adapter_targets
-        try:
-            counts = self.call(ModelWeights.take_adapter_out)
-        except Exception as error:
-            self.own().half_merged = changed
-            cause = f"taking an adapter out has failed in its middle: {error}"
-            raise LoadFailedError(cause, self.missing) from error
-        self.own().half_merged = set()
+        own = self.own()
+        with self._left_undone("taking an adapter out", own.merged):
+            counts = self.call(ModelWeights.take_adapter_out, own.merged)
+        own.merged = set()
         # A rank may have restored its weights in an earlier call, which failed on another rank.
         return max(counts)
 
@@ -537,32 +513,14 @@ def _on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return out
 
 
-def _maxima(name: str, values: torch.Tensor) -> Maxima:
-    """Return the largest value, which is NaN if any is; nothing of packed values, which have no NaN."""
+def _nan_flags(name: str, values: torch.Tensor) -> NanFlags:
+    """Return whether a value is NaN, on the device; nothing of packed values, which have no NaN."""
     if not (values.numel() and values.dtype.is_floating_point):
         return []
+    if values.dtype != torch.float8_e4m3fn:
+        return [(name, values.amax().isnan())]
     # e4m3 has no maximum operation; without the sign, its bytes are ordered like its values.
-    is_e4m3 = values.dtype == torch.float8_e4m3fn
-    return [(name, (values.view(torch.uint8) & _E4M3_NAN if is_e4m3 else values).amax())]
-
-
-def _dtype_of(tensor: Any) -> Any:
-    """Return the dtype of a tensor, for which safetensors uses its own names."""
-    dtype = tensor.get_dtype()
-    return _STORED_DTYPES.get(dtype, dtype)
-
-
-def _warn_of_conversions(
-    folder: str, stored: dict[str, torch.dtype], config_dtype: torch.dtype, dtype: torch.dtype
-) -> None:
-    """Warn of tensors whose stored dtype is neither the config's, which the user or the CPU may change, nor `dtype`."""
-    odd = [name for name, stored_dtype in stored.items() if stored_dtype not in (config_dtype, dtype)]
-    if odd:
-        warnings.warn(
-            f"{len(odd)} tensors in {folder!r}, such as {odd[0]!r}, are stored as {stored[odd[0]]}, though the config "
-            f"says {config_dtype}: they were converted to {dtype}",
-            stacklevel=2,
-        )
+    return [(name, (values.view(torch.uint8) & _E4M3_NAN).amax() == _E4M3_NAN)]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from nanovllm.weights.slices import LoadableModule, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableModule, Slices, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
@@ -39,9 +39,9 @@ class WeightedModel(nn.Module):
         super().__init__()
         self.config = config
 
-    def weight_slices(self) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self) -> Slices:
         """Return this rank's slice of each tensor in the model."""
-        slices: dict[WeightTarget, WeightSlice] = {}
+        slices: Slices = {}
         for name, module in self.named_modules():
             if next(module.parameters(recurse=False), None) is not None:
                 assert isinstance(module, LoadableModule)

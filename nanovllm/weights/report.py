@@ -8,16 +8,10 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class MissingWeights:
-    """Number of weights that steps must wait for, and the name of one.
-
-    Attributes:
-        is_half_merged: whether they have parts of an adapter that could not be removed; otherwise a sleep dropped them,
-            or a failed load left them incomplete.
-    """
+    """Number of weights that steps must wait for, and the name of one: a sleep dropped them, or a change failed."""
 
     count: int = 0
     example: str = ""
-    is_half_merged: bool = False
 
 
 @dataclass(frozen=True)

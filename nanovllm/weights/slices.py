@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from nanovllm.kernels import ops
 from nanovllm.parallel.shard import Shard
@@ -16,7 +15,8 @@ from nanovllm.parallel.shard import Shard
 if TYPE_CHECKING:
     from nanovllm.kernels.policy import KernelPolicy
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+Convert: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Stored dtypes that may be converted to the model's, chosen by the user or for the CPU."""
 
 
@@ -40,20 +40,29 @@ class WeightSlice:
         shape: of the whole tensor.
         index: one slice per dimension.
         region: its storage: a parameter, or a region of one.
-        factor: what plain floats are multiplied by when they are stored.
+        factor: what floats are multiplied by when they are stored; e4m3 has it in its scales.
         outputs_dim: dimension in which several projections may follow one another; None if they share the tensor.
         dtypes: dtypes that the tensor may be stored in.
-        has_model_dtype: whether a dtype other than the model's deserves a warning.
+        shapes: other shapes that it may have.
+        check: rejects values, given the tensor's name and a part of it; None if all can be stored.
+        convert: from the checkpoint's values to the region's; None if these are the same but for their dtype.
+        is_used: whether values are stored; others are only checked.
+        is_plain: whether `store` copies values, but for `convert` and `factor`.
     """
 
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = _FLOATS
-    has_model_dtype: ClassVar[bool] = True
+    is_plain: ClassVar[bool] = True
 
     shape: tuple[int, ...]
     index: tuple[slice, ...]
     region: torch.Tensor
-    factor: float = field(default=1.0, kw_only=True)
-    outputs_dim: int | None = field(default=0, kw_only=True)
+    _: KW_ONLY
+    factor: float = 1.0
+    outputs_dim: int | None = 0
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    shapes: tuple[tuple[int, ...], ...] = ()
+    check: Callable[[str, torch.Tensor], None] | None = None
+    convert: Convert | None = None
+    is_used: bool = True
 
     @classmethod
     def of(cls, shards: Iterable[Shard], region: torch.Tensor) -> WeightSlice:
@@ -65,15 +74,19 @@ class WeightSlice:
             region = region.narrow(dim, 0, shard.num_present)
         return cls(tuple(shape), tuple(index), region)
 
+    def in_float32(self, offset: float = 0.0) -> WeightSlice:
+        """Return the slice of a tensor that is kept in float32, whatever the model's dtype, with an offset added."""
+        return replace(self, convert=lambda values: values.float() + offset)
+
+    @property
+    def has_model_dtype(self) -> bool:
+        """Whether the region has the tensor's floats, in the model's dtype."""
+        return self.is_plain and self.dtypes == FLOATS and self.convert is None and self.is_used
+
     @property
     def places(self) -> tuple[WeightSlice, ...]:
         """The slices of the same tensor that this rank stores: this one, and slices of modules tied to it."""
         return (self,)
-
-    @property
-    def unscaled(self) -> WeightSlice:
-        """The slice of a tensor whose values already have the factor."""
-        return replace(self, factor=1.0)
 
     def check_dtype(self, name: str, dtype: torch.dtype) -> None:
         """Reject a tensor whose dtype is not in `dtypes`."""
@@ -82,60 +95,48 @@ class WeightSlice:
 
     def check_shape(self, name: str, shape: list[int]) -> None:
         """Reject a tensor of another shape."""
-        if list(self.shape) != shape:
+        if tuple(shape) not in (self.shape, *self.shapes):
             raise ValueError(f"tensor {name!r} has shape {shape}; the config asks for {list(self.shape)}")
 
     def check_values(self, name: str, tensor: Any) -> None:
         """Reject values that `store` rejects; `tensor` is read only if some can be rejected."""
+        if self.check is not None:
+            self.check(name, tensor[()])
 
     def store(self, name: str, values: torch.Tensor) -> None:
         """Store a slice of the tensor `name`, on the region's device, converting its dtype if both are floats."""
-        self.region.copy_(self.scaled(values))
+        self.check_values(name, values)
+        if self.is_used:
+            self.region.copy_(self.scaled(values if self.convert is None else self.convert(values)))
 
     def scaled(self, values: torch.Tensor) -> torch.Tensor:
-        """Return values times the factor, in float32 if there is one."""
-        return values if self.factor == 1 else values.float() * self.factor
+        """Return floats times the factor, in float32 if there is one; other values as they are."""
+        return values if self.factor == 1 or values.dtype not in FLOATS else values.float() * self.factor
 
 
-@dataclass(frozen=True)
-class Float32Slice(WeightSlice):
-    """A slice that is kept in float32, whatever the model's dtype, after the addition of an offset."""
-
-    has_model_dtype: ClassVar[bool] = False
-
-    offset: float = 0.0
-
-    @override
-    def store(self, name: str, values: torch.Tensor) -> None:
-        self.region.copy_(values.float() + self.offset)
-
-
-@dataclass(frozen=True)
-class Int64Slice(WeightSlice):
-    """A slice of whole numbers."""
-
-    dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int64, torch.int32)
-    has_model_dtype: ClassVar[bool] = False
+Slices: TypeAlias = dict[WeightTarget, WeightSlice]
+"""This rank's slice of each tensor."""
 
 
 class LoadableModule(nn.Module):
     """A module that builds its parameters from checkpoint tensors; `policy` chooses its kernels."""
+
+    param_dtype: torch.dtype | None = None
+    """Of its parameters; None for the dtype of the model's activations."""
 
     def __init__(self) -> None:
         super().__init__()
         self.policy: KernelPolicy = ops.FASTEST
 
     @property
-    def kernel_rows(self) -> Collection[int]:
-        """Numbers of rows at which the choice of kernels or of their tiles changes."""
-        return ()
+    def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        """Numbers of rows at which the choice of kernels or of their tiles changes, and of prompt tokens beside rows.
 
-    @property
-    def kernel_tokens(self) -> Collection[int]:
-        """Likewise for prompt tokens beside decode rows: the sizes that engines of few sequences reach."""
-        return ()
+        The latter are those that engines of few sequences reach.
+        """
+        return (), ()
 
-    def weight_slices(self, name: str) -> dict[WeightTarget, WeightSlice]:
+    def weight_slices(self, name: str) -> Slices:
         """Return this rank's slice of each tensor of the module `name`; by default whole parameters."""
         return {
             WeightTarget(f"{name}.{param_name}"): WeightSlice.of(map(Shard.whole, param.shape), param.data)
@@ -144,6 +145,7 @@ class LoadableModule(nn.Module):
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
         """Allocate the parameters, not yet filled; `dtype` is the dtype of the model's activations."""
+        dtype = self.param_dtype or dtype
         for name, param in list(self.named_parameters(recurse=False)):
             # For a tensor without memory, `empty_like` imports sympy, which takes as long as loading a small model.
             values = torch.empty(param.shape, dtype=dtype, device=device)

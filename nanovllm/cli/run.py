@@ -191,14 +191,11 @@ def _shard_and_input(options: argparse.Namespace) -> tuple[LineShard, InputFile]
 def _load_results(
     results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str, shard: LineShard
 ) -> None:
-    if results.is_file(source.fileno()):
+    if not results.is_stream and source.is_same_file(options.output):
         raise ValueError(f"{options.output} is the input: give another output")
-    if options.overwrite:
-        return
-    results.load(digest)
-    # Lines of other shards are answered by other runs.
-    if len(results.answered) and options.shard is not None:
-        source.require_unchanged(results.answered, shard)
+    if not options.overwrite:
+        results.load(digest)
+        results.answered.require_shard(shard)
 
 
 def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile) -> None:

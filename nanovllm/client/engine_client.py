@@ -7,6 +7,7 @@ that in one process an output ends at the very token that completes its stop str
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -29,11 +30,12 @@ class RequestState:
         outputs: the state of each output if the engine streams its tokens.
         output, error: the engine's output, or its error, once the request is done.
         awaits_step: whether `step` returns its output.
+        wake_reader: tells the reading task, if any, of news.
     """
 
     __slots__ = (
         "__weakref__", "_cumulative", "_processor", "awaits_step", "error", "index", "output", "outputs", "request",
-        "request_id", "source",
+        "request_id", "source", "wake_reader",
     )  # fmt: skip
 
     def __init__(self, request: Request, processor: OutputProcessor, index: int = 0, source: Any = None) -> None:
@@ -43,6 +45,7 @@ class RequestState:
         self.output: RequestOutput | None = None
         self.error: RuntimeError | None = None
         self.awaits_step = False
+        self.wake_reader: weakref.WeakMethod[Callable[[], None]] | None = None
         self._processor = processor
         # Optional state is not made for all requests: each list is work for the garbage collector.
         self.outputs: Sequence[OutputState] = ()
@@ -56,6 +59,11 @@ class RequestState:
     def is_done(self) -> bool:
         """Whether the engine is done with it."""
         return self.output is not None or self.error is not None
+
+    def notify(self) -> None:
+        """Tell the reading task of news; from any thread."""
+        if self.wake_reader is not None and (wake := self.wake_reader()) is not None:
+            wake()
 
     def result(self) -> RequestOutput:
         """Return the whole output of a done request that is not streamed; StepError or RuntimeError if it failed."""
@@ -264,6 +272,10 @@ class EngineClient:
                     # Requests finished by this are processed next.
                     self.engine.stop(stopped)
         return news
+
+    def unfinished(self) -> list[RequestState]:
+        """Return the requests that the engine has."""
+        return list(self._states.values())
 
     def take_failures(self) -> list[StepError]:
         """Return the failures of steps without requests, each once."""

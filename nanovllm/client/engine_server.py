@@ -32,13 +32,10 @@ from nanovllm.client.messages import (
     CONNECT,
     CallEngine,
     CallResult,
-    Ended,
     EngineInfo,
-    EnginePlan,
     Enqueue,
     Order,
     SendNewTokens,
-    StartFailure,
     StepReport,
     Stop,
     portable,
@@ -164,7 +161,7 @@ class EngineServer:
             cause = f"an error ended the engine:\n{traceback.format_exc()[-_MOST_CHARACTERS:]}"
         for front_end in self._front_ends:
             if cause is not None:
-                front_end.say(Ended(cause))
+                front_end.say(cause)
             front_end.close(_LAST_SECONDS)
         return cause
 
@@ -317,21 +314,23 @@ def run_engine(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
     control = Connection(descriptor)
     try:
-        plan: EnginePlan = control.recv()
+        config, num_replicas = control.recv()
     except EOFError:
         return
-    torch.set_num_threads(max(1, torch.get_num_threads() // plan.num_replicas))
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_replicas))
     try:
-        model = load_model(plan.config)
+        model = load_model(config)
     except Exception as error:
-        control.send(StartFailure(portable(error), traceback.format_exc()[-_MOST_CHARACTERS:]))
+        # A user's mistake needs no traceback.
+        mistake = portable(error) if isinstance(error, ValueError) else None
+        control.send(mistake or traceback.format_exc()[-_MOST_CHARACTERS:])
         return
     engine, dtype = model.engine, str(model.dtype).removeprefix("torch.")
     assert isinstance(engine, LLMEngine)
-    info = EngineInfo(engine.limits, plan.config.max_num_running, str(model.device), dtype, model.device_name)
+    info = EngineInfo(engine.limits, config.max_num_running, str(model.device), dtype, model.device_name)
     server = EngineServer(engine, info, model.files.constraints)
     threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
-    control.send(info)
+    control.send(None)
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Loaded objects stay: scanning them for garbage would delay steps.
     gc.collect()

@@ -20,7 +20,7 @@ from typing import Any
 
 from typing_extensions import Unpack, override
 
-from nanovllm.client.messages import CallEngine, Ended, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
+from nanovllm.client.messages import CallEngine, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
@@ -106,8 +106,8 @@ class Replica:
         with suppress(EOFError, OSError):
             while True:
                 message = self._connection.recv()
-                if isinstance(message, Ended):
-                    self._cause = message.cause
+                if isinstance(message, str):
+                    self._cause = message
                     continue
                 if isinstance(message, EngineState):
                     self.state = message

@@ -14,7 +14,7 @@ from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, render_text
 from nanovllm.text.constraints import ConstraintFactory, encode_bad_words
-from nanovllm.utils.checks import check_int, pack_token_ids, token_list
+from nanovllm.utils.checks import check_int, token_list
 
 T = TypeVar("T")
 
@@ -113,7 +113,6 @@ class InputProcessor:
             return [ValueError(_NO_HEAD)] * len(prompts)
         checker = self.params_checker() if checker is None else checker
         encoded = self._encode(prompts, add_special_tokens, max_prompt_tokens, template)
-        packed = pack_token_ids([prompt.token_ids for prompt in encoded], self.limits.vocab_size)
         found: list[Request | ValueError] = []
         for index, (prompt, param) in enumerate(zip(encoded, params, strict=True)):
             checked = checker.check(param)
@@ -125,11 +124,7 @@ class InputProcessor:
                 continue
             try:
                 priority = check_int("priority", priorities[index])
-                tokens = packed[index]
-                if tokens is None:
-                    tokens = self.limits.check_prompt(prompt.token_ids, checked.params)
-                else:
-                    self.limits.check_size(len(tokens), checked.params)
+                tokens = self.limits.check_prompt(prompt.token_ids, checked.params)
             except ValueError as error:
                 found.append(error)
                 continue

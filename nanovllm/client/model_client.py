@@ -167,13 +167,11 @@ class ModelClient(Unpicklable):
     def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the running model, in place, on every rank and replica.
 
-        Replicas get tensors through files of a temporary folder. The prefix cache keeps results of the old weights
-        until `reset_prefix_cache`.
+        The prefix cache keeps results of the old weights until `reset_prefix_cache`.
 
         Args:
-            weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
-                with safetensors, which fsspec may open (`s3://`).
-                They may be on any device, and of any plain float dtype. A tied head is ignored.
+            weights: tensors by their names in the checkpoint, as pairs or as a dict, on any device and of any plain
+                float dtype; or a folder with safetensors, which fsspec may open (`s3://`). A tied head is ignored.
                 A folder of a PEFT adapter (LoRA) is merged into the weights, replacing the previous one;
                 `unload_adapter` removes it, and so do other weights.
             strict: refuse to leave a tensor of the model unchanged.
@@ -182,12 +180,11 @@ class ModelClient(Unpicklable):
             The number of tensors written. A warning names one that has NaN.
 
         Raises:
-            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message has the
-                number written before. Of a folder nothing is written. Or see `strict`.
+            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and of a folder nothing
+                at all; the message has the number written before. Or see `strict`.
             RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
                 tensor was written in part, and nothing is generated until all of it is loaded; or an adapter was not
-                merged, and if it cannot be removed again, nothing is generated until `unload_adapter` has done so. Or
-                the pairs' iterator raised, which is the error's cause; the message has the number written before.
+                merged, and nothing is generated until it is removed. Or the pairs' iterator raised, which is the cause.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
@@ -240,8 +237,7 @@ class ModelClient(Unpicklable):
 
         Args:
             mode: "keep" freezes requests with their keys and values, between two steps; "wait" first lets current
-                requests finish, and a "keep" that comes meanwhile waits for them too; "abort" ends them with their
-                output so far, `finish_reason` "abort".
+                requests finish; "abort" ends them with their output so far, `finish_reason` "abort".
 
         Raises:
             ValueError: an unknown mode.

@@ -9,9 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import cycle
 from pathlib import Path
-from threading import Event, Thread
 from types import ModuleType
 from typing import Any, get_args
 
@@ -37,7 +35,6 @@ _COMMANDS = {
     "convert": "nanovllm.utils.gguf",
     "serve": "nanovllm.serve.main",
 }
-_SPIN_SECONDS = 0.1
 _SAMPLING_DEFAULTS = (
     "Without a flag, the model's generation_config.json decides; where it says nothing, an output may be as long as "
     "the model allows, the temperature is 1, and all else is off."
@@ -100,32 +97,21 @@ def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments:
 
 
 def _load(module: str) -> ModuleType:
-    with spinner("Starting nanovllm"):
+    with notice("Starting nanovllm"):
         return import_module(module)
 
 
 @contextmanager
-def spinner(text: str) -> Iterator[None]:
-    """Show a text with a spinner on the terminal, if any, during the `with` block."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    ended = Event()
-    thread = Thread(target=_spin, args=(text, ended), daemon=True)
-    thread.start()
+def notice(text: str) -> Iterator[None]:
+    """Show a text on the terminal, if any, during the `with` block."""
+    shows = sys.stderr.isatty()
+    if shows:
+        print(f"{text} ...", end="", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        ended.set()
-        thread.join()
-
-
-def _spin(text: str, ended: Event) -> None:
-    for frame in cycle("|/-\\"):
-        print(f"\r{frame} {text}", end="", file=sys.stderr, flush=True)
-        if ended.wait(_SPIN_SECONDS):
-            break
-    print(f"\r{' ' * (len(text) + 2)}\r", end="", file=sys.stderr, flush=True)
+        if shows:
+            print(f"\r{' ' * (len(text) + 4)}\r", end="", file=sys.stderr, flush=True)
 
 
 def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:

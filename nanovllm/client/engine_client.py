@@ -67,9 +67,18 @@ class RequestState:
 
     def result(self) -> RequestOutput:
         """Return the whole output of a done request that is not streamed; StepError or RuntimeError if it failed."""
-        output = self._require_output()
+        output, params = self._require_output(), self.request.params
         try:
-            self.finish(output)
+            for i, item in enumerate(output.outputs):
+                if self.outputs:
+                    item.text = self.outputs[i].take(final=True).text
+                    _end(self.outputs[i], item)
+                else:
+                    ends = item.finish_reason == "stop"
+                    item.text = self._processor.decode(self.request.token_ids, item.token_ids, params, ends)
+                if params.detokenize and isinstance(item.logprobs, Logprobs):
+                    item.logprobs = item.logprobs.with_texts(self._processor.decode_token)
+            self._complete(output)
         except (KeyboardInterrupt, SystemExit):
             raise
         # A panic of the tokenizers library derives from BaseException.
@@ -107,20 +116,6 @@ class RequestState:
             raise self.error
         assert self.output is not None
         return self.output
-
-    def finish(self, output: RequestOutput) -> None:
-        """Add texts to the engine's output of the finished request."""
-        params = self.request.params
-        for i, item in enumerate(output.outputs):
-            if self.outputs:
-                item.text = self.outputs[i].take(final=True).text
-                _end(self.outputs[i], item)
-            else:
-                ends = item.finish_reason == "stop"
-                item.text = self._processor.decode(self.request.token_ids, item.token_ids, params, ends)
-            if params.detokenize and isinstance(item.logprobs, Logprobs):
-                item.logprobs = item.logprobs.with_texts(self._processor.decode_token)
-        self._complete(output)
 
     def _complete(self, output: RequestOutput) -> None:
         output.prompt = self.request.prompt

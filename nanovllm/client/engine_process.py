@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -92,13 +92,10 @@ class EngineProcesses:
         self._devices = replica_devices(config)
         check_swap_space(config.swap_space, size)
         self.all: list[EngineProcess] = []
-        with ExitStack() as stack:
-            stack.callback(self.stop)
-            # An interrupt between start and append would leave a process that nothing ends.
-            with deferred_signals():
-                for index in range(size):
-                    self.all.append(EngineProcess(index, size))
-            stack.pop_all()
+        # An interrupt between start and append would leave a process that nothing ends.
+        with self.stopped_on_error(), deferred_signals():
+            for index in range(size):
+                self.all.append(EngineProcess(index, size))
 
     @contextmanager
     def stopped_on_error(self) -> Iterator[None]:

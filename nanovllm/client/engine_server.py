@@ -72,17 +72,15 @@ class FrontEnd:
         self.wants_steps = False
         # None ends the thread.
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        self._messages.put(info)
+        # Sends a message; a report is merged with others that wait, and comes before other waiting messages.
+        self.say = self._messages.put
+        self.say(info)
         self._sender = threading.Thread(target=self._send, name="nanovllm-sender", daemon=True)
         self._sender.start()
 
-    def say(self, message: Any) -> None:
-        """Send a message; a report is merged with others that wait, and comes before other waiting messages."""
-        self._messages.put(message)
-
     def close(self, wait: float) -> None:
         """End the sending thread, which gets `wait` seconds for the remaining messages."""
-        self._messages.put(None)
+        self.say(None)
         self._sender.join(wait)
 
     def _send(self) -> None:
@@ -93,15 +91,14 @@ class FrontEnd:
                 messages = [self._messages.get()]
                 while not self._messages.empty():
                     messages.append(self._messages.get())
-                report = StepReport()
+                report, others = StepReport(), []
                 for message in messages:
                     if isinstance(message, StepReport):
                         report.merge(message)
-                if not report.is_empty:
-                    self.connection.send(report)
-                for message in messages:
-                    if not isinstance(message, StepReport | None):
-                        self.connection.send(message)
+                    elif message is not None:
+                        others.append(message)
+                for message in others if report.is_empty else [report, *others]:
+                    self.connection.send(message)
 
 
 class Route(NamedTuple):
@@ -257,11 +254,10 @@ class EngineServer:
         reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
         self._add_steps(reports, tokens)
         self._sort(results, reports)
-        if reports:
-            stats = self._engine.stats()
-            for front_end, report in reports.items():
-                report.stats = stats
-                front_end.say(report)
+        stats = self._engine.stats() if reports else {}
+        for front_end, report in reports.items():
+            report.stats = stats
+            front_end.say(report)
         return cause
 
     def _sort(self, results: EngineOutputs, reports: dict[FrontEnd, StepReport]) -> None:

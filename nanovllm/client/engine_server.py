@@ -91,13 +91,11 @@ class FrontEnd:
                 messages = [self._messages.get()]
                 while not self._messages.empty():
                     messages.append(self._messages.get())
-                report, others = StepReport(), []
-                for message in messages:
-                    if isinstance(message, StepReport):
-                        report.merge(message)
-                    elif message is not None:
-                        others.append(message)
-                for message in others if report.is_empty else [report, *others]:
+                reports = [message for message in messages if isinstance(message, StepReport)]
+                for report in reports[1:]:
+                    reports[0].merge(report)
+                others = [message for message in messages if not isinstance(message, StepReport | None)]
+                for message in [*reports[:1], *others]:
                     self.connection.send(message)
 
 
@@ -233,7 +231,7 @@ class EngineServer:
             self._state = deepcopy(self._engine.state)
             for front_end in self._front_ends:
                 front_end.say(self._state)
-        return CallResult(order.call_id, self._engine.stats(), result, error)
+        return CallResult(self._engine.stats(), result, error)
 
     def _leave(self, front_end: FrontEnd) -> None:
         self._front_ends.discard(front_end)

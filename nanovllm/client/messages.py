@@ -37,7 +37,6 @@ class Stop:
 class CallEngine:
     """Call a function with the `LLMEngine` and other arguments, between two steps; a `CallResult` follows."""
 
-    call_id: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
@@ -90,17 +89,11 @@ class StepReport:
         self.steps += later.steps
         self.stats = later.stats
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not (self.new_tokens or self.finished or self.failures or self.dropped or self.steps)
-
 
 @dataclass(slots=True)
 class CallResult:
-    """The result or error of a call, and the engine's counters then."""
+    """The result or error of the oldest call without one, and the engine's counters then."""
 
-    call_id: int
     stats: dict[str, Any]
     result: Any = None
     error: BaseException | None = None

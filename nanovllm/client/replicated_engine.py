@@ -70,8 +70,8 @@ class Replica:
         self._cause: str | None = None
         self._orders: list[Order] = []
         self._lock = threading.Lock()
-        self._calls: dict[int, Future[Any]] = {}
-        self._call_ids = count()
+        # Those without a result, in the order of their orders.
+        self._calls: deque[Future[Any]] = deque()
         self.has_ended = False
         threading.Thread(target=self._read, name="nanovllm-replica", daemon=True).start()
 
@@ -94,9 +94,9 @@ class Replica:
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
         """Call a function with the engine and other arguments."""
         future: Future[T] = Future()
-        call_id = next(self._call_ids)
-        self._calls[call_id] = future
-        self.add(CallEngine(call_id, function, args))
+        with self._lock:
+            self._calls.append(future)
+            self.add(CallEngine(function, args))
         self.flush()
         if self.has_ended:
             self._end_calls()
@@ -108,15 +108,14 @@ class Replica:
                 message = self._connection.recv()
                 if isinstance(message, str):
                     self._cause = message
-                    continue
-                if isinstance(message, EngineState):
+                elif isinstance(message, EngineState):
                     self.state = message
-                    continue
-                self.stats = message.stats
-                if isinstance(message, StepReport):
+                elif isinstance(message, StepReport):
+                    self.stats = message.stats
                     self._receive(self, message)
                 else:
-                    future = self._calls.pop(message.call_id)
+                    self.stats = message.stats
+                    future = self._calls.popleft()
                     if message.error is not None:
                         future.set_exception(message.error)
                     else:
@@ -128,10 +127,9 @@ class Replica:
         self._receive(self, None)
 
     def _end_calls(self) -> None:
-        while self._calls:
-            with suppress(KeyError):
-                _, future = self._calls.popitem()
-                future.set_exception(RuntimeError(self.exit_text()))
+        with suppress(IndexError):
+            while True:
+                self._calls.popleft().set_exception(RuntimeError(self.exit_text()))
 
 
 class ReplicatedEngine(Engine):

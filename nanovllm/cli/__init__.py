@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in _WITH_OWN_PARSER:
         own, *rest = arguments
-        return _run(own, lambda: _run_module(own, rest))
+        return _run(own, lambda: _load(_WITH_OWN_PARSER[own]).main(rest))
     commands, parser = make_parsers()
     if "_ARGCOMPLETE" in os.environ:
         # Set by a shell with completion by `register-python-argcomplete`.
@@ -66,21 +66,10 @@ def _run(name: str, command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:
-        # Such as a full disk, or a closed pipe.
+    except (OSError, ImportError) as error:
+        # Such as a full disk, a closed pipe, or a missing extra.
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 1
-
-
-def _run_module(name: str, arguments: list[str]) -> int | None:
-    try:
-        module = _load(_WITH_OWN_PARSER[name])
-    except ImportError as error:
-        # A missing extra; the message tells how to install it.
-        print(f"nanovllm {name}: error: {error}", file=sys.stderr)
-        return 1
-    code: int | None = module.main(arguments)
-    return code
 
 
 def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments: list[str]) -> Namespace:

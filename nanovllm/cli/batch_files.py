@@ -33,6 +33,7 @@ from nanovllm.config import Config
 from nanovllm.utils.flags import CommandParser, user_errors
 from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
+# The first fields of an answer.
 _HEADER = re.compile(rb'\{"line": (\d{1,15}), "run": "([0-9a-f]{16})", "request": "([0-9a-f]{16})"')
 _START = b'{"line": '
 # Settings that affect answers; others affect only speed, or which lines fail.
@@ -60,11 +61,6 @@ def run_digest(config: Config, defaults: Mapping[str, Any]) -> str:
     settings = [model, *(getattr(config, name) for name in _SETTINGS)]
     text = json.dumps([settings, dict(defaults)], sort_keys=True, default=asdict)
     return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def answer_header(line: int, run: str, request: int) -> dict[str, Any]:
-    """Return the first fields of an answer."""
-    return {"line": line, "run": run, "request": f"{request:016x}"}
 
 
 class AnsweredRequests:
@@ -402,13 +398,15 @@ def _replaced(path: str) -> Iterator[Any]:
 def _copy_of(path: str) -> str:
     """Return a temporary file with the decompressed results of an output; empty if it does not exist."""
     copy = Path(tempfile.mkdtemp(prefix="nanovllm-results-"), "results.jsonl")
-    with storage_errors(path), copy.open("wb") as file:
-        files, found = filesystem(path)
-        if files.exists(found):
-            with files.open(found, "rb") as stored:
-                module = _COMPRESSED.get(Path(path).suffix)
-                shutil.copyfileobj(stored if module is None else module.open(stored), file)
+    with copy.open("wb") as file:
+        file.writelines(InputFile(path).lines if _exists(path) else ())
     return str(copy)
+
+
+def _exists(path: str) -> bool:
+    files, found = filesystem(path)
+    with storage_errors(path):
+        return bool(files.exists(found))
 
 
 @contextmanager
@@ -495,10 +493,7 @@ def main(arguments: list[str] | None = None) -> int:
     with user_errors(parser):
         answered, failed = _load_shards(options.outputs)
         _require_complete(InputFile(options.input), answered, failed)
-        files, found = filesystem(options.output)
-        with storage_errors(options.output):
-            is_there = files.exists(found)
-        if is_there:
+        if _exists(options.output):
             raise ValueError(f"{options.output} is there already: give another output")
         with whole_file(options.output) as file:
             file.writelines(_merged(options.outputs, failed))

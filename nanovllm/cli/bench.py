@@ -318,25 +318,25 @@ def run(llm: LLM, work: Workload) -> float:
     return seconds
 
 
-def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
-    """Run a workload once, and compare its time with the floor."""
-    seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
-    inputs, outputs, gpus = sum(map(len, work.prompts)), sum(work.output_lens), llm.config.tensor_parallel_size
-    return Result(
-        work.name, gpus, inputs, outputs, seconds, inputs / seconds, outputs / seconds, floor, floor / seconds
-    )
-
-
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
     """Print and return the better of a workload's rounds, after a warm-up; a workload of minutes has one round."""
-    num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
+    num_rounds, results, gpus = (
+        (1 if name == LONG_WORKLOAD else ROUNDS),
+        list[Result](),
+        llm.config.tensor_parallel_size,
+    )
     if num_rounds > 1:
         run(llm, make_workload(name, "warm-up", llm))
-    rounds = [measure_round(llm, make_workload(name, str(number), llm), ceilings) for number in range(num_rounds)]
-    r = max(rounds, key=lambda result: result.floor_share)
+    for number in range(num_rounds):
+        work = make_workload(name, str(number), llm)
+        seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
+        inputs, outputs = sum(map(len, work.prompts)), sum(work.output_lens)
+        rates = inputs / seconds, outputs / seconds
+        results.append(Result(name, gpus, inputs, outputs, seconds, rates[0], rates[1], floor, floor / seconds))
+    r = max(results, key=lambda result: result.floor_share)
     counts = f"{r.workload:9} {r.gpus:4d} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
-    rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
-    print(f"{counts} {rates} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
+    shown = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
+    print(f"{counts} {shown} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
     return r
 
 

@@ -21,7 +21,6 @@ from nanovllm.cli.batch_files import (
     ResultFile,
     UnansweredLines,
     UnreadableInputError,
-    answer_header,
     run_digest,
 )
 from nanovllm.cli.batch_lines import IDS, BatchRequest, RequestParser, encode_line, load_line, result_fields
@@ -128,8 +127,9 @@ class BatchRun:
             code = "invalid_request" if isinstance(item, RefusedPrompt) else "server_error"
             return self._failure(line, code, output.error or "")
         fields = result_fields(line.number, line.ids, output, line.request, self.llm.config.model)
+        header = {"line": line.number, "run": self.digest, "request": f"{line.digest:016x}"}
         try:
-            encoded = encode_line(answer_header(line.number, self.digest, line.digest) | fields)
+            encoded = encode_line(header | fields)
         except ValueError as error:
             # JSON has no NaN, the log-probability of a token if constraints allow no token.
             return self._failure(line, "server_error", f"the answer cannot be written: {error}")

@@ -284,7 +284,7 @@ class AsyncLLM(Unpicklable):
         return self.llm.is_paused
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        self._thread.require_running()
+        self.require_running()
         return await asyncio.get_running_loop().run_in_executor(None, change)
 
     async def abort(self, request_id: int | str) -> None:
@@ -306,7 +306,7 @@ class AsyncLLM(Unpicklable):
 
     async def run_beside(self, function: Callable[[], Result], work: Work) -> Result:
         """Call a function in a thread for its kind of input work; a RuntimeError if the engine is closed."""
-        self._thread.require_running()
+        self.require_running()
         return await asyncio.get_running_loop().run_in_executor(self._executors[work], function)
 
     def require_running(self) -> None:

@@ -34,11 +34,10 @@ from nanovllm.weights.report import LoadedWeights, LoadFailedError
 _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""
 _MOMENTARY = ("num_running", "num_waiting", "num_used_blocks", "num_free_blocks")
-"""Counters of the present state, which a dead replica does not add to."""
 _MOMENTARY_OF_SOME = (
     "num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second", "num_used_states", "num_kept_states",
 )  # fmt: skip
-"""The same for engines with `swap_space`, or whose model has states."""
+"""Counters of the present state, which a dead replica does not add to: of all engines, and of some."""
 
 
 class Replica:

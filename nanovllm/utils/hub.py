@@ -102,7 +102,8 @@ def _advice(model: str, revision: str | None, error: Exception) -> str:
         GatedRepoError: f"the Hub asks to accept its terms first: https://huggingface.co/{model}, then `hf auth login`",
         RepositoryNotFoundError: "the Hub has no model of this name, or none for this account: check it, or log in",
         RevisionNotFoundError: f"the Hub has no revision {revision!r} of it",
-        OfflineModeIsEnabled: f"HF_HUB_OFFLINE allows no place but {constants.HF_HUB_CACHE}: run {command} without it",
+        OfflineModeIsEnabled: f"HF_HUB_OFFLINE allows no other place than {constants.HF_HUB_CACHE}: run {command} "
+        "without it, or give a folder with the model",
     }
     for kind, text in advice.items():
         if isinstance(error, kind):

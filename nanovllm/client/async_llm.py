@@ -174,10 +174,9 @@ class AsyncLLM(Unpicklable):
         priority: int = 0,
         request_id: int | str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt and yield new output, as `LLM.stream` does; see `generate`.
+        """Complete a prompt and yield new output, of several steps if the reader is slow; see `generate`.
 
-        A reader slower than the engine gets the tokens of several steps at once. Closing the generator aborts the
-        request.
+        Closing the generator aborts the request.
         """
         outputs = await self.begin_stream(prompt, sampling_params, priority=priority, request_id=request_id)
         async with aclosing(outputs):

@@ -72,7 +72,7 @@ class ReadAhead(Generic[T, U]):
             try:
                 chunk = self._chunks.get(block=wait, timeout=_PATIENCE_SECONDS)
             except Empty:
-                if items := self._take_items():
+                if items := self._take_items(_PATIENCE_SECONDS):
                     return self._prepare(items)
                 if wait:
                     continue
@@ -93,10 +93,10 @@ class ReadAhead(Generic[T, U]):
         with self._preparing:
             pass
 
-    def _take_items(self) -> list[T]:
-        """Return the items of an incomplete chunk, if they have waited for some time."""
+    def _take_items(self, patience: float = 0.0) -> list[T]:
+        """Take the items of an incomplete chunk, if the oldest has waited for `patience` seconds."""
         with self._lock:
-            if not self._items or time.monotonic() - self._since < _PATIENCE_SECONDS:
+            if not self._items or time.monotonic() - self._since < patience:
                 return []
             items, self._items = self._items, []
             return items
@@ -121,8 +121,7 @@ class ReadAhead(Generic[T, U]):
         self._chunks.put(None)
 
     def _pass_on(self) -> None:
-        with self._lock:
-            items, self._items = self._items, []
+        items = self._take_items()
         with self._preparing:
             if self._closed or not items:
                 return
@@ -358,7 +357,6 @@ def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:
-    """Return a sort key that groups requests sharing blocks of the prefix cache."""
     if isinstance(item, RefusedPrompt):
         return 0, "", b""
     request = item.request

@@ -169,7 +169,7 @@ class ReplicatedEngine(Engine):
         # Counters of dead replicas.
         self._past_stats: dict[str, Any] = {}
         self._close_processes = close
-        self._closed_by: str | None = None
+        self._closed_by = ""
         self._is_closed = False
         self._request_ids = count()
         # Id of the request, by the ids of its further outputs.
@@ -211,7 +211,7 @@ class ReplicatedEngine(Engine):
     def enqueue(self, request: Request) -> int:
         self.require_open()
         with self._lock:
-            (request_id,) = self._new_ids([request])
+            request_id = self._new_id(request)
             index = self._placement.route(request_id, request)
             self._replicas[index].add(Enqueue(request_id, request))
         self.wake()
@@ -221,7 +221,7 @@ class ReplicatedEngine(Engine):
     def enqueue_all(self, requests: Sequence[Request]) -> list[int]:
         self.require_open()
         with self._lock:
-            request_ids = self._new_ids(requests)
+            request_ids = [self._new_id(request) for request in requests]
             self._placement.spread(dict(zip(request_ids, requests, strict=True)))
         self.wake()
         return request_ids
@@ -292,8 +292,7 @@ class ReplicatedEngine(Engine):
     @override
     def require_open(self) -> None:
         if not self.is_open:
-            cause = self._closed_by
-            raise RuntimeError("the engine is closed" if cause is None else f"the engine is closed: {cause}")
+            raise RuntimeError(f"the engine is closed{f': {self._closed_by}' if self._closed_by else ''}")
 
     @override
     def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
@@ -349,13 +348,10 @@ class ReplicatedEngine(Engine):
             with deferred_signals():
                 self._close_processes()
 
-    def _new_ids(self, requests: Sequence[Request]) -> list[int]:
-        request_ids = []
-        for request in requests:
-            first, *others = (next(self._request_ids) for _ in range(request.params.n))
-            self._first_ids.update(dict.fromkeys(others, first))
-            request_ids.append(first)
-        return request_ids
+    def _new_id(self, request: Request) -> int:
+        first, *others = (next(self._request_ids) for _ in range(request.params.n))
+        self._first_ids.update(dict.fromkeys(others, first))
+        return first
 
     def _send_orders(self) -> None:
         """Give replicas the requests that they have room for, and send them."""

@@ -43,15 +43,13 @@ def add_flags(
     *, renamed: Mapping[str, str] | None = None, positional: str | None = None, description: str | None = None,
     **defaults: Any,
 ) -> None:  # fmt: skip
-    """Add a flag for each field of a dataclass, parsed by the field's type, with help from the class's docstring.
+    """Add a flag for each field of a dataclass, with help from the entries `name: text` below "Attributes:" in its doc.
 
     A list's flag can be repeated, a bool's has a `--no-` form, and a mapping's or a dataclass's value is JSON. Optional
     fields that are not strings accept "none".
 
     Args:
-        parser: gets the flags.
-        cls: a dataclass whose docstring has an entry `name: text` for each field, below "Attributes:".
-        title: title of the flags in the help.
+        parser, cls, title: what gets the flags, the dataclass, and their title in the help.
         renamed: flags whose names differ from their fields'.
         positional: a field that may also be given without its flag.
         description: describes the flags and their defaults; without it, each flag shows its default.

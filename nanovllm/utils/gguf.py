@@ -70,9 +70,6 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
         ValueError: the file is not in GGUF, a part or a tensor is missing, transformers does not support the
             architecture, or the folder is not empty.
         OSError: the folder cannot be written.
-
-    Example:
-        >>> convert_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"), "bfloat16")  # doctest: +SKIP
     """
     check_gguf(file)
     if folder.is_dir() and any(folder.iterdir()):

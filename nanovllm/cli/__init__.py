@@ -6,8 +6,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -86,21 +85,14 @@ def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments:
 
 
 def _load(module: str) -> ModuleType:
-    with notice("Starting nanovllm"):
+    if not sys.stderr.isatty():
         return import_module(module)
-
-
-@contextmanager
-def notice(text: str) -> Iterator[None]:
-    """Show a text on the terminal, if any, during the `with` block."""
-    shows = sys.stderr.isatty()
-    if shows:
-        print(f"{text} ...", end="", file=sys.stderr, flush=True)
+    text = "Starting nanovllm ..."
+    print(text, end="", file=sys.stderr, flush=True)
     try:
-        yield
+        return import_module(module)
     finally:
-        if shows:
-            print(f"\r{' ' * (len(text) + 4)}\r", end="", file=sys.stderr, flush=True)
+        print(f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
 
 
 def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:

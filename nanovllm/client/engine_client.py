@@ -257,8 +257,8 @@ class EngineClient:
                     stopped = self._take_tokens(results.new_tokens, news)
                     for request_id, output in results.finished:
                         if (state := self._states.pop(request_id, None)) is not None:
-                            state.output = output
-                            self._end(state, news)
+                            state.output, news[request_id] = output, state
+                            self._return_awaited(state)
                     for failure in results.failures:
                         self._take_failure(failure, news)
                     for request_id in results.dropped:
@@ -335,9 +335,7 @@ class EngineClient:
         elif not failure.request_ids:
             self._unclaimed.fail(failure)
 
-    def _end(self, state: RequestState, news: News) -> None:
-        """Report a finished request, to `step` if that is awaited."""
-        news[state.request_id] = state
+    def _return_awaited(self, state: RequestState) -> None:
         if state.awaits_step:
             try:
                 self._unclaimed.finished.append((state.request_id, state.result()))

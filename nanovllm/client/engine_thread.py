@@ -112,8 +112,12 @@ class RequestStream:
         """Wait for news and return them; StepError if its step failed, RuntimeError if the engine is closed."""
         if self._has_left:
             raise StopAsyncIteration
+        output = None
         try:
-            output = await self._next()
+            while output is None:
+                if not self.state.is_done:
+                    await self._wait()
+                output = self.state.news()
         except BaseException:
             await self.aclose()
             raise
@@ -142,14 +146,6 @@ class RequestStream:
         # It was dropped without being closed.
         if not self._has_left:
             self._leave(self)
-
-    async def _next(self) -> RequestOutput:
-        output = None
-        while output is None:
-            if not self.state.is_done:
-                await self._wait()
-            output = self.state.news()
-        return output
 
     async def _wait(self) -> None:
         """Wait for the next `wake`, or return at once if it came since the last time."""

@@ -104,8 +104,7 @@ class LLM(ModelClient):
             The outputs in the order of the prompts; an empty list unless `keep`.
 
         Raises:
-            ValueError: a prompt or parameter is invalid; the message names it. With up to a thousand prompts, nothing
-                was started.
+            ValueError: a prompt or parameter is invalid. With up to a thousand prompts, nothing was started.
             StepError: a step failed, and with it requests of this call; a subclass of RuntimeError.
             RuntimeError: another `generate` or `step` of this engine is running, or the engine is closed.
             KeyboardInterrupt: raised after a step; the requests of this call are dropped, the engine stays usable.
@@ -316,11 +315,9 @@ class LLM(ModelClient):
             query, documents: texts.
             top_n: number of documents to return; all if None.
             by: "embedding" scores by the cosine of embeddings, "judgement" by the probability that the model answers
-                "yes" to Qwen3-Reranker's prompt; None is "judgement" for models with "reranker" in their names, else
-                "embedding".
+                "yes" to Qwen3-Reranker's prompt; None is "judgement" for models with "reranker" in their names.
             instruction: task description for "judgement"; None: find passages that answer a web search.
-            pooling: pooling of embeddings; see `embed`.
-            use_tqdm: show a progress bar.
+            pooling, use_tqdm: see `embed`.
 
         Raises:
             ValueError: an argument is not text, `by` is unknown, or see `generate`.

@@ -47,8 +47,7 @@ class Replica:
     go out together, with `flush`. `exit_text` returns how the process exited, once the connection is closed.
 
     Attributes:
-        info: the engine's description of itself.
-        stats, state: the engine's counters and its pause and sleep state, as of its last message.
+        info, stats, state: the engine's description of itself, and its counters and state as of its last message.
         has_ended: whether no more messages come.
     """
 
@@ -66,7 +65,7 @@ class Replica:
         self._connection = connection
         self._receive = receive
         self._exit_text = exit_text
-        self._cause: str | None = None
+        self._cause = ""
         self._orders: list[Order] = []
         self._lock = threading.Lock()
         # Those without a result, in the order of their orders.
@@ -76,7 +75,7 @@ class Replica:
 
     def exit_text(self) -> str:
         """Return how the engine exited."""
-        return self._exit_text() if self._cause is None else self._cause
+        return self._cause or self._exit_text()
 
     def add(self, order: Order) -> None:
         """Send an order with the next `flush`."""

@@ -40,6 +40,7 @@ from nanovllm.client.messages import (
     Stop,
     portable,
 )
+from nanovllm.config import Config
 from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
@@ -308,9 +309,10 @@ def run_engine(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
     control = Connection(descriptor)
     try:
-        config, num_replicas = control.recv()
+        plan: tuple[Config, int] = control.recv()
     except EOFError:
         return
+    config, num_replicas = plan
     torch.set_num_threads(max(1, torch.get_num_threads() // num_replicas))
     try:
         model = load_model(config)

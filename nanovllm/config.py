@@ -127,9 +127,11 @@ class Config:
         max_logprobs: maximum log-probabilities that a request may ask for at each position; -1 allows the whole
             vocabulary.
         seed: seed of dummy weights (0 if None), and of requests without their own seed (random if None).
-        speculative_config: draft tokens and verify several in one step, which changes no output. A mapping with the
-            fields of `SpeculativeConfig`: `method` ("ngram", "eagle3" or "mtp"), `num_speculative_tokens` (1 to 15),
-            `prompt_lookup_min` and `prompt_lookup_max` (of "ngram", 1 to 5), `model` (of "eagle3").
+        speculative_config: draft tokens and verify several in one step, which changes no output. A mapping: `method`
+            ("ngram": the tokens that followed the longest match of the newest ones, in prompt and output; "eagle3": an
+            EAGLE-3 head, whose folder or Hub id is `model`; "mtp": the head in the model's own checkpoint),
+            `num_speculative_tokens` (maximum drafts of a sequence in a step, 1 to 15), `prompt_lookup_min` and
+            `prompt_lookup_max` (tokens of a match, 1 to 5; 2 and 5 if not given).
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.

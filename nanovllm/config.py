@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from difflib import get_close_matches
 from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
@@ -22,8 +21,7 @@ SpeculativeMethod = Literal["ngram", "eagle3", "mtp"]
 _LEAST = {"kvcache_block_size": 16, "num_kvcache_blocks": -1, "max_logprobs": -1} | dict.fromkeys(
     ("tensor_parallel_size", "data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"), 1
 )
-_MOST_DRAFTS = 15
-_LONGEST_MATCH = 5
+_MOST = {"num_speculative_tokens": 15, "prompt_lookup_min": 5, "prompt_lookup_max": 5}
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class SpeculativeConfig:
                 "method 'eagle3' of speculative_config needs model, the folder or Hub id of a head, and other methods "
                 f"take none: method={self.method!r}, model={self.model!r:.80}"
             )
-        names = "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"
-        for name, high in zip(names, (_MOST_DRAFTS, _LONGEST_MATCH, _LONGEST_MATCH), strict=True):
+        for name, high in _MOST.items():
             object.__setattr__(self, name, check_int(f"{name} of speculative_config", getattr(self, name), 1, high))
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
@@ -78,9 +75,7 @@ class SpeculativeConfig:
         unknown = [key for key in values if key not in known]
         # Unknown methods may have other keys: the method is the error.
         if unknown and settings["method"] in get_args(SpeculativeMethod):
-            near = get_close_matches(str(unknown[0]), known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
-            raise ValueError(f"unknown key {unknown[0]!r} in speculative_config: {hint}")
+            raise ValueError(f"unknown key {unknown[0]!r} in speculative_config: it takes {', '.join(known)}")
         return cls(**{name: settings[name] for name in known if name in settings})
 
 

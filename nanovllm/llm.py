@@ -22,7 +22,6 @@ from nanovllm.outputs import (
     RequestOutput,
     ScoreOutput,
     TokenIds,
-    TokensPrompt,
 )
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.chat_template import (
@@ -91,22 +90,20 @@ class LLM(ModelClient):
                 generator, is read in a separate thread, a few thousand prompts ahead.
             sampling_params: one object for all prompts, or a list with one for each; None: the defaults.
             use_tqdm: show a progress bar.
-            priority: priority of each prompt in a list; lower numbers run first, ties are ordered by `schedule`.
+            priority: of each prompt in a list; lower numbers run first, ties are ordered by `schedule`.
             on_output: called with each output as it finishes.
-            on_error: handling of prompts that are invalid or whose step fails: "raise" drops the remaining requests;
-                "return" gives such a prompt an output with an `error`, and continues.
-            keep: whether to return outputs; otherwise only `on_output` gets them, and they are not stored.
-            schedule: "prefix" runs prompts of equal priority sorted by tokens (by texts, if there are more than a
-                thousand; of other iterables each thousand is sorted), so that prompts with equal prefixes share even
-                a small prefix cache; "arrival" runs them in the given order. A prompt's random numbers depend only on
-                its position in `prompts`.
+            on_error: "raise" drops all requests if a prompt is invalid or its step fails; "return" gives such a prompt
+                an output with an `error`, and continues.
+            keep: whether to return outputs; otherwise only `on_output` gets them.
+            schedule: "prefix" sorts prompts of equal priority (by texts, if there are more than a thousand; of other
+                iterables each thousand), so that equal prefixes share even a small cache; "arrival" keeps the given
+                order. A prompt's random numbers depend only on its position in `prompts`.
 
         Returns:
             The outputs in the order of the prompts; an empty list unless `keep`.
 
         Raises:
-            ValueError: a prompt or parameter is invalid; the message names it. With up to a thousand prompts, nothing
-                was started.
+            ValueError: a prompt or parameter is invalid. With up to a thousand prompts, nothing was started.
             StepError: a step failed, and with it requests of this call; a subclass of RuntimeError.
             RuntimeError: another `generate` or `step` of this engine is running, or the engine is closed.
             KeyboardInterrupt: raised after a step; the requests of this call are dropped, the engine stays usable.
@@ -135,8 +132,8 @@ class LLM(ModelClient):
         """Answer conversations, rendered with the tokenizer's chat template.
 
         Args:
-            messages: a conversation, which is a list of dicts with `role` and `content`, text or OpenAI's parts of type
-                text; or a list or another iterable of conversations.
+            messages: a conversation, a list of dicts with `role` and `content` (text, or OpenAI's parts of type text);
+                or an iterable of conversations.
             sampling_params, use_tqdm, priority, on_output, on_error, keep, schedule: see `generate`.
             template: see `ChatTemplateOptions`. With `tools`, the calls in an answer are its `tool_calls`.
 
@@ -174,9 +171,8 @@ class LLM(ModelClient):
     ) -> Generator[RequestOutput, None, None]:
         """Complete prompts, and yield new output after each step.
 
-        Each yielded output has only new text, tokens and log-probabilities. A request's last output is `finished`, and
-        has the finish reasons, the prompt's log-probabilities and the metrics. Closing the generator aborts unfinished
-        requests. See `generate`.
+        Outputs have only new text, tokens and log-probabilities. A request's last one is `finished`, and has the finish
+        reasons, the prompt's log-probabilities and the metrics. Closing the generator aborts requests. See `generate`.
 
         Example:
             >>> for output in llm.stream("1, 2", SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)):
@@ -205,13 +201,11 @@ class LLM(ModelClient):
             ...     print(output.outputs[0].text, end="")
             1, 2, 3, 4, 5
         """
-        answer = self.answer_options(template)
+        answer, options = self.answer_options(template), template_options(template)
         params = sampling_params if answer is None else answer.kept_tags(sampling_params)
-        return self.stream(self._render(messages, template), params, priority=priority)
-
-    def _render(self, messages: Any, template: ChatTemplateOptions) -> list[TokensPrompt]:
-        options, given = template_options(template), conversation_source(messages)
-        return [self.input_processor.render_chat(one_conversation(messages), options) for messages in given]
+        conversations = map(one_conversation, conversation_source(messages))
+        prompts = [self.input_processor.render_chat(conversation, options) for conversation in conversations]
+        return self.stream(prompts, params, priority=priority)
 
     def _run(
         self, job: Job, use_tqdm: bool,
@@ -237,9 +231,9 @@ class LLM(ModelClient):
                 for _, output in done:
                     on_output(output)
 
-        client, returns_errors = self.engine_client, on_error == "return"
+        client = self.engine_client
         progress = Progress(client.engine, job.num_prompts, "request", disable=not use_tqdm)
-        JobRun(client, job.read(), deliver, progress, self.most_pending, returns_errors).run()
+        JobRun(client, job.read(), deliver, progress, self.most_pending, on_error == "return").run()
         return [outputs[index] for index in range(len(outputs))]
 
     def score(
@@ -253,14 +247,12 @@ class LLM(ModelClient):
         """Return the log-probabilities of continuations, each after its prompt.
 
         Prompt and continuation are encoded together and split at the prompt's length; spaces at a prompt's end belong
-        to its continuation. With prefix caching, full blocks that prompts share are computed once; the rest of a
-        prompt (at most `kvcache_block_size - 1` tokens) is computed for each continuation.
+        to its continuation. Full blocks that prompts share are computed once.
 
         Args:
             prompts: texts or token ids, which must not be empty.
             continuations: one for each prompt, of the same kind.
-            use_tqdm: show a progress bar.
-            schedule: see `generate`.
+            use_tqdm, schedule: see `generate`.
 
         Raises:
             ValueError: a continuation has no tokens, or see `generate`.
@@ -287,10 +279,8 @@ class LLM(ModelClient):
         Prompts are used unchanged: prefixes in a model's config_sentence_transformers.json are not added.
 
         Args:
-            prompts: see `generate`.
+            prompts, use_tqdm, schedule: see `generate`.
             pooling: "last" takes the last token's state, "mean" the mean of all; None is `default_pooling`.
-            use_tqdm: show a progress bar.
-            schedule: see `generate`.
 
         Raises:
             ValueError: an unknown pooling, see `default_pooling`, or see `generate`.
@@ -323,11 +313,9 @@ class LLM(ModelClient):
             query, documents: texts.
             top_n: number of documents to return; all if None.
             by: "embedding" scores by the cosine of embeddings, "judgement" by the probability that the model answers
-                "yes" to Qwen3-Reranker's prompt; None is "judgement" for models with "reranker" in their names, else
-                "embedding".
+                "yes" to Qwen3-Reranker's prompt; None is "judgement" for models with "reranker" in their names.
             instruction: task description for "judgement"; None: find passages that answer a web search.
-            pooling: pooling of embeddings; see `embed`.
-            use_tqdm: show a progress bar.
+            pooling, use_tqdm: see `embed`.
 
         Raises:
             ValueError: an argument is not text, `by` is unknown, or see `generate`.
@@ -351,9 +339,8 @@ class LLM(ModelClient):
         """Search for the most likely outputs of prompts; equals transformers' beam search.
 
         Args:
-            prompts: see `generate`.
+            prompts, use_tqdm: see `generate`.
             params: parameters of the search.
-            use_tqdm: show a progress bar.
 
         Example:
             >>> (output,) = llm.beam_search("1, 2, 3", BeamSearchParams(beam_width=3, max_tokens=4))
@@ -407,10 +394,8 @@ class LLM(ModelClient):
         """Write a timeline of the `with` block, for https://ui.perfetto.dev.
 
         It shows the engine's steps with their batches (on the host, the launch and the wait for results; on the device,
-        from the launch or the end of the previous step to the end of that wait; a CPU does the work in the launch), and
-        the phases of each request: queued, prefill, decode. Times are the host's; events before the block are cut off,
-        and steps whose launch failed are omitted. The format is Chrome's trace event format. Without a trace there is
-        no cost.
+        from the launch or the end of the previous step to the end of that wait), and the phases of each request:
+        queued, prefill, decode. Times are the host's. The format is Chrome's trace event format.
 
         Args:
             file: path, written at the end of the block.

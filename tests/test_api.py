@@ -82,7 +82,7 @@ def test_settings_of_speculation() -> None:
         ('{"method": "ngram"}', "must be a mapping such as {'method': 'ngram', 'num_speculative_tokens': 4}, not '"),
         ({}, "method of speculative_config must be one of ngram, eagle3, mtp, not None"),
         ({"method": "eagle3"}, "'eagle3' of speculative_config needs model"),
-        (NGRAM | {"num_spec_tokens": 4}, "'num_spec_tokens' in speculative_config: did you mean 'num_speculative_toke"),
+        (NGRAM | {"num_spec_tokens": 4}, "'num_spec_tokens' in speculative_config: it takes method, num_speculative_"),
         (NGRAM | {5: 4}, "unknown key 5 in speculative_config: it takes method, num_speculative_tokens, prompt_lookup"),
         ({"method": "ngram"}, "num_speculative_tokens of speculative_config must be an integer in 1 ... 15, not None"),
         (NGRAM | {"num_speculative_tokens": 0}, "must be in 1 ... 15, not 0"),

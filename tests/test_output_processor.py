@@ -219,5 +219,6 @@ def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() 
     for token_id in (1, 2):
         assert not state.outputs[0].append(token_id, False, b"")
     output = CompletionOutput(0, "", [1, 2], finish_reason="length")
-    state.finish(RequestOutput(0, None, [1], [output], True))
+    state.output = RequestOutput(0, None, [1], [output], True)
+    assert state.result() is state.output
     assert (output.text, output.finish_reason, output.stop_reason) == ("x", "stop", "stop")

@@ -14,7 +14,6 @@ import pytest
 
 from nanovllm.cli import main
 from nanovllm.cli.batch_files import (
-    WHOLE,
     AnsweredRequests,
     InputFile,
     LineShard,
@@ -139,20 +138,19 @@ def test_what_is_not_joined(change: Change, message: str, tmp_path: Path, capsys
     assert (tmp_path / "out").read_bytes() == b"".join(whole)
 
 
-def test_an_input_that_has_changed_is_refused(tmp_path: Path) -> None:
-    answered = AnsweredRequests()
-    answered.add(2, request_digest(b"b"))
-    for text, shard, message in [
-        ("a\nb\nc\n", WHOLE, ""), ("a\nx\nc\n", WHOLE, "line 2 is another one"), ("a\n", WHOLE, "1 lines are gone"),
-        ("a\nb\n", LineShard(0, 2), "of another shard"),
-    ]:  # fmt: skip
-        (tmp_path / "in").write_text(text)
-        source = InputFile(str(tmp_path / "in"))
-        if message:
-            with pytest.raises(ValueError, match=message):
-                source.require_unchanged(answered, shard)
-        else:
-            source.require_unchanged(answered, shard)
+def test_an_output_of_another_shard_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(LINES[:4]))
+    assert run(source, output, "--shard", "0/2") == 0
+    before = output.read_bytes()
+    for flags in (["--shard", "1/2"], ["--shard", "1/2", "--contiguous"]):
+        with pytest.raises(SystemExit):
+            run(source, output, *flags)
+        assert "answers of another shard" in capsys.readouterr().err and output.read_bytes() == before
+    # A line that has changed is answered again, and what another shard answers may change.
+    source.write_text("".join([*LINES[4:6], LINES[2], LINES[3]]))
+    assert run(source, output, "--shard", "0/2") == 1
+    assert sorted(results_of(output)) == [1] and "error" in results_of(output)[1]
 
 
 @pytest.mark.parametrize("method", ["exists", "open"])

@@ -6,12 +6,9 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import cycle
 from pathlib import Path
-from threading import Event, Thread
 from types import ModuleType
 from typing import Any, get_args
 
@@ -37,7 +34,6 @@ _COMMANDS = {
     "convert": "nanovllm.utils.gguf",
     "serve": "nanovllm.serve.main",
 }
-_SPIN_SECONDS = 0.1
 _SAMPLING_DEFAULTS = (
     "Without a flag, the model's generation_config.json decides; where it says nothing, an output may be as long as "
     "the model allows, the temperature is 1, and all else is off."
@@ -49,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments and arguments[0] in _WITH_OWN_PARSER:
         own, *rest = arguments
-        return _run(own, lambda: _run_module(own, rest))
+        return _run(own, lambda: _load(_WITH_OWN_PARSER[own]).main(rest))
     commands, parser = make_parsers()
     if "_ARGCOMPLETE" in os.environ:
         # Set by a shell with completion by `register-python-argcomplete`.
@@ -69,21 +65,10 @@ def _run(name: str, command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print(f"nanovllm {name}: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:
-        # Such as a full disk, or a closed pipe.
+    except (OSError, ImportError) as error:
+        # Such as a full disk, a closed pipe, or a missing extra.
         print(f"nanovllm {name}: error: {error}", file=sys.stderr)
         return 1
-
-
-def _run_module(name: str, arguments: list[str]) -> int | None:
-    try:
-        module = _load(_WITH_OWN_PARSER[name])
-    except ImportError as error:
-        # A missing extra; the message tells how to install it.
-        print(f"nanovllm {name}: error: {error}", file=sys.stderr)
-        return 1
-    code: int | None = module.main(arguments)
-    return code
 
 
 def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments: list[str]) -> Namespace:
@@ -100,32 +85,14 @@ def _parse(parser: CommandParser, commands: dict[str, CommandParser], arguments:
 
 
 def _load(module: str) -> ModuleType:
-    with spinner("Starting nanovllm"):
-        return import_module(module)
-
-
-@contextmanager
-def spinner(text: str) -> Iterator[None]:
-    """Show a text with a spinner on the terminal, if any, during the `with` block."""
     if not sys.stderr.isatty():
-        yield
-        return
-    ended = Event()
-    thread = Thread(target=_spin, args=(text, ended), daemon=True)
-    thread.start()
+        return import_module(module)
+    text = "Starting nanovllm ..."
+    print(text, end="", file=sys.stderr, flush=True)
     try:
-        yield
+        return import_module(module)
     finally:
-        ended.set()
-        thread.join()
-
-
-def _spin(text: str, ended: Event) -> None:
-    for frame in cycle("|/-\\"):
-        print(f"\r{frame} {text}", end="", file=sys.stderr, flush=True)
-        if ended.wait(_SPIN_SECONDS):
-            break
-    print(f"\r{' ' * (len(text) + 2)}\r", end="", file=sys.stderr, flush=True)
+        print(f"\r{' ' * len(text)}\r", end="", file=sys.stderr, flush=True)
 
 
 def make_parsers() -> tuple[dict[str, CommandParser], CommandParser]:

@@ -17,17 +17,15 @@ import lzma
 import os
 import re
 import shutil
-import stat
 import sys
 import tempfile
 import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from importlib import import_module
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +33,7 @@ from nanovllm.config import Config
 from nanovllm.utils.flags import CommandParser, user_errors
 from nanovllm.utils.remote import filesystem, is_url, storage_errors
 
+# The first fields of an answer.
 _HEADER = re.compile(rb'\{"line": (\d{1,15}), "run": "([0-9a-f]{16})", "request": "([0-9a-f]{16})"')
 _START = b'{"line": '
 # Settings that affect answers; others affect only speed, or which lines fail.
@@ -62,11 +61,6 @@ def run_digest(config: Config, defaults: Mapping[str, Any]) -> str:
     settings = [model, *(getattr(config, name) for name in _SETTINGS)]
     text = json.dumps([settings, dict(defaults)], sort_keys=True, default=asdict)
     return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def answer_header(line: int, run: str, request: int) -> dict[str, Any]:
-    """Return the first fields of an answer."""
-    return {"line": line, "run": run, "request": f"{request:016x}"}
 
 
 class AnsweredRequests:
@@ -105,6 +99,11 @@ class AnsweredRequests:
             self.num_changed += digest != 0
             self.num_gone += digest == 0
         return digest == 0
+
+    def require_shard(self, shard: LineShard) -> None:
+        """Raise ValueError if an answered line belongs to another shard."""
+        if any(digest and not shard.takes(number) for number, digest in enumerate(self._digests)):
+            raise ValueError("the output has answers of another shard: give another output, or --overwrite")
 
     def forget_after(self, number: int) -> None:
         """Forget the answers to lines after the input's last line."""
@@ -174,20 +173,18 @@ class InputFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._file = _open(path)
-        descriptor = self.fileno()
-        self.is_stream = path == "-" or (descriptor is not None and not stat.S_ISREG(os.fstat(descriptor).st_mode))
-        self.lines = read_lines(self._file, "the standard input" if path == "-" else path)
-        if not self.is_stream:
-            self.lines = chain(list(islice(self.lines, 1)), self.lines)
-        if is_url(path):
-            # Some file systems share one position among all readers of a file; others read ahead until it is closed.
-            self._file.close()
+        self.is_stream = path == "-" or (not is_url(path) and os.path.exists(path) and not os.path.isfile(path))
+        if self.is_stream:
+            self.lines = read_lines(_open(path), "the standard input" if path == "-" else path)
+        else:
+            next(self.lines_again(), None)
             self.lines = self.lines_again()
 
-    def fileno(self) -> int | None:
-        """Return the open file's descriptor; None for a file opened by fsspec."""
-        return None if is_url(self.path) else int(self._file.fileno())
+    def is_same_file(self, path: str) -> bool:
+        """Return whether a path is this input."""
+        if is_url(self.path) or not os.path.isfile(path):
+            return False
+        return os.path.samestat(os.stat(0 if self.path == "-" else self.path), os.stat(path))
 
     def count_unanswered(self, answered: AnsweredRequests, shard: LineShard) -> int | None:
         """Return the number of lines to answer; None for a stream, which cannot be read twice."""
@@ -195,21 +192,6 @@ class InputFile:
             return None
         lines = enumerate(self.lines_again(), 1)
         return sum(shard.takes(number) and request_digest(line) not in (0, answered[number]) for number, line in lines)
-
-    def require_unchanged(self, answered: AnsweredRequests, shard: LineShard) -> None:
-        """Raise ValueError if an answer belongs to a changed line, or to a line of another shard."""
-        left = len(answered)
-        for number, line in enumerate(self.lines_again(), 1):
-            if not answered[number]:
-                continue
-            if not shard.takes(number) or request_digest(line) not in (0, answered[number]):
-                raise ValueError(
-                    f"{self.path} is not the input that the output has answers to: line {number} is another one, or "
-                    "one of another shard; give another output, or start anew with --overwrite"
-                )
-            left -= 1
-        if left:
-            raise ValueError(f"{self.path} is not the input that the output has answers to: {left} lines are gone")
 
     def lines_again(self) -> Iterator[bytes]:
         """Read the lines again from the first one; ValueError for a stream."""
@@ -298,11 +280,6 @@ def _failed_line(line: bytes, path: str, number: int) -> int:
     failed = result.get("line")
     if result.get("error") is not None and isinstance(failed, int) and failed > 0:
         return failed
-    if "outputs" in result or "response" in result:
-        raise ValueError(
-            f"{path} has answers that do not say to which request, as earlier versions wrote them: give another "
-            "output, or start anew with --overwrite"
-        )
     raise ValueError(f"{path} holds something else than results, in line {number}: give another output")
 
 
@@ -336,10 +313,6 @@ class ResultFile:
         if self._copied_to:
             shutil.rmtree(os.path.dirname(self._path), ignore_errors=True)
 
-    def is_file(self, descriptor: int | None) -> bool:
-        """Return whether a descriptor belongs to this file; None means a file that is not local."""
-        return descriptor is not None and not self.is_stream and os.path.sameopenfile(descriptor, self._file.fileno())
-
     def load(self, run: str) -> None:
         """Read the answered requests, without an incomplete last line; ValueError for results of another run."""
         if self.is_stream:
@@ -368,11 +341,10 @@ class ResultFile:
     def finish(self) -> None:
         """Keep all results of this run and the valid older answers; nothing can be written afterwards."""
         if len(self.answered) != self._num_old:
-            path = os.path.realpath(self._path)
-            # A kill leaves this file behind, and the resuming run overwrites it.
-            with _replaced(path, f"{path}.rewritten", self._file) as file:
+            # A kill leaves the temporary file behind, and the resuming run overwrites it.
+            with _replaced(os.path.realpath(self._path)) as file:
                 file.writelines(self._kept_lines())
-                shutil.copymode(path, file.name)
+                shutil.copymode(self._path, file.name)
         if self._copied_to:
             with open(self._path, "rb") as results, whole_file(self._copied_to) as file:
                 shutil.copyfileobj(results, file)
@@ -389,6 +361,9 @@ class ResultFile:
             elif (old := _answer(line)) and old.request and self.answered[old.number] == old.request:
                 self.answered.add(old.number, 0)
                 yield line
+        if sys.platform == "win32":
+            # It cannot replace an open file.
+            self._file.close()
 
 
 @contextmanager
@@ -401,22 +376,19 @@ def whole_file(path: str) -> Iterator[Any]:
             stack.enter_context(files.transaction)
             file = stack.enter_context(files.open(found, "wb"))
         else:
-            file = stack.enter_context(_replaced(path, f"{path}.merging"))
+            file = stack.enter_context(_replaced(path))
         yield file if module is None else stack.enter_context(module.open(file, "wb"))
 
 
 @contextmanager
-def _replaced(path: str, temporary: str, open_file: Any = None) -> Iterator[Any]:
-    """Open a temporary file that replaces another one, which may be open, unless the `with` block raises."""
-    whole = Path(temporary)
+def _replaced(path: str) -> Iterator[Any]:
+    """Open a temporary file that replaces another one unless the `with` block raises."""
+    whole = Path(f"{path}.unfinished")
     try:
         with whole.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if open_file is not None and sys.platform == "win32":
-            # Windows cannot replace an open file.
-            open_file.close()
         os.replace(whole, path)
     except BaseException:
         whole.unlink(missing_ok=True)
@@ -426,13 +398,15 @@ def _replaced(path: str, temporary: str, open_file: Any = None) -> Iterator[Any]
 def _copy_of(path: str) -> str:
     """Return a temporary file with the decompressed results of an output; empty if it does not exist."""
     copy = Path(tempfile.mkdtemp(prefix="nanovllm-results-"), "results.jsonl")
-    with storage_errors(path), copy.open("wb") as file:
-        files, found = filesystem(path)
-        if files.exists(found):
-            with files.open(found, "rb") as stored:
-                module = _COMPRESSED.get(Path(path).suffix)
-                shutil.copyfileobj(stored if module is None else module.open(stored), file)
+    with copy.open("wb") as file:
+        file.writelines(InputFile(path).lines if _exists(path) else ())
     return str(copy)
+
+
+def _exists(path: str) -> bool:
+    files, found = filesystem(path)
+    with storage_errors(path):
+        return bool(files.exists(found))
 
 
 @contextmanager
@@ -463,10 +437,8 @@ def _lock(file: Any, path: str, local: str) -> None:
 
 def _read_shards(paths: Sequence[str]) -> Iterator[tuple[str, StoredResult]]:
     for path in paths:
-        files, found = filesystem(path)
-        with storage_errors(path) if is_url(path) else nullcontext(), files.open(found, "rb") as file:
-            for result in stored_results(read_lines(file, path), path):
-                yield path, result
+        for result in stored_results(InputFile(path).lines, path):
+            yield path, result
 
 
 def _load_shards(paths: Sequence[str]) -> tuple[AnsweredRequests, set[int]]:
@@ -521,10 +493,7 @@ def main(arguments: list[str] | None = None) -> int:
     with user_errors(parser):
         answered, failed = _load_shards(options.outputs)
         _require_complete(InputFile(options.input), answered, failed)
-        files, found = filesystem(options.output)
-        with storage_errors(options.output):
-            is_there = files.exists(found)
-        if is_there:
+        if _exists(options.output):
             raise ValueError(f"{options.output} is there already: give another output")
         with whole_file(options.output) as file:
             file.writelines(_merged(options.outputs, failed))

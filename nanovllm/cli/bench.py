@@ -41,7 +41,11 @@ IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 ROUNDS = 2
 ON_GPU = torch.cuda.is_available()
 
-# hidden_size, intermediate_size (of one expert in a mixture), layers, heads, KV heads, tied embeddings
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "tie_word_embeddings",
+)  # fmt: skip
+"""Names of what SHAPES and HYBRIDS have of a model; the intermediate size is one expert's in a mixture."""
 SHAPES = {
     "0.6B": (1024, 3072, 28, 16, 8, True),
     "1.7B": (2048, 6144, 28, 16, 8, True),
@@ -53,11 +57,11 @@ SHAPES = {
 }
 # experts, and experts per token
 EXPERTS = {"30B-A3B": (128, 8), "3.5-35B-A3B": (256, 8)}
-# of Qwen3.5: hidden_size, intermediate_size (of one expert), layers, heads, KV heads, value heads of delta nets, tied
+# of Qwen3.5, and value heads of delta nets
 HYBRIDS = {
-    "3.5-4B": (2560, 9216, 32, 16, 4, 32, True),
-    "3.5-27B": (5120, 17408, 64, 24, 4, 48, False),
-    "3.5-35B-A3B": (2048, 512, 40, 16, 2, 32, False),
+    "3.5-4B": ((2560, 9216, 32, 16, 4, True), 32),
+    "3.5-27B": ((5120, 17408, 64, 24, 4, False), 48),
+    "3.5-35B-A3B": ((2048, 512, 40, 16, 2, False), 32),
 }
 # of gpt-oss, whose experts are in MXFP4: layers, experts
 GPT_OSS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
@@ -143,43 +147,35 @@ def gpt_oss_config(shape: str) -> dict[str, object]:
 
 def hybrid_config(shape: str) -> dict[str, object]:
     """Return the config.json of a shape of Qwen3.5's text models."""
-    hidden, intermediate, layers, heads, kv_heads, value_heads, tied = HYBRIDS[shape]
-    name = "qwen3_5_moe_text" if shape in EXPERTS else "qwen3_5_text"
-    config: dict[str, object] = {
-        "architectures": ["Qwen3_5ForCausalLM"], "model_type": name, "hidden_size": hidden, "head_dim": 256,
-        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": 248320, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 262144, "torch_dtype": "bfloat16", "linear_num_key_heads": 16,
+    sizes, value_heads = HYBRIDS[shape]
+    num_layers, is_mixture = sizes[2], shape in EXPERTS
+    return _sized_config(shape, sizes) | {
+        "architectures": ["Qwen3_5MoeForCausalLM" if is_mixture else "Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if is_mixture else "qwen3_5_text", "head_dim": 256, "vocab_size": 248320,
+        "max_position_embeddings": 262144, "shared_expert_intermediate_size": sizes[1], "linear_num_key_heads": 16,
         "linear_num_value_heads": value_heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
-        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * (layers // 4),
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (num_layers // 4),
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
     }  # fmt: skip
-    if shape in EXPERTS:
-        num_experts, top_k = EXPERTS[shape]
-        config |= {
-            "architectures": ["Qwen3_5MoeForCausalLM"], "moe_intermediate_size": intermediate,
-            "shared_expert_intermediate_size": intermediate, "num_experts": num_experts, "num_experts_per_tok": top_k,
-        }  # fmt: skip
-    return config
 
 
 def shape_config(shape: str) -> dict[str, object]:
     """Return the config.json of a shape of Qwen3."""
-    hidden, intermediate, layers, heads, kv_heads, tied = SHAPES[shape]
-    config: dict[str, object] = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": hidden, "head_dim": 128,
-        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "tie_word_embeddings": tied, "vocab_size": 151936, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 40960, "rope_theta": 1000000, "torch_dtype": "bfloat16",
+    is_mixture = shape in EXPERTS
+    return _sized_config(shape, SHAPES[shape]) | {
+        "architectures": ["Qwen3MoeForCausalLM" if is_mixture else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if is_mixture else "qwen3", "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1000000, "norm_topk_prob": True,
     }  # fmt: skip
+
+
+def _sized_config(shape: str, sizes: Sequence[int]) -> dict[str, object]:
+    config: dict[str, object] = dict(zip(_SIZES, sizes, strict=True))
     if shape in EXPERTS:
         num_experts, top_k = EXPERTS[shape]
-        config |= {
-            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "moe_intermediate_size": intermediate,
-            "num_experts": num_experts, "num_experts_per_tok": top_k, "norm_topk_prob": True,
-        }  # fmt: skip
-    return config
+        config |= {"moe_intermediate_size": sizes[1], "num_experts": num_experts, "num_experts_per_tok": top_k}
+    return config | {"rms_norm_eps": 1e-6, "torch_dtype": "bfloat16"}
 
 
 @dataclass
@@ -322,25 +318,25 @@ def run(llm: LLM, work: Workload) -> float:
     return seconds
 
 
-def measure_round(llm: LLM, work: Workload, ceilings: Ceilings) -> Result:
-    """Run a workload once, and compare its time with the floor."""
-    seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
-    inputs, outputs, gpus = sum(map(len, work.prompts)), sum(work.output_lens), llm.config.tensor_parallel_size
-    return Result(
-        work.name, gpus, inputs, outputs, seconds, inputs / seconds, outputs / seconds, floor, floor / seconds
-    )
-
-
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
     """Print and return the better of a workload's rounds, after a warm-up; a workload of minutes has one round."""
-    num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
+    num_rounds, results, gpus = (
+        (1 if name == LONG_WORKLOAD else ROUNDS),
+        list[Result](),
+        llm.config.tensor_parallel_size,
+    )
     if num_rounds > 1:
         run(llm, make_workload(name, "warm-up", llm))
-    rounds = [measure_round(llm, make_workload(name, str(number), llm), ceilings) for number in range(num_rounds)]
-    r = max(rounds, key=lambda result: result.floor_share)
+    for number in range(num_rounds):
+        work = make_workload(name, str(number), llm)
+        seconds, floor = run(llm, work), floor_seconds(work, llm, ceilings)
+        inputs, outputs = sum(map(len, work.prompts)), sum(work.output_lens)
+        rates = inputs / seconds, outputs / seconds
+        results.append(Result(name, gpus, inputs, outputs, seconds, rates[0], rates[1], floor, floor / seconds))
+    r = max(results, key=lambda result: result.floor_share)
     counts = f"{r.workload:9} {r.gpus:4d} {r.input_tokens:8d} {r.output_tokens:8d} {r.seconds:8.3f}"
-    rates = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
-    print(f"{counts} {rates} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
+    shown = f"{r.input_tokens_per_second:9.0f} {r.output_tokens_per_second:9.0f}"
+    print(f"{counts} {shown} {r.floor_seconds:8.3f} {r.floor_share:5.1%}", flush=True)
     return r
 
 

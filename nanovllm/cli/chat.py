@@ -30,10 +30,8 @@ _CHAT_TOY = """\
 This is a {size} toy to try things out: it counts, adds, sorts, lists primes, and remembers your name.
 A real model: nanovllm chat --model Qwen/Qwen3-0.6B"""
 _GENERATE_TOY = """\
-nanovllm generate: this is the bundled toy, which {ability}.
+nanovllm generate: this is the bundled toy, which has learned to count, add, sort and list primes in chats.
 A real model: nanovllm generate --model Qwen/Qwen3-0.6B"""
-_CHAT_ABILITY = "counts, adds, sorts and lists primes"
-_RAW_ABILITY = "has learned chats alone, and makes no sense of other text"
 _MODEL_NAME = re.compile(r"[\w.~-]*(/[\w.-]+)+/?")
 """Matches a path or a Hub id, which is probably not meant as a prompt."""
 
@@ -68,7 +66,7 @@ def generate(options: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         if config.model == BUNDLED_MODEL and _MODEL_NAME.fullmatch(options.prompt):
             raise ValueError(f"{prompt!r} is a model, and the prompt is missing: nanovllm generate MODEL PROMPT")
         if config.model == BUNDLED_MODEL and sys.stderr.isatty():
-            print(_GENERATE_TOY.format(ability=_RAW_ABILITY if options.raw else _CHAT_ABILITY), file=sys.stderr)
+            print(_GENERATE_TOY, file=sys.stderr)
         llm = LLM(**vars(config))
     with llm:
         with user_errors(parser):

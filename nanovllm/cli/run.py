@@ -21,7 +21,6 @@ from nanovllm.cli.batch_files import (
     ResultFile,
     UnansweredLines,
     UnreadableInputError,
-    answer_header,
     run_digest,
 )
 from nanovllm.cli.batch_lines import IDS, BatchRequest, RequestParser, encode_line, load_line, result_fields
@@ -124,8 +123,9 @@ class BatchRun:
             code = "invalid_request" if isinstance(item, RefusedPrompt) else "server_error"
             return self._failure(line, code, output.error or "")
         fields = result_fields(line.number, line.ids, output, line.request, self.llm.config.model)
+        header = {"line": line.number, "run": self.digest, "request": f"{line.digest:016x}"}
         try:
-            encoded = encode_line(answer_header(line.number, self.digest, line.digest) | fields)
+            encoded = encode_line(header | fields)
         except ValueError as error:
             # JSON has no NaN, the log-probability of a token if constraints allow no token.
             return self._failure(line, "server_error", f"the answer cannot be written: {error}")
@@ -187,14 +187,11 @@ def _shard_and_input(options: argparse.Namespace) -> tuple[LineShard, InputFile]
 def _load_results(
     results: ResultFile, source: InputFile, options: argparse.Namespace, digest: str, shard: LineShard
 ) -> None:
-    if results.is_file(source.fileno()):
+    if not results.is_stream and source.is_same_file(options.output):
         raise ValueError(f"{options.output} is the input: give another output")
-    if options.overwrite:
-        return
-    results.load(digest)
-    # Lines of other shards are answered by other runs.
-    if len(results.answered) and options.shard is not None:
-        source.require_unchanged(results.answered, shard)
+    if not options.overwrite:
+        results.load(digest)
+        results.answered.require_shard(shard)
 
 
 def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile) -> None:

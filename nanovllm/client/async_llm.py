@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import weakref
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -89,9 +88,8 @@ class AsyncLLM(Unpicklable):
             work: ThreadPoolExecutor(count, f"nanovllm-{work}") for work, count in _NUM_INPUT_THREADS.items()
         }
         self._request_ids = count()
-        # None while the prompt is being encoded.
-        self._pending: dict[int | str, weakref.ref[RequestStream] | None] = {}
-        self._aborted_early: set[int | str] = set()
+        # While the prompt is being encoded, whether the request was aborted.
+        self._pending: dict[int | str, RequestState | bool] = {}
         self._mailbox: Mailbox | None = None
 
     async def generate(
@@ -175,10 +173,9 @@ class AsyncLLM(Unpicklable):
         priority: int = 0,
         request_id: int | str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt and yield new output, as `LLM.stream` does; see `generate`.
+        """Complete a prompt and yield new output, of several steps if the reader is slow; see `generate`.
 
-        A reader slower than the engine gets the tokens of several steps at once. Closing the generator aborts the
-        request.
+        Closing the generator aborts the request.
         """
         outputs = await self.begin_stream(prompt, sampling_params, priority=priority, request_id=request_id)
         async with aclosing(outputs):
@@ -285,7 +282,7 @@ class AsyncLLM(Unpicklable):
         return self.llm.is_paused
 
     async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        self._thread.require_running()
+        self.require_running()
         return await asyncio.get_running_loop().run_in_executor(None, change)
 
     async def abort(self, request_id: int | str) -> None:
@@ -299,15 +296,15 @@ class AsyncLLM(Unpicklable):
             self._abort(request_id)
 
     def _abort(self, request_id: int | str) -> None:
-        reference = self._pending[request_id]
-        if reference is None:
-            self._aborted_early.add(request_id)
-        elif (stream := reference()) is not None:
-            self._thread.abort(stream)
+        state = self._pending[request_id]
+        if isinstance(state, RequestState):
+            self._thread.abort(state)
+        else:
+            self._pending[request_id] = True
 
     async def run_beside(self, function: Callable[[], Result], work: Work) -> Result:
         """Call a function in a thread for its kind of input work; a RuntimeError if the engine is closed."""
-        self._thread.require_running()
+        self.require_running()
         return await asyncio.get_running_loop().run_in_executor(self._executors[work], function)
 
     def require_running(self) -> None:
@@ -379,36 +376,31 @@ class AsyncLLM(Unpicklable):
         if request_id in self._pending:
             raise ValueError(f"request_id={request_id!r} belongs to a pending request")
         request_ids = [next(self._request_ids) if request_id is None else request_id for _ in range(num_requests)]
-        self._pending.update(dict.fromkeys(request_ids))
+        self._pending.update(dict.fromkeys(request_ids, False))
         streams: list[RequestStream] = []
         try:
             requests = await self.run_beside(process, work)
             for own_id, request in zip(request_ids, requests, strict=True):
                 state = RequestState(request, self.llm.output_processor)
-                stream = RequestStream(state, own_id, self._mailbox_here(), self._leave)
-                self._thread.submit(stream)
-                self._pending[own_id] = weakref.ref(stream)
-                streams.append(stream)
-                if own_id in self._aborted_early:
-                    self._thread.abort(stream)
+                streams.append(RequestStream(state, own_id, self._mailbox_here(), self._leave))
+                self._thread.submit(state)
+                is_aborted, self._pending[own_id] = self._pending[own_id], state
+                if is_aborted:
+                    self._thread.abort(state)
         except BaseException:
             for stream in streams:
                 self._leave(stream)
             for own_id in request_ids:
                 self._pending.pop(own_id, None)
             raise
-        finally:
-            self._aborted_early.difference_update(request_ids)
         return streams
 
     def _leave(self, stream: RequestStream) -> None:
         """Forget a request without a reader."""
-        reference = self._pending.get(stream.request_id)
-        # The reference to a garbage-collected stream is dead by now.
-        if reference is not None and reference() in (stream, None):
+        if self._pending.get(stream.request_id) is stream.state:
             del self._pending[stream.request_id]
         if not stream.state.is_done:
-            self._thread.abort(stream)
+            self._thread.abort(stream.state)
 
     def _mailbox_here(self) -> Mailbox:
         loop = asyncio.get_running_loop()

@@ -7,6 +7,7 @@ that in one process an output ends at the very token that completes its stop str
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import Any
@@ -29,11 +30,12 @@ class RequestState:
         outputs: the state of each output if the engine streams its tokens.
         output, error: the engine's output, or its error, once the request is done.
         awaits_step: whether `step` returns its output.
+        wake_reader: tells the reading task, if any, of news.
     """
 
     __slots__ = (
         "__weakref__", "_cumulative", "_processor", "awaits_step", "error", "index", "output", "outputs", "request",
-        "request_id", "source",
+        "request_id", "source", "wake_reader",
     )  # fmt: skip
 
     def __init__(self, request: Request, processor: OutputProcessor, index: int = 0, source: Any = None) -> None:
@@ -43,6 +45,7 @@ class RequestState:
         self.output: RequestOutput | None = None
         self.error: RuntimeError | None = None
         self.awaits_step = False
+        self.wake_reader: weakref.WeakMethod[Callable[[], None]] | None = None
         self._processor = processor
         # Optional state is not made for all requests: each list is work for the garbage collector.
         self.outputs: Sequence[OutputState] = ()
@@ -57,11 +60,25 @@ class RequestState:
         """Whether the engine is done with it."""
         return self.output is not None or self.error is not None
 
+    def notify(self) -> None:
+        """Tell the reading task of news; from any thread."""
+        if self.wake_reader is not None and (wake := self.wake_reader()) is not None:
+            wake()
+
     def result(self) -> RequestOutput:
         """Return the whole output of a done request that is not streamed; StepError or RuntimeError if it failed."""
-        output = self._require_output()
+        output, params = self._require_output(), self.request.params
         try:
-            self.finish(output)
+            for i, item in enumerate(output.outputs):
+                if self.outputs:
+                    item.text = self.outputs[i].take(final=True).text
+                    _end(self.outputs[i], item)
+                else:
+                    ends = item.finish_reason == "stop"
+                    item.text = self._processor.decode(self.request.token_ids, item.token_ids, params, ends)
+                if params.detokenize and isinstance(item.logprobs, Logprobs):
+                    item.logprobs = item.logprobs.with_texts(self._processor.decode_token)
+            self._complete(output)
         except (KeyboardInterrupt, SystemExit):
             raise
         # A panic of the tokenizers library derives from BaseException.
@@ -99,20 +116,6 @@ class RequestState:
             raise self.error
         assert self.output is not None
         return self.output
-
-    def finish(self, output: RequestOutput) -> None:
-        """Add texts to the engine's output of the finished request."""
-        params = self.request.params
-        for i, item in enumerate(output.outputs):
-            if self.outputs:
-                item.text = self.outputs[i].take(final=True).text
-                _end(self.outputs[i], item)
-            else:
-                ends = item.finish_reason == "stop"
-                item.text = self._processor.decode(self.request.token_ids, item.token_ids, params, ends)
-            if params.detokenize and isinstance(item.logprobs, Logprobs):
-                item.logprobs = item.logprobs.with_texts(self._processor.decode_token)
-        self._complete(output)
 
     def _complete(self, output: RequestOutput) -> None:
         output.prompt = self.request.prompt
@@ -254,8 +257,8 @@ class EngineClient:
                     stopped = self._take_tokens(results.new_tokens, news)
                     for request_id, output in results.finished:
                         if (state := self._states.pop(request_id, None)) is not None:
-                            state.output = output
-                            self._end(state, news)
+                            state.output, news[request_id] = output, state
+                            self._return_awaited(state)
                     for failure in results.failures:
                         self._take_failure(failure, news)
                     for request_id in results.dropped:
@@ -264,6 +267,10 @@ class EngineClient:
                     # Requests finished by this are processed next.
                     self.engine.stop(stopped)
         return news
+
+    def unfinished(self) -> list[RequestState]:
+        """Return the requests that the engine has."""
+        return list(self._states.values())
 
     def take_failures(self) -> list[StepError]:
         """Return the failures of steps without requests, each once."""
@@ -328,9 +335,7 @@ class EngineClient:
         elif not failure.request_ids:
             self._unclaimed.fail(failure)
 
-    def _end(self, state: RequestState, news: News) -> None:
-        """Report a finished request, to `step` if that is awaited."""
-        news[state.request_id] = state
+    def _return_awaited(self, state: RequestState) -> None:
         if state.awaits_step:
             try:
                 self._unclaimed.finished.append((state.request_id, state.result()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -12,7 +12,7 @@ from multiprocessing.reduction import send_handle
 
 from typing_extensions import override
 
-from nanovllm.client.messages import CONNECT, SHUTDOWN, EngineInfo, EnginePlan, StartFailure
+from nanovllm.client.messages import CONNECT, SHUTDOWN
 from nanovllm.config import Config
 from nanovllm.utils.host import check_swap_space, num_gpus
 from nanovllm.utils.interrupt import deferred_signals
@@ -32,16 +32,14 @@ class EngineProcess(PythonProcess):
         self.name = "the engine's process" if size == 1 else f"replica {index} of {size}"
         self._control, other = Pipe()
         with other:
-            arguments = other.fileno(), os.getpid()
-            title = f"nanovllm engine {index}"
-            super().__init__(
-                start_python("nanovllm.client.engine_server", "run_engine", arguments, title, [other.fileno()])
-            )
+            arguments, title = (other.fileno(), os.getpid()), f"nanovllm engine {index}"
+            process = start_python("nanovllm.client.engine_server", "run_engine", arguments, title, [other.fileno()])
+        super().__init__(process)
 
-    def plan(self, plan: EnginePlan) -> None:
-        """Make it load the model; if it has exited by now, `wait_until_loaded` reports that."""
+    def plan(self, config: Config, num_replicas: int) -> None:
+        """Make it load the model; `num_replicas` share the CPU. `wait_until_loaded` reports it if it has exited."""
         with suppress(OSError):
-            self._control.send(plan)
+            self._control.send((config, num_replicas))
 
     def wait_until_loaded(self) -> None:
         """Wait until the model is loaded; a user's mistake is a ValueError, another failure a RuntimeError."""
@@ -52,11 +50,10 @@ class EngineProcess(PythonProcess):
             answer = self._control.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"{self.exit_text()} before it had started; its own output says why") from None
-        if isinstance(answer, StartFailure):
-            if isinstance(answer.error, ValueError):
-                raise answer.error
-            raise RuntimeError(f"{self.name} could not be started:\n{answer.traceback}")
-        assert isinstance(answer, EngineInfo)
+        if isinstance(answer, ValueError):
+            raise answer
+        if answer is not None:
+            raise RuntimeError(f"{self.name} could not be started:\n{answer}")
 
     def connect(self) -> Connection:
         """Return a new front end's connection to the engine; it is closed at once if the engine has exited."""
@@ -95,13 +92,10 @@ class EngineProcesses:
         self._devices = replica_devices(config)
         check_swap_space(config.swap_space, size)
         self.all: list[EngineProcess] = []
-        with ExitStack() as stack:
-            stack.callback(self.stop)
-            # An interrupt between start and append would leave a process that nothing ends.
-            with deferred_signals():
-                for index in range(size):
-                    self.all.append(EngineProcess(index, size))
-            stack.pop_all()
+        # An interrupt between start and append would leave a process that nothing ends.
+        with self.stopped_on_error(), deferred_signals():
+            for index in range(size):
+                self.all.append(EngineProcess(index, size))
 
     @contextmanager
     def stopped_on_error(self) -> Iterator[None]:
@@ -122,7 +116,7 @@ class EngineProcesses:
                 loading.pop(0).wait_until_loaded()
             used |= {device} - {"cpu"}
             config = replace(self._config, model=folder, data_parallel_size=1, device=device)
-            process.plan(EnginePlan(config, len(self.all)))
+            process.plan(config, len(self.all))
             loading.append(process)
         for process in loading:
             process.wait_until_loaded()

@@ -32,17 +32,15 @@ from nanovllm.client.messages import (
     CONNECT,
     CallEngine,
     CallResult,
-    Ended,
     EngineInfo,
-    EnginePlan,
     Enqueue,
     Order,
     SendNewTokens,
-    StartFailure,
     StepReport,
     Stop,
     portable,
 )
+from nanovllm.config import Config
 from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
@@ -75,17 +73,15 @@ class FrontEnd:
         self.wants_steps = False
         # None ends the thread.
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        self._messages.put(info)
+        # Sends a message; a report is merged with others that wait, and comes before other waiting messages.
+        self.say = self._messages.put
+        self.say(info)
         self._sender = threading.Thread(target=self._send, name="nanovllm-sender", daemon=True)
         self._sender.start()
 
-    def say(self, message: Any) -> None:
-        """Send a message; a report is merged with others that wait, and comes before other waiting messages."""
-        self._messages.put(message)
-
     def close(self, wait: float) -> None:
         """End the sending thread, which gets `wait` seconds for the remaining messages."""
-        self._messages.put(None)
+        self.say(None)
         self._sender.join(wait)
 
     def _send(self) -> None:
@@ -96,15 +92,12 @@ class FrontEnd:
                 messages = [self._messages.get()]
                 while not self._messages.empty():
                     messages.append(self._messages.get())
-                report = StepReport()
-                for message in messages:
-                    if isinstance(message, StepReport):
-                        report.merge(message)
-                if not report.is_empty:
-                    self.connection.send(report)
-                for message in messages:
-                    if not isinstance(message, StepReport | None):
-                        self.connection.send(message)
+                reports = [message for message in messages if isinstance(message, StepReport)]
+                for report in reports[1:]:
+                    reports[0].merge(report)
+                others = [message for message in messages if not isinstance(message, StepReport | None)]
+                for message in [*reports[:1], *others]:
+                    self.connection.send(message)
 
 
 class Route(NamedTuple):
@@ -164,7 +157,7 @@ class EngineServer:
             cause = f"an error ended the engine:\n{traceback.format_exc()[-_MOST_CHARACTERS:]}"
         for front_end in self._front_ends:
             if cause is not None:
-                front_end.say(Ended(cause))
+                front_end.say(cause)
             front_end.close(_LAST_SECONDS)
         return cause
 
@@ -239,7 +232,7 @@ class EngineServer:
             self._state = deepcopy(self._engine.state)
             for front_end in self._front_ends:
                 front_end.say(self._state)
-        return CallResult(order.call_id, self._engine.stats(), result, error)
+        return CallResult(self._engine.stats(), result, error)
 
     def _leave(self, front_end: FrontEnd) -> None:
         self._front_ends.discard(front_end)
@@ -260,11 +253,10 @@ class EngineServer:
         reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
         self._add_steps(reports, tokens)
         self._sort(results, reports)
-        if reports:
-            stats = self._engine.stats()
-            for front_end, report in reports.items():
-                report.stats = stats
-                front_end.say(report)
+        stats = self._engine.stats() if reports else {}
+        for front_end, report in reports.items():
+            report.stats = stats
+            front_end.say(report)
         return cause
 
     def _sort(self, results: EngineOutputs, reports: dict[FrontEnd, StepReport]) -> None:
@@ -317,21 +309,24 @@ def run_engine(descriptor: int, parent: int) -> None:
     end_with_parent(parent)
     control = Connection(descriptor)
     try:
-        plan: EnginePlan = control.recv()
+        plan: tuple[Config, int] = control.recv()
     except EOFError:
         return
-    torch.set_num_threads(max(1, torch.get_num_threads() // plan.num_replicas))
+    config, num_replicas = plan
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_replicas))
     try:
-        model = load_model(plan.config)
+        model = load_model(config)
     except Exception as error:
-        control.send(StartFailure(portable(error), traceback.format_exc()[-_MOST_CHARACTERS:]))
+        # A user's mistake needs no traceback.
+        mistake = portable(error) if isinstance(error, ValueError) else None
+        control.send(mistake or traceback.format_exc()[-_MOST_CHARACTERS:])
         return
     engine, dtype = model.engine, str(model.dtype).removeprefix("torch.")
     assert isinstance(engine, LLMEngine)
-    info = EngineInfo(engine.limits, plan.config.max_num_running, str(model.device), dtype, model.device_name)
+    info = EngineInfo(engine.limits, config.max_num_running, str(model.device), dtype, model.device_name)
     server = EngineServer(engine, info, model.files.constraints)
     threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
-    control.send(info)
+    control.send(None)
     sys.setswitchinterval(_SWITCH_SECONDS)
     # Loaded objects stay: scanning them for garbage would delay steps.
     gc.collect()

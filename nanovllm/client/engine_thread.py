@@ -40,8 +40,6 @@ class Mailbox:
         self._lock = threading.Lock()
         # In order, each once.
         self._streams: dict[RequestStream, None] = {}
-        self._round: list[RequestStream] = []
-        self._round_began = 0.0
         # From the first stream that is added until a round finds no stream.
         self._is_busy = False
 
@@ -58,21 +56,23 @@ class Mailbox:
 
     def _begin_round(self) -> None:
         with self._lock:
-            self._round = list(reversed(self._streams))
+            streams = list(self._streams)
             self._streams.clear()
-            self._is_busy = bool(self._round)
-        self._round_began = time.perf_counter()
-        if self._round:
-            self._wake_some()
+            self._is_busy = bool(streams)
+        if streams:
+            self._wake_some(streams, time.perf_counter())
 
-    def _wake_some(self) -> None:
-        for _ in range(min(_WAKES_AT_ONCE, len(self._round))):
-            self._round.pop().wake()
+    def _wake_some(self, streams: list[RequestStream], began: float) -> None:
+        for stream in streams[:_WAKES_AT_ONCE]:
+            stream.wake()
         # The tasks have run by the time this is called.
-        self.loop.call_soon(self._wake_some if self._round else self._end_round)
+        if left := streams[_WAKES_AT_ONCE:]:
+            self.loop.call_soon(self._wake_some, left, began)
+        else:
+            self.loop.call_soon(self._end_round, began)
 
-    def _end_round(self) -> None:
-        self.loop.call_later(_REST * (time.perf_counter() - self._round_began), self._begin_round)
+    def _end_round(self, began: float) -> None:
+        self.loop.call_later(_REST * (time.perf_counter() - began), self._begin_round)
 
 
 class RequestStream:
@@ -86,6 +86,8 @@ class RequestStream:
         self, state: RequestState, request_id: int | str, mailbox: Mailbox, leave: Callable[[RequestStream], None]
     ) -> None:
         self.state = state
+        # Weak, so that a stream without a reader is aborted instead of kept.
+        state.wake_reader = weakref.WeakMethod(self.notify)
         self.request_id = request_id
         self._mailbox = mailbox
         self._leave = leave
@@ -94,7 +96,7 @@ class RequestStream:
         self._has_news = False
 
     def notify(self) -> None:
-        """Make the reading task look for news; may be called from any thread."""
+        """Make the reading task look for news; from any thread."""
         self._mailbox.add(self)
 
     def wake(self) -> None:
@@ -110,8 +112,12 @@ class RequestStream:
         """Wait for news and return them; StepError if its step failed, RuntimeError if the engine is closed."""
         if self._has_left:
             raise StopAsyncIteration
+        output = None
         try:
-            output = await self._next()
+            while output is None:
+                if not self.state.is_done:
+                    await self._wait()
+                output = self.state.news()
         except BaseException:
             await self.aclose()
             raise
@@ -137,17 +143,9 @@ class RequestStream:
         self._leave(self)
 
     def __del__(self) -> None:
-        # It was dropped without being closed. The thread holds it until it is queued.
-        if not self._has_left and self.state.request_id >= 0:
+        # It was dropped without being closed.
+        if not self._has_left:
             self._leave(self)
-
-    async def _next(self) -> RequestOutput:
-        output = None
-        while output is None:
-            if not self.state.is_done:
-                await self._wait()
-            output = self.state.news()
-        return output
 
     async def _wait(self) -> None:
         """Wait for the next `wake`, or return at once if it came since the last time."""
@@ -166,10 +164,8 @@ class EngineThread:
     def __init__(self, client: EngineClient) -> None:
         self.error: BaseException | None = None
         self._client = client
-        # Streams to begin, and requests to abort.
-        self._messages: deque[RequestStream | RequestState] = deque()
-        # By their ids in the engine. Weak, so that a stream without a reader is aborted instead of kept.
-        self._streams: dict[int, weakref.ref[RequestStream]] = {}
+        # Requests to begin, or else to abort.
+        self._messages: deque[tuple[RequestState, bool]] = deque()
         self._has_messages = threading.Event()
         self._is_closing = False
         self._lock = threading.Lock()
@@ -186,16 +182,16 @@ class EngineThread:
         if not self.is_running:
             raise _closed_error(self.error)
 
-    def submit(self, stream: RequestStream) -> None:
+    def submit(self, state: RequestState) -> None:
         """Begin a request with the next step; a RuntimeError if the engine is closed."""
         with self._lock:
             self.require_running()
-            self._messages.append(stream)
+            self._messages.append((state, True))
         self._notify()
 
-    def abort(self, stream: RequestStream) -> None:
+    def abort(self, state: RequestState) -> None:
         """Drop a request; its reader gets the output so far. Does nothing if it is done."""
-        self._messages.append(stream.state)
+        self._messages.append((state, False))
         self._notify()
 
     def close(self) -> None:
@@ -213,6 +209,7 @@ class EngineThread:
 
     def _run(self) -> None:
         error: BaseException | None = None
+        news: News = {}
         try:
             for news in self._client.steps(self._has_work):
                 self._deliver(news)
@@ -220,13 +217,13 @@ class EngineThread:
         except BaseException as caught:
             error = caught
             _logger.critical("the engine has stopped", exc_info=caught)
-        self._end(error)
+        self._end(error, news)
 
     def _has_work(self) -> bool:
         """Wait until there is work for the engine; return False if the thread must end."""
         while not self._is_closing:
             self._take_messages()
-            if self._streams or not self._client.is_finished():
+            if not self._client.is_finished():
                 return True
             self._has_messages.wait(_POLL_SECONDS)
             self._client.engine.require_open()
@@ -236,12 +233,11 @@ class EngineThread:
         self._has_messages.clear()
         while self._messages:
             # It stays there until it is done, so that `_end` finds it if something fails.
-            message = self._messages[0]
-            if isinstance(message, RequestStream):
-                self._client.add(message.state)
-                self._streams[message.state.request_id] = weakref.ref(message)
-            elif message.request_id in self._streams:
-                self._client.engine.abort([message.request_id], keep_outputs=True)
+            state, begins = self._messages[0]
+            if begins:
+                self._client.add(state)
+            elif state.request_id >= 0:
+                self._client.engine.abort([state.request_id], keep_outputs=True)
             self._messages.popleft()
 
     def _deliver(self, news: News) -> None:
@@ -251,15 +247,9 @@ class EngineThread:
                 failures.append(state.error)
         if failures:
             self._log_failures(failures)
-        for request_id, state in news.items():
-            if state.is_done:
-                reference = self._streams.pop(request_id, None)
-            elif state.request.is_streamed:
-                reference = self._streams[request_id]
-            else:
-                continue
-            if reference is not None and (stream := reference()) is not None:
-                stream.notify()
+        for state in news.values():
+            if state.is_done or state.request.is_streamed:
+                state.notify()
 
     def _log_failures(self, failures: list[StepError]) -> None:
         """Log failed steps, and raise if one has closed the engine: before its readers know, `error` must be set."""
@@ -274,19 +264,17 @@ class EngineThread:
         except RuntimeError as closed:
             raise closed from failures[-1]
 
-    def _end(self, error: BaseException | None) -> None:
+    def _end(self, error: BaseException | None, news: News) -> None:
+        """Fail what is left, and tell all readers; the last step's `news` may not have been delivered."""
         with self._lock:
             self.error = error
             self._is_closing = True
-        left = [message for message in self._messages if isinstance(message, RequestStream)]
-        left += [stream for reference in self._streams.values() if (stream := reference()) is not None]
-        for stream in left:
-            if not stream.state.is_done:
-                stream.state.error = _closed_error(error)
-            stream.notify()
-        request_ids = set(self._streams)
-        self._streams.clear()
-        self._client.drop(request_ids)
+        states = self._client.unfinished()
+        for state in [*news.values(), *states, *(state for state, begins in self._messages if begins)]:
+            if not state.is_done:
+                state.error = _closed_error(error)
+            state.notify()
+        self._client.drop([state.request_id for state in states])
 
 
 def _closed_error(cause: BaseException | None) -> RuntimeError:

@@ -52,13 +52,6 @@ class ReadAhead(Generic[T, U]):
         self._closed = self._ended = False
         # The whole source, if no thread is started.
         self._small = source if isinstance(source, list) and len(source) <= size else None
-        if self._small is None:
-            self._start(source, size)
-
-    def _start(self, source: Iterable[T], size: int) -> None:
-        self._source = source
-        self._size = min(size, _FIRST_SIZE)
-        self._later_size = size
         # Items read but not prepared yet, and the time of the oldest.
         self._items: list[T] = []
         self._since = 0.0
@@ -67,7 +60,8 @@ class ReadAhead(Generic[T, U]):
         self._chunks: SimpleQueue[U | BaseException | None] = SimpleQueue()
         self._room = Semaphore(_NUM_CHUNKS)
         self._preparing = Lock()
-        Thread(target=self._read, name="read-ahead", daemon=True).start()
+        if self._small is None:
+            Thread(target=self._read, args=(source, size), name="read-ahead", daemon=True).start()
 
     def take(self, wait: bool) -> U | None:
         """Return the next chunk, or raise the source's error; None at the end or, unless `wait`, if it is not ready."""
@@ -78,7 +72,7 @@ class ReadAhead(Generic[T, U]):
             try:
                 chunk = self._chunks.get(block=wait, timeout=_PATIENCE_SECONDS)
             except Empty:
-                if items := self._take_items():
+                if items := self._take_items(_PATIENCE_SECONDS):
                     return self._prepare(items)
                 if wait:
                     continue
@@ -94,42 +88,40 @@ class ReadAhead(Generic[T, U]):
     def close(self) -> None:
         """End the thread, at the latest with the next item of its source; nothing is prepared from now on."""
         self._closed = self._ended = True
-        if self._small is not None:
-            return
         self._room.release()
         # The interpreter may exit next, and must not kill a thread in a tokenizer's native code.
         with self._preparing:
             pass
 
-    def _take_items(self) -> list[T]:
-        """Return the items of an incomplete chunk, if they have waited for some time."""
+    def _take_items(self, patience: float = 0.0) -> list[T]:
+        """Take the items of an incomplete chunk, if the oldest has waited for `patience` seconds."""
         with self._lock:
-            if not self._items or time.monotonic() - self._since < _PATIENCE_SECONDS:
+            if not self._items or time.monotonic() - self._since < patience:
                 return []
             items, self._items = self._items, []
             return items
 
-    def _read(self) -> None:
+    def _read(self, source: Iterable[T], size: int) -> None:
+        num_awaited = min(size, _FIRST_SIZE)
         try:
-            for item in self._source:
+            for item in source:
                 if self._closed:
                     return
                 with self._lock:
                     if not self._items:
                         self._since = time.monotonic()
                     self._items.append(item)
-                    is_full = len(self._items) >= self._size
+                    is_full = len(self._items) >= num_awaited
                 if is_full:
                     self._pass_on()
-                    self._size = self._later_size
+                    num_awaited = size
             self._pass_on()
         except BaseException as error:
             self._chunks.put(error)
         self._chunks.put(None)
 
     def _pass_on(self) -> None:
-        with self._lock:
-            items, self._items = self._items, []
+        items = self._take_items()
         with self._preparing:
             if self._closed or not items:
                 return
@@ -196,13 +188,9 @@ class Job:
         """Return the indices of prompts in the order in which they run."""
         order: Sequence[int] = range(len(prompts))
         if self._schedule == "prefix" and not self._sorts_requests:
-            if self._template is not None:
-                # Texts of prompts with a common prefix have one too.
-                order = sorted(order, key=list(map(repr, prompts)).__getitem__)
-            elif set(map(type, prompts)) == {str}:
-                order = sorted(order, key=prompts.__getitem__)
-            else:
-                order = sorted(order, key=list(map(_prefix_key, prompts)).__getitem__)
+            # Texts of conversations with a common prefix have one too.
+            keys = list(map(_prefix_key, prompts)) if self._template is None else list(map(repr, prompts))
+            order = sorted(order, key=keys.__getitem__)
         return sorted(order, key=self._priorities.__getitem__) if any(self._priorities) else order
 
     def _prepare(self, items: list[tuple[int, Any]]) -> list[PreparedPrompt]:
@@ -245,11 +233,8 @@ class Progress:
     def __init__(self, engine: Engine, total: int | None, unit: str, *, disable: bool | None) -> None:
         self._engine = engine
         self._bar: Any = tqdm(total=total, desc="Generating", unit=unit, dynamic_ncols=True, disable=disable)
+        self.close = self._bar.close
         self._started, self._before = time.perf_counter(), engine.stats()
-
-    def close(self) -> None:
-        """End the bar."""
-        self._bar.close()
 
     def update(self, num_done: int) -> None:
         """Show that `num_done` more requests are done."""
@@ -370,7 +355,6 @@ def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:
-    """Return a sort key that groups requests sharing blocks of the prefix cache."""
     if isinstance(item, RefusedPrompt):
         return 0, "", b""
     request = item.request

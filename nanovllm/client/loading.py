@@ -18,7 +18,7 @@ from nanovllm.engine.request import RequestSeeds
 from nanovllm.text.constraints import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.checks import read_json
-from nanovllm.utils.device import device_name, resolve_device, resolve_dtype
+from nanovllm.utils.device import resolve_device, resolve_dtype
 from nanovllm.utils.host import check_swap_space
 from nanovllm.utils.hub import resolve_model
 
@@ -141,12 +141,16 @@ def _load_here(config: Config) -> LoadedModel:
         make_constraint=files.constraints,
         weights=runner.weights_loader(),
     )
-    name = device_name(config.device, config.tensor_parallel_size)
-    return LoadedModel(engine, engine.seeds, files, device, dtype, name)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return LoadedModel(engine, engine.seeds, files, device, dtype, _several(config.tensor_parallel_size, name))
 
 
 def over_replicas(engine: ReplicatedEngine, files: ModelFiles, seeds: RequestSeeds) -> LoadedModel:
     """Return the model of engines in other processes; `seeds` numbers the requests of this front end."""
-    info, count = engine.info, engine.num_replicas
-    name = info.device_name if count == 1 else f"{count} x {info.device_name}"
-    return LoadedModel(engine, seeds, files, torch.device(info.device), getattr(torch, info.dtype), name)
+    info, dtype = engine.info, getattr(torch, engine.info.dtype)
+    name = _several(engine.num_replicas, info.device_name)
+    return LoadedModel(engine, seeds, files, torch.device(info.device), dtype, name)
+
+
+def _several(count: int, name: str) -> str:
+    return name if count == 1 else f"{count} x {name}"

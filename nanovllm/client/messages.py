@@ -2,7 +2,8 @@
 
 A front end sends lists of orders, all pending ones at a time. An engine sends at most one `StepReport` per step and
 front end: reports that a front end has not read yet are merged into the next one. When a call has changed its
-`EngineState`, the engine sends that to all front ends, before the call's result.
+`EngineState`, the engine sends that to all front ends, before the call's result. The last message of an engine that an
+error has closed is the error's text, with a traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.config import Config
 from nanovllm.engine.engine import NewTokens
 from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken
 from nanovllm.outputs import RequestOutput
@@ -37,7 +37,6 @@ class Stop:
 class CallEngine:
     """Call a function with the `LLMEngine` and other arguments, between two steps; a `CallResult` follows."""
 
-    call_id: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
@@ -90,43 +89,14 @@ class StepReport:
         self.steps += later.steps
         self.stats = later.stats
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to send."""
-        return not (self.new_tokens or self.finished or self.failures or self.dropped or self.steps)
-
 
 @dataclass(slots=True)
 class CallResult:
-    """The result or error of a call, and the engine's counters then."""
+    """The result or error of the oldest call without one, and the engine's counters then."""
 
-    call_id: int
     stats: dict[str, Any]
     result: Any = None
     error: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The last message of an engine that an error has closed: the error, with a traceback."""
-
-    cause: str
-
-
-@dataclass(frozen=True)
-class EnginePlan:
-    """The first message to an engine's process: its settings, and the number of engines that share the CPU."""
-
-    config: Config
-    num_replicas: int
-
-
-@dataclass(frozen=True)
-class StartFailure:
-    """The error that kept an engine from starting, if it can be sent, and its traceback."""
-
-    error: BaseException | None
-    traceback: str
 
 
 CONNECT, SHUTDOWN = "connect", "shutdown"

@@ -90,13 +90,7 @@ class ModelClient(Unpicklable):
         return folder_pooling(self._folder)
 
     def get_tokenizer(self) -> Any:
-        """Return the tokenizer, one of transformers; None if the model's folder has none.
-
-        Example:
-            >>> tokenizer = llm.get_tokenizer()
-            >>> tokenizer.decode(tokenizer.encode("Hello"))
-            'Hello'
-        """
+        """Return the tokenizer, one of transformers; None if the model's folder has none."""
         return self.tokenizer
 
     @property
@@ -114,13 +108,7 @@ class ModelClient(Unpicklable):
         return self.limits.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that the model's `generation_config.json` recommends.
-
-        Example:
-            >>> params = llm.get_default_sampling_params()
-            >>> params.max_tokens = 8
-            >>> outputs = llm.generate("Hello", params)
-        """
+        """Return the sampling parameters that the model's `generation_config.json` recommends."""
         return SamplingParams.from_model(self._folder)
 
     def recommended_values(self) -> dict[str, Any]:
@@ -152,12 +140,7 @@ class ModelClient(Unpicklable):
         return self.engine_client.step()
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Drop requests; see `LLMEngine.abort`.
-
-        Example:
-            >>> request_id = llm.add_request("Hello")
-            >>> llm.abort([request_id])
-        """
+        """Drop requests; see `LLMEngine.abort`."""
         self.engine_client.abort(request_ids)
 
     def is_finished(self) -> bool:
@@ -167,13 +150,11 @@ class ModelClient(Unpicklable):
     def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the running model, in place, on every rank and replica.
 
-        Replicas get tensors through files of a temporary folder. The prefix cache keeps results of the old weights
-        until `reset_prefix_cache`.
+        The prefix cache keeps results of the old weights until `reset_prefix_cache`.
 
         Args:
-            weights: tensors by their names in the checkpoint, as pairs that come one by one, or as a dict; or a folder
-                with safetensors, which fsspec may open (`s3://`).
-                They may be on any device, and of any plain float dtype. A tied head is ignored.
+            weights: tensors by their names in the checkpoint, as pairs or as a dict, on any device and of any plain
+                float dtype; or a folder with safetensors, which fsspec may open (`s3://`). A tied head is ignored.
                 A folder of a PEFT adapter (LoRA) is merged into the weights, replacing the previous one;
                 `unload_adapter` removes it, and so do other weights.
             strict: refuse to leave a tensor of the model unchanged.
@@ -182,12 +163,11 @@ class ModelClient(Unpicklable):
             The number of tensors written. A warning names one that has NaN.
 
         Raises:
-            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and the message has the
-                number written before. Of a folder nothing is written. Or see `strict`.
+            ValueError: a name, shape or dtype does not fit: nothing of that tensor is written, and of a folder nothing
+                at all; the message has the number written before. Or see `strict`.
             RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
                 tensor was written in part, and nothing is generated until all of it is loaded; or an adapter was not
-                merged, and if it cannot be removed again, nothing is generated until `unload_adapter` has done so. Or
-                the pairs' iterator raised, which is the error's cause; the message has the number written before.
+                merged, and nothing is generated until it is removed. Or the pairs' iterator raised, which is the cause.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
@@ -213,26 +193,13 @@ class ModelClient(Unpicklable):
         Raises:
             RuntimeError: see `load_weights`; or a part of the adapter remains, and nothing is generated until a later
                 call has removed it.
-
-        Example:
-            >>> llm.unload_adapter()
-            False
         """
         self._engine.state.require_no_requests("unload_adapter", self._engine.request_ids)
         # Some replicas may have restored theirs in an earlier call, which failed in another.
         return any(self._engine.call(LLMEngine.unload_adapter))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prefix cache.
-
-        Returns:
-            Whether no request holds blocks from it; requests of a paused engine keep theirs, which no other request
-            finds.
-
-        Example:
-            >>> llm.reset_prefix_cache()
-            True
-        """
+        """Forget the prefix cache; return whether no request holds blocks from it, as a paused one may."""
         return all(self._engine.call(LLMEngine.reset_prefix_cache))
 
     def pause(self, mode: PauseMode = "keep") -> None:
@@ -240,15 +207,10 @@ class ModelClient(Unpicklable):
 
         Args:
             mode: "keep" freezes requests with their keys and values, between two steps; "wait" first lets current
-                requests finish, and a "keep" that comes meanwhile waits for them too; "abort" ends them with their
-                output so far, `finish_reason` "abort".
+                requests finish; "abort" ends them with their output so far, `finish_reason` "abort".
 
         Raises:
             ValueError: an unknown mode.
-
-        Example:
-            >>> llm.pause()
-            >>> llm.resume()
         """
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode must be one of {', '.join(get_args(PauseMode))}, not {mode!r}")
@@ -287,10 +249,6 @@ class ModelClient(Unpicklable):
         Raises:
             ValueError: another level.
             RuntimeError: requests are pending, and the engine is not paused.
-
-        Example:
-            >>> llm.sleep()
-            >>> llm.wake_up()
         """
         if level not in (1, 2):
             raise ValueError(f"level must be 1 or 2, not {level!r}")
@@ -340,14 +298,7 @@ class ModelClient(Unpicklable):
             raise RuntimeError("the engine is paused: call resume()")
 
     def stats(self) -> dict[str, Any]:
-        """Counters since the engine began, and the blocks in use now.
-
-        `num_accepted_per_position` is a list of integers; the others are integers.
-
-        Example:
-            >>> llm.stats()["num_used_blocks"]
-            0
-        """
+        """Return integers: counters since the engine began (a list: `num_accepted_per_position`), and blocks in use."""
         return self._engine.stats(now=True)
 
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
@@ -356,11 +307,7 @@ class ModelClient(Unpicklable):
         return joined_usage(self._engine.call(LLMEngine.block_usage, share))
 
     def stats_history(self) -> list[StatsSample]:
-        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`.
-
-        Example:
-            >>> most_running = max(sample.num_running for sample in llm.stats_history())
-        """
+        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`."""
         return self._engine.stats_history()
 
     def step_histograms(self) -> StepHistograms:

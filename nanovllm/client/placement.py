@@ -98,8 +98,7 @@ class Placement:
     def end(self, request_id: int) -> Request:
         """Forget a finished request, and return it."""
         request = self.requests.pop(request_id)
-        holder = self.holder(request_id)
-        if holder is not None:
+        if (holder := self.holder(request_id)) is not None:
             share = self.shares[holder]
             del share.sent[request_id]
             share.num_sent -= request.params.n

@@ -20,7 +20,7 @@ from typing import Any
 
 from typing_extensions import Unpack, override
 
-from nanovllm.client.messages import CallEngine, Ended, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
+from nanovllm.client.messages import CallEngine, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
@@ -34,11 +34,10 @@ from nanovllm.weights.report import LoadedWeights, LoadFailedError
 _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""
 _MOMENTARY = ("num_running", "num_waiting", "num_used_blocks", "num_free_blocks")
-"""Counters of the present state, which a dead replica does not add to."""
 _MOMENTARY_OF_SOME = (
     "num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second", "num_used_states", "num_kept_states",
 )  # fmt: skip
-"""The same for engines with `swap_space`, or whose model has states."""
+"""Counters of the present state, which a dead replica does not add to: of all engines, and of some."""
 
 
 class Replica:
@@ -48,8 +47,7 @@ class Replica:
     go out together, with `flush`. `exit_text` returns how the process exited, once the connection is closed.
 
     Attributes:
-        info: the engine's description of itself.
-        stats, state: the engine's counters and its pause and sleep state, as of its last message.
+        info, stats, state: the engine's description of itself, and its counters and state as of its last message.
         has_ended: whether no more messages come.
     """
 
@@ -67,17 +65,17 @@ class Replica:
         self._connection = connection
         self._receive = receive
         self._exit_text = exit_text
-        self._cause: str | None = None
+        self._cause = ""
         self._orders: list[Order] = []
         self._lock = threading.Lock()
-        self._calls: dict[int, Future[Any]] = {}
-        self._call_ids = count()
+        # Those without a result, in the order of their orders.
+        self._calls: deque[Future[Any]] = deque()
         self.has_ended = False
         threading.Thread(target=self._read, name="nanovllm-replica", daemon=True).start()
 
     def exit_text(self) -> str:
         """Return how the engine exited."""
-        return self._exit_text() if self._cause is None else self._cause
+        return self._cause or self._exit_text()
 
     def add(self, order: Order) -> None:
         """Send an order with the next `flush`."""
@@ -94,9 +92,9 @@ class Replica:
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
         """Call a function with the engine and other arguments."""
         future: Future[T] = Future()
-        call_id = next(self._call_ids)
-        self._calls[call_id] = future
-        self.add(CallEngine(call_id, function, args))
+        with self._lock:
+            self._calls.append(future)
+            self.add(CallEngine(function, args))
         self.flush()
         if self.has_ended:
             self._end_calls()
@@ -106,17 +104,16 @@ class Replica:
         with suppress(EOFError, OSError):
             while True:
                 message = self._connection.recv()
-                if isinstance(message, Ended):
-                    self._cause = message.cause
-                    continue
-                if isinstance(message, EngineState):
+                if isinstance(message, str):
+                    self._cause = message
+                elif isinstance(message, EngineState):
                     self.state = message
-                    continue
-                self.stats = message.stats
-                if isinstance(message, StepReport):
+                elif isinstance(message, StepReport):
+                    self.stats = message.stats
                     self._receive(self, message)
                 else:
-                    future = self._calls.pop(message.call_id)
+                    self.stats = message.stats
+                    future = self._calls.popleft()
                     if message.error is not None:
                         future.set_exception(message.error)
                     else:
@@ -128,10 +125,9 @@ class Replica:
         self._receive(self, None)
 
     def _end_calls(self) -> None:
-        while self._calls:
-            with suppress(KeyError):
-                _, future = self._calls.popitem()
-                future.set_exception(RuntimeError(self.exit_text()))
+        with suppress(IndexError):
+            while True:
+                self._calls.popleft().set_exception(RuntimeError(self.exit_text()))
 
 
 class ReplicatedEngine(Engine):
@@ -172,7 +168,7 @@ class ReplicatedEngine(Engine):
         # Counters of dead replicas.
         self._past_stats: dict[str, Any] = {}
         self._close_processes = close
-        self._closed_by: str | None = None
+        self._closed_by = ""
         self._is_closed = False
         self._request_ids = count()
         # Id of the request, by the ids of its further outputs.
@@ -214,7 +210,7 @@ class ReplicatedEngine(Engine):
     def enqueue(self, request: Request) -> int:
         self.require_open()
         with self._lock:
-            (request_id,) = self._new_ids([request])
+            request_id = self._new_id(request)
             index = self._placement.route(request_id, request)
             self._replicas[index].add(Enqueue(request_id, request))
         self.wake()
@@ -224,7 +220,7 @@ class ReplicatedEngine(Engine):
     def enqueue_all(self, requests: Sequence[Request]) -> list[int]:
         self.require_open()
         with self._lock:
-            request_ids = self._new_ids(requests)
+            request_ids = [self._new_id(request) for request in requests]
             self._placement.spread(dict(zip(request_ids, requests, strict=True)))
         self.wake()
         return request_ids
@@ -295,8 +291,7 @@ class ReplicatedEngine(Engine):
     @override
     def require_open(self) -> None:
         if not self.is_open:
-            cause = self._closed_by
-            raise RuntimeError("the engine is closed" if cause is None else f"the engine is closed: {cause}")
+            raise RuntimeError(f"the engine is closed{f': {self._closed_by}' if self._closed_by else ''}")
 
     @override
     def call(self, function: Callable[[Any, Unpack[Ts]], T], *args: Unpack[Ts]) -> list[T]:
@@ -352,13 +347,10 @@ class ReplicatedEngine(Engine):
             with deferred_signals():
                 self._close_processes()
 
-    def _new_ids(self, requests: Sequence[Request]) -> list[int]:
-        request_ids = []
-        for request in requests:
-            first, *others = (next(self._request_ids) for _ in range(request.params.n))
-            self._first_ids.update(dict.fromkeys(others, first))
-            request_ids.append(first)
-        return request_ids
+    def _new_id(self, request: Request) -> int:
+        first, *others = (next(self._request_ids) for _ in range(request.params.n))
+        self._first_ids.update(dict.fromkeys(others, first))
+        return first
 
     def _send_orders(self) -> None:
         """Give replicas the requests that they have room for, and send them."""

@@ -72,18 +72,19 @@ class BeamSearch:
         self.finished += [(self.score(beam), beam) for beam in candidates[:width] if self._ends(beam)]
         self.finished = sorted(self.finished, key=lambda item: -item[0])[:width]
         # The best running beam is scored by its current length.
-        improves = bool(self.running) and (
-            len(self.finished) < width or self.score(self.running[0]) > self.finished[-1][0]
-        )
-        self.done = not improves
+        is_full = len(self.finished) == width
+        self.done = not self.running or (is_full and self.score(self.running[0]) <= self.finished[-1][0])
 
     def score(self, beam: Beam) -> float:
         """Return the log-probability of a beam with length penalty (Wu et al. 2016, arXiv:1609.08144, simplified)."""
         return float(beam.logprob / len(beam.token_ids) ** self.params.length_penalty)
 
+    def ends_with_eos(self, beam: Beam) -> bool:
+        """Whether a beam's last token ends it."""
+        return not self.params.ignore_eos and beam.token_ids[-1] in self.eos_token_ids
+
     def _ends(self, beam: Beam) -> bool:
-        is_eos = not self.params.ignore_eos and beam.token_ids[-1] in self.eos_token_ids
-        return is_eos or len(beam.token_ids) >= self.max_tokens
+        return self.ends_with_eos(beam) or len(beam.token_ids) >= self.max_tokens
 
 
 def _continuations(output: RequestOutput, count: int) -> list[tuple[int, float]]:
@@ -97,9 +98,8 @@ def beam_search_output(search: BeamSearch, tokenizer: Any) -> BeamSearchOutput:
     """Return the best beams of a finished search."""
     sequences = []
     for score, beam in search.finished:
-        is_eos = not search.params.ignore_eos and beam.token_ids[-1] in search.eos_token_ids
         detokenizer = None if tokenizer is None else Detokenizer(tokenizer, search.prompt_token_ids)
         text = "" if detokenizer is None else detokenizer.append(beam.token_ids, final=True)
-        reason = "stop" if is_eos else "length"
+        reason = "stop" if search.ends_with_eos(beam) else "length"
         sequences.append(BeamSearchSequence(beam.token_ids, text, beam.logprob, score, reason))
     return BeamSearchOutput(sequences)

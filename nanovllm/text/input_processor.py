@@ -14,7 +14,7 @@ from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, render_text
 from nanovllm.text.constraints import ConstraintFactory, encode_bad_words
-from nanovllm.utils.checks import check_int, pack_token_ids, token_list
+from nanovllm.utils.checks import check_int, token_list
 
 T = TypeVar("T")
 
@@ -82,7 +82,6 @@ class InputProcessor:
         if pooling is None and not self.has_head:
             return [ValueError(_NO_HEAD)] * len(prompts)
         encoded = self._encode(prompts, add_special_tokens, max_prompt_tokens, template)
-        packed = pack_token_ids([prompt.token_ids for prompt in encoded], self.limits.vocab_size)
         # Many prompts may share one object, or its error.
         checked_params = {key: self._check(param) for key, param in {id(param): param for param in params}.items()}
         found: list[Request | ValueError] = []
@@ -96,11 +95,7 @@ class InputProcessor:
                 continue
             try:
                 priority = check_int("priority", priorities[index])
-                tokens = packed[index]
-                if tokens is None:
-                    tokens = self.limits.check_prompt(prompt.token_ids, checked.params)
-                else:
-                    self.limits.check_size(len(tokens), checked.params)
+                tokens = self.limits.check_prompt(prompt.token_ids, checked.params)
             except ValueError as error:
                 found.append(error)
                 continue

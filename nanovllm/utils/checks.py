@@ -17,9 +17,6 @@ import numpy as np
 
 T = TypeVar("T")
 
-_FEW_PROMPTS = 4
-"""Up to this number, checking prompts one by one is as fast."""
-
 
 class UnsupportedError(ValueError):
     """A possibly valid value of a model's config that this library's own models do not support."""
@@ -114,25 +111,6 @@ def check_token_ids(token_ids: Any, vocab_size: int) -> array[int]:
         bad = low if low < 0 else high
         raise ValueError(f"the prompt's token id {bad} is outside the vocabulary, 0 ... {vocab_size - 1}")
     return packed
-
-
-def pack_token_ids(prompts: list[Any], vocab_size: int) -> list[array[int] | None]:
-    """Do `check_token_ids` for many prompts in a third of the time; None for prompts that it has to check itself."""
-    if len(prompts) < _FEW_PROMPTS:
-        return [None] * len(prompts)
-    try:
-        packed = [struct.pack(f"{len(token_ids)}i", *token_ids) for token_ids in prompts]
-        is_empty = not all(packed)
-    # At least one prompt is invalid.
-    except (struct.error, TypeError):
-        return [None] * len(prompts)
-    if is_empty or not all(isinstance(token_ids, list) for token_ids in prompts):
-        return [None] * len(prompts)
-    starts = np.cumsum([0, *map(len, packed[:-1])]) // 4
-    values = np.frombuffer(b"".join(packed), dtype=np.int32)
-    # Ids 0 and 1 might be False and True.
-    is_good = (np.minimum.reduceat(values, starts) > 1) & (np.maximum.reduceat(values, starts) < vocab_size)
-    return [array("i", data) if good else None for data, good in zip(packed, is_good.tolist(), strict=True)]
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -37,13 +37,6 @@ def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
     return dtype
 
 
-def device_name(name: str, size: int = 1) -> str:
-    """Return a readable name of a setting's devices, such as "2 x NVIDIA H200"; see `resolve_device`."""
-    device = resolve_device(name, 0, size)
-    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return kind if size == 1 else f"{size} x {kind}"
-
-
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

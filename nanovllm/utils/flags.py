@@ -1,9 +1,6 @@
 """Creates command-line flags from a dataclass's fields, and a parser with one-line errors.
 
-jsonargparse and tyro also make flags from dataclasses, but keep only the last value of a repeated flag of an optional
-list, print several lines on errors, and do not tell given values from defaults, as a model's `generation_config.json`
-requires. jsonargparse has neither `--max-tokens` nor `--no-` forms for them, and tyro does not parse JSON; used flag
-by flag they would save a dozen lines of this file. (jsonargparse 4.53, tyro 1.0.17.)
+jsonargparse and tyro do not tell given values from defaults, as a model's `generation_config.json` requires.
 """
 
 from __future__ import annotations
@@ -46,15 +43,13 @@ def add_flags(
     *, renamed: Mapping[str, str] | None = None, positional: str | None = None, description: str | None = None,
     **defaults: Any,
 ) -> None:  # fmt: skip
-    """Add a flag for each field of a dataclass, parsed by the field's type, with help from the class's docstring.
+    """Add a flag for each field of a dataclass, with help from the entries `name: text` below "Attributes:" in its doc.
 
     A list's flag can be repeated, a bool's has a `--no-` form, and a mapping's or a dataclass's value is JSON. Optional
     fields that are not strings accept "none".
 
     Args:
-        parser: gets the flags.
-        cls: a dataclass whose docstring has an entry `name: text` for each field, below "Attributes:".
-        title: title of the flags in the help.
+        parser, cls, title: what gets the flags, the dataclass, and their title in the help.
         renamed: flags whose names differ from their fields'.
         positional: a field that may also be given without its flag.
         description: describes the flags and their defaults; without it, each flag shows its default.

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +28,7 @@ _PART = re.compile(r"(?P<name>.+)-\d+-of-(?P<count>\d+)\.gguf")
 _ARCHITECTURE = "general.architecture"
 _MAGIC = b"GGUF"
 _MOST_START = 64
-"""Magic bytes of a GGUF file."""
+"""Bytes read to recognise a file."""
 
 
 def gguf_file(path: str) -> Path | None:
@@ -71,23 +70,25 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
         ValueError: the file is not in GGUF, a part or a tensor is missing, transformers does not support the
             architecture, or the folder is not empty.
         OSError: the folder cannot be written.
-
-    Example:
-        >>> convert_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf"), Path("smollm2"), "bfloat16")  # doctest: +SKIP
     """
     check_gguf(file)
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(f"{os.fspath(folder)!r} is not empty")
-    parts = _parts(file)
-    with _filled(folder):
+    parts, was_there = _parts(file), folder.is_dir()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
         with TemporaryDirectory(dir=folder) as joined:
             model, tokenizer = _read(_join(parts, Path(joined, "model.gguf")) if len(parts) > 1 else file, file, dtype)
-        try:
-            model.save_pretrained(folder)
-        except SafetensorError as error:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except BaseException as error:
+        shutil.rmtree(folder)
+        if was_there:
+            folder.mkdir()
+        if isinstance(error, SafetensorError):
             # Such as a full disk.
             raise OSError(f"{os.fspath(folder)!r}: {error}") from error
-        tokenizer.save_pretrained(folder)
+        raise
 
 
 def convert(options: Namespace, parser: ArgumentParser) -> int:
@@ -109,21 +110,6 @@ def check_gguf(file: Path) -> None:
     refuse_pointer(os.fspath(file), start)
     if not start.startswith(_MAGIC):
         raise ValueError(f"{os.fspath(file)!r} is no GGUF file")
-
-
-@contextmanager
-def _filled(folder: Path) -> Iterator[None]:
-    """Create a folder if necessary, and restore it (empty or missing) if the `with` block raises."""
-    was_there = folder.is_dir()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for path in folder.iterdir():
-            path.unlink()
-        if not was_there:
-            folder.rmdir()
-        raise
 
 
 def _parts(file: Path) -> list[Path]:

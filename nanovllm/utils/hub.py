@@ -98,17 +98,16 @@ def _snapshot(model: str, revision: str | None, weights: bool) -> str:
 def _advice(model: str, revision: str | None, error: Exception) -> str:
     """Return an explanation for a failed download, with advice."""
     command = f"`hf download {model}{'' if revision is None else f' --revision {revision}'}`"
-    if isinstance(error, GatedRepoError):
-        return f"the Hub asks to accept its terms first: https://huggingface.co/{model}, then `hf auth login`"
-    if isinstance(error, RepositoryNotFoundError):
-        return "the Hub has no model of this name, or none for this account: check the name, or `hf auth login`"
-    if isinstance(error, RevisionNotFoundError):
-        return f"the Hub has no revision {revision!r} of it"
-    if isinstance(error, OfflineModeIsEnabled):
-        return (
-            f"HF_HUB_OFFLINE allows no other place than {constants.HF_HUB_CACHE}: run {command} without it, or give a "
-            "folder with the model"
-        )
+    advice = {
+        GatedRepoError: f"the Hub asks to accept its terms first: https://huggingface.co/{model}, then `hf auth login`",
+        RepositoryNotFoundError: "the Hub has no model of this name, or none for this account: check it, or log in",
+        RevisionNotFoundError: f"the Hub has no revision {revision!r} of it",
+        OfflineModeIsEnabled: f"HF_HUB_OFFLINE allows no other place than {constants.HF_HUB_CACHE}: run {command} "
+        "without it, or give a folder with the model",
+    }
+    for kind, text in advice.items():
+        if isinstance(error, kind):
+            return text
     reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return (
         f"the Hub cannot be reached ({reason}): run {command} where there is a network, give a folder with the model, "

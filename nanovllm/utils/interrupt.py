@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -30,25 +31,15 @@ def deferred_signals() -> Iterator[None]:
         yield
     finally:
         try:
-            _restore(handlers)
+            _call_each([partial(signal.signal, number, handler) for number, handler in handlers.items()])
         finally:
-            _raise(held)
+            _call_each([partial(signal.raise_signal, number) for number in held])
 
 
-def _restore(handlers: dict[int, Any]) -> None:
-    """Restore all handlers, even if a handler raises meanwhile."""
-    if handlers:
-        number, handler = handlers.popitem()
+def _call_each(calls: list[Callable[[], object]]) -> None:
+    """Call all functions, even if a signal's handler raises meanwhile."""
+    if calls:
         try:
-            signal.signal(number, handler)
+            calls.pop(0)()
         finally:
-            _restore(handlers)
-
-
-def _raise(numbers: list[int]) -> None:
-    """Raise all signals, even if a handler raises."""
-    if numbers:
-        try:
-            signal.raise_signal(numbers.pop(0))
-        finally:
-            _raise(numbers)
+            _call_each(calls)

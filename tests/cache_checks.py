@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.cache_policy import PagedPolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import SPENT, Block, BlockKey, BlockTable, EvictedPrefixes, PrefixCache
 from nanovllm.engine.sequence import Sequence
@@ -51,11 +52,11 @@ def check_states(manager: BlockManager) -> None:
 def check_table(manager: BlockManager, seq: Sequence, group: int, table: BlockTable) -> None:
     held, blocks = table.held, manager.blocks
     assert len(held) == len(set(held)), f"{seq} holds a block twice"
-    if group == len(manager.policies):
+    policy = manager.policies[group]
+    if not isinstance(policy, PagedPolicy):
         assert len(held) == manager._num_state_blocks, f"{seq} has a part of a state"
         assert all(blocks[block_id].ref_count == 1 for block_id in held), f"{seq} shares its state"
         return
-    policy = manager.policies[group]
     assert len(held) <= policy._most, f"{seq} holds too many blocks"
     first = policy.num_released(seq.num_computed_tokens - seq.num_unsure)
     most_released = min(first, seq.num_registered_blocks) if manager.enable_prefix_caching else first

@@ -6,17 +6,16 @@ recently used goes first, the tail of a prefix before its head, except for state
 sequences (see `free`). Every operation is O(1) per block. Outputs of one request also share the last block of its
 prompt, until they write to it.
 
-Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy decides
-which blocks a sequence holds in a group of attention layers (`PagedPolicy`); in the last group, layers may have states:
-a sequence holds one, which its steps overwrite. A prefix must be usable in all groups. A state that other sequences may
-start from is in cached blocks like any other: a sequence that continues from it copies them.
+Layers are grouped; each group has its own blocks and block tables (`BlockTable`), all from one pool. A policy
+(`cache_policy`) decides which blocks a sequence holds in a group: of all its tokens, of a sliding window, or, in the
+last group, of one state. A prefix must be usable in all groups. A state that other sequences may start from is in
+cached blocks like any other: a sequence that continues from it copies them.
 
 Knows nothing of the device and deals in block ids only.
 """
 
 from __future__ import annotations
 
-import sys
 import typing
 from bisect import bisect_right
 from collections import deque
@@ -26,6 +25,7 @@ from itertools import accumulate, chain, filterfalse, islice, zip_longest
 
 import numpy as np
 
+from nanovllm.engine.cache_policy import CachePolicy, PagedPolicy, StatePolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import (
     OFTEN_USED,
@@ -55,49 +55,6 @@ from nanovllm.runner.messages import (
 
 _MOST_REPEATS = 32
 """Prompts that show whether outputs come again."""
-
-
-class PagedPolicy:
-    """Answers which blocks a sequence needs, which it can release, and how long a prefix it can start from.
-
-    With a window, a sequence holds its blocks, and the ones of the next chunk, of at most `max_chunk` tokens.
-    """
-
-    def __init__(self, kind: PagedCache, block_size: int, max_chunk: int) -> None:
-        # Whether a prefix can be usable with blocks missing.
-        self.has_gaps = kind.window is not None
-        # At least 2, so that the block before the next token is always held.
-        self._window = sys.maxsize if kind.window is None else max(2, kind.window)
-        self._block_size = block_size
-        # Blocks needed to advance by one token, and by a whole chunk.
-        self._fewest = self._num_spanned(self._window)
-        self._most = self._num_spanned(self._window - 1 + max_chunk)
-
-    def min_blocks(self, num_filled: int) -> int:
-        """Return the fewest blocks with which a sequence that fills `num_filled` blocks can continue."""
-        return min(num_filled, self._fewest)
-
-    def needed(self, num_computed: int, num_filled: int, share: int) -> range:
-        """Return the blocks, by their index in the table, that a sequence needs to compute its next tokens.
-
-        `num_filled` blocks hold all its tokens; `share` are the blocks that it may have beyond `min_blocks`.
-        """
-        first = self.num_released(num_computed)
-        return range(first, min(num_filled, first + min(self._most, self._fewest + share)))
-
-    def num_released(self, num_computed: int) -> int:
-        """Return the number of leading blocks that a sequence no longer needs."""
-        return max(0, num_computed + 1 - self._window) // self._block_size
-
-    def usable_prefix(self, blocks: list[FoundBlock | None], length: int, num_tokens: int) -> int:
-        """Return the most blocks, up to `length`, with which a sequence can start; None stands for a missing one."""
-        # Every length from a missing block up to this one needs that block: its window begins no later.
-        first = self.num_released(min(length * self._block_size, num_tokens - 1))
-        return blocks.index(None, first, length) if None in blocks[first:length] else length
-
-    def _num_spanned(self, num_tokens: int) -> int:
-        """Return the most blocks that `num_tokens` consecutive tokens can span."""
-        return (num_tokens + self._block_size - 2) // self._block_size + 1
 
 
 @dataclass(frozen=True)
@@ -162,19 +119,22 @@ class BlockManager:
         self._kept_blocks: list[int] = []
         # Of steps without a result yet, oldest step first.
         self._unconfirmed: deque[_Unconfirmed] = deque()
-        self.policies = [PagedPolicy(kind, block_size, max_chunk) for kind in kinds if isinstance(kind, PagedCache)]
-        self._state = kinds[-1] if isinstance(kinds[-1], StateCache) else None
+        self.policies: list[CachePolicy] = [
+            StatePolicy(kind, block_size) if isinstance(kind, StateCache) else PagedPolicy(kind, block_size, max_chunk)
+            for kind in kinds
+        ]
+        self._state = self.policies[-1] if isinstance(self.policies[-1], StatePolicy) else None
         # Computed tokens cannot be taken back from a state.
         self.has_states = self._state is not None
         self._num_state_blocks = 0 if self._state is None else self._state.num_blocks
         # What tells the keys of a state's blocks apart.
         self._state_extras = [b"state %d" % part for part in range(self._num_state_blocks)]
-        self._windowed = [g for g, policy in enumerate(self.policies) if policy.has_gaps]
         # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
-        self._num_growing = len(self.policies)
-        assert self._num_growing == len(kinds) - self.has_states > 0
-        # Whether a prefix can be usable with blocks missing, or become usable by a state.
-        self._has_gaps = self.has_states or bool(self._windowed)
+        self._num_growing = len(kinds) - self.has_states
+        assert self._num_growing and all(isinstance(kind, PagedCache) for kind in kinds[: self._num_growing])
+        self._windowed = [g for g, policy in enumerate(self.policies[: self._num_growing]) if policy.has_gaps]
+        # A prefix can be usable with blocks missing, or become usable by a state.
+        self._has_gaps = any(policy.has_gaps for policy in self.policies)
         self._cache = PrefixCache(block_size, len(kinds), self._has_gaps)
 
     @property
@@ -250,12 +210,11 @@ class BlockManager:
         share = 0
         if self._windowed:
             share = max(0, self.num_blocks - self._min_blocks(num_filled)) // len(self._windowed)
-        needed = [policy.needed(num_computed, num_filled, share) for policy in self.policies]
-        return [*needed, range(self._num_state_blocks)] if self.has_states else needed
+        return [policy.needed(num_computed, num_filled, share) for policy in self.policies]
 
     def _min_blocks(self, num_filled: int) -> int:
         """Return the fewest blocks with which a sequence that fills `num_filled` blocks in a group can continue."""
-        return sum(policy.min_blocks(num_filled) for policy in self.policies) + self._num_state_blocks
+        return sum(policy.min_blocks(num_filled) for policy in self.policies)
 
     def max_tokens(self, max_model_len: int) -> int:
         """Return the most tokens, up to `max_model_len`, that a sequence running alone can have."""
@@ -297,13 +256,8 @@ class BlockManager:
         length, longer = most, -1
         while length != longer:
             longer = length
-            for policy, blocks in zip(self.policies, matched, strict=True):
-                length = policy.usable_prefix(blocks, length, seq.num_tokens)
-            if self.has_states:
-                # One token must be left to compute, from the state before it.
-                length = min(length, (seq.num_tokens - 1) // self.block_size)
-                while length and not has_states(length):
-                    length -= 1
+            for policy, blocks in zip(self.policies, [*matched, matched[0]], strict=False):
+                length = policy.usable_prefix(blocks, length, seq.num_tokens, has_states)
         return length
 
     def _usable_with_copies(self, host: HostCache, seq: Sequence, blocks: list[FoundBlock | None]) -> int:
@@ -416,7 +370,7 @@ class BlockManager:
         if self.has_states and not self._are_cached(source.fork_states):
             # The last token of the prompt is computed again, and the state of `source` is already past it.
             return False
-        num_released = [table.num_released for table in source.block_tables[: self._num_growing]]
+        num_released = [table.num_released for table in source.block_tables]
         if not any(num_released):
             return True
         firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
@@ -453,10 +407,11 @@ class BlockManager:
         first = (seq.num_computed_tokens - seq.num_unsure) // self.block_size
         tables = seq.block_tables[: self._num_growing]
 
-        def is_lacking(table: BlockTable) -> bool:
-            return last >= len(table) or (bool(seq.siblings) and self._is_shared(table[first]))
+        def is_lacking(group: int) -> bool:
+            table, policy = tables[group], self.policies[group]
+            return last >= len(table) or bool(seq.siblings and policy.copied(table, first, self._is_shared))
 
-        while lacking := [group for group, table in enumerate(tables) if is_lacking(table)]:
+        while lacking := [group for group in range(self._num_growing) if is_lacking(group)]:
             if len(self._free) < len(lacking):
                 return False
             for group in lacking:
@@ -479,12 +434,14 @@ class BlockManager:
 
     def own_states(self, seq: Sequence) -> None:
         """Make a sequence's states writable: cached ones are copied into free blocks, or else forgotten."""
-        for index, block_id in enumerate(seq.block_tables[-1] if self.has_states else ()):
-            if self._is_shared(block_id):
-                if self._free:
-                    self._copy_block(seq, self._num_growing, index)
-                else:
-                    self._evict(self.blocks[block_id])
+        if self._state is None:
+            return
+        table = seq.block_tables[-1]
+        for index in self._state.copied(table, 0, self._is_shared):
+            if self._free:
+                self._copy_block(seq, self._num_growing, index)
+            else:
+                self._evict(self.blocks[table[index]])
 
     def _append_block(self, seq: Sequence, group: int) -> None:
         table = seq.block_tables[group]
@@ -669,15 +626,9 @@ class BlockManager:
         seq.num_registered_blocks = index + 1
 
     def _keeps_states(self, seq: Sequence, num_blocks: int) -> bool:
-        """Whether the state of a prompt is kept after `num_blocks` blocks.
-
-        It is kept at regular intervals, at the last block end that leaves a token of the prompt to compute, and where
-        the prompt leaves cached keys: others may branch off there.
-        """
-        if self._state is None:
-            return False
-        is_last = num_blocks == (seq.num_prompt_tokens - 1) // self.block_size
-        return num_blocks % self._state.interval == 0 or is_last or num_blocks == seq.num_branch_blocks
+        """Whether the state of a prompt is kept after `num_blocks` blocks."""
+        policy = self._state
+        return policy is not None and policy.is_kept(num_blocks, seq.num_prompt_tokens, seq.num_branch_blocks)
 
     def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
         """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""

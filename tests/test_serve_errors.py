@@ -310,6 +310,9 @@ def test_too_many_requests_and_one_that_takes_too_long() -> None:
         service = Service(llm, ServeSettings(max_requests=2, max_request_seconds=1))
         transport = httpx.ASGITransport(create_app(service))
         async with llm, httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
+            await client.post(COMPLETION, json={"prompt": "a", "max_tokens": 1})
+            # No request ends before its time is over, however fast the machine is.
+            await llm.pause()
             long = [asyncio.ensure_future(client.post(COMPLETION, json={**body, "stream": s})) for s in (False, True)]
             while llm.num_pending_requests < 2:
                 await asyncio.sleep(0.01)

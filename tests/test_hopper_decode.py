@@ -18,7 +18,7 @@ from nanovllm.attention.backend import AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-from nanovllm.kernels.attention.decode_attention import merge_splits, plan_decode, split_contexts, split_contexts_ref
+from nanovllm.kernels.attention.decode_attention import ContextSplits, merge_splits, plan_decode, split_contexts
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape
@@ -149,6 +149,27 @@ def test_projected_tokens(
     assert torch.equal(got[1].flatten(0, 1)[new], qkv[stored >= 0, -kv_heads:])
     got.flatten(1, 2)[:, new] = float("nan")
     torch.testing.assert_close(got, cache, rtol=0, atol=0, equal_nan=True)
+
+
+def split_contexts_ref(
+    seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
+) -> ContextSplits:
+    """Plain torch form of `split_contexts`."""
+    old = seq_lens.long() - 1
+    if prefix_lens is not None:
+        old -= prefix_lens[: len(old)]
+    tiles = -(-old // tile)
+    weights = tiles.clamp(min=1)
+    counts = -(-weights // -(-weights.sum() // shares))
+    order = torch.sort(old // counts, descending=True, stable=True).indices
+    firsts = torch.empty_like(order)
+    firsts[order] = counts[order].cumsum(0) - counts[order]
+    seqs = order.repeat_interleave(counts[order])
+    number = torch.arange(len(seqs), device=old.device) - firsts[seqs]
+    starts, ends = (n * tiles[seqs] // counts[seqs] for n in (number, number + 1))
+    splits = torch.full((len(old) + shares - 1, 4), -1, dtype=torch.int32, device=old.device)
+    splits[: len(seqs)] = torch.stack([seqs, starts, ends - starts, old[seqs]], 1).int()
+    return ContextSplits(splits, torch.stack([firsts, counts], 1).int())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from nanovllm.kernels._triton import INTERPRETED as _INTERPRETED
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.fast_math import pack_pair, rsqrt
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, store_rounded
-from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+from nanovllm.kernels.rms_norm import Norm
 
 _TOKEN_MASK = 2**31 - 1
 _ROWS_PER_PROGRAM = 32
@@ -203,16 +203,6 @@ def wait_signal(signal_ptr, call, abort_ptr, CHECK: tl.constexpr):
         spins += 1
         if spins % CHECK == 0:
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, call, seen)
-
-
-def all_reduce_rms_norm_ref(
-    parts: list[torch.Tensor], norm: Norm, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch form of `all_reduce_rms_norm`; `parts` are the x of all ranks."""
-    total = torch.stack(parts).float().sum(0)
-    if residual is not None:
-        total += residual.float()
-    return rms_norm_ref(total.to(parts[0].dtype), norm.weight, norm.eps)
 
 
 @jit

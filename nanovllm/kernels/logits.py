@@ -8,7 +8,7 @@ their width allows it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -55,15 +55,6 @@ class LogitsEdits:
     def is_empty(self) -> bool:
         """Whether nothing is done."""
         return all(value is None for value in vars(self).values())
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether something is forbidden by other means than a bias."""
-        return self.bitmask is not None or self.forbidden is not None
-
-    def without_masks(self) -> LogitsEdits:
-        """Return biases and penalties alone."""
-        return replace(self, bitmask=None, bitmask_rows=None, forbidden=None)
 
 
 @dataclass

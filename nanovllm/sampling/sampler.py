@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -157,9 +157,10 @@ class Sampler:
         gathered, own = self._gathered(logits, indices)
         edits, size = extra.edits, self.vocab.total
         rows = scored = ops.edit_logits(gathered, own, size, edits)
-        if self.logprobs_mode == "scaled_logprobs" and edits.has_masks:
+        if self.logprobs_mode == "scaled_logprobs" and (edits.bitmask is not None or edits.forbidden is not None):
             # Trainers know neither grammars nor `min_tokens`.
-            scored = ops.edit_logits(gathered, own, size, edits.without_masks())
+            unmasked = replace(edits, bitmask=None, bitmask_rows=None, forbidden=None)
+            scored = ops.edit_logits(gathered, own, size, unmasked)
         least = None if extra.cutoffs is None else ops.cutoffs(rows, extra.cutoffs)
         return _Edited(indices, rows, scored, least, inputs[indices])
 

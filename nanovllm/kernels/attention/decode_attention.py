@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, padded_size
@@ -45,27 +45,6 @@ class ContextSplits:
 
     splits: torch.Tensor
     of_seqs: torch.Tensor
-
-
-def split_contexts_ref(
-    seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
-) -> ContextSplits:
-    """Plain torch form of `split_contexts`."""
-    old = seq_lens.long() - 1
-    if prefix_lens is not None:
-        old -= prefix_lens[: len(old)]
-    tiles = -(-old // tile)
-    weights = tiles.clamp(min=1)
-    counts = -(-weights // -(-weights.sum() // shares))
-    order = torch.sort(old // counts, descending=True, stable=True).indices
-    firsts = torch.empty_like(order)
-    firsts[order] = counts[order].cumsum(0) - counts[order]
-    seqs = order.repeat_interleave(counts[order])
-    number = torch.arange(len(seqs), device=old.device) - firsts[seqs]
-    starts, ends = (n * tiles[seqs] // counts[seqs] for n in (number, number + 1))
-    splits = torch.full((len(old) + shares - 1, 4), -1, dtype=torch.int32, device=old.device)
-    splits[: len(seqs)] = torch.stack([seqs, starts, ends - starts, old[seqs]], 1).int()
-    return ContextSplits(splits, torch.stack([firsts, counts], 1).int())
 
 
 @jit
@@ -135,8 +114,6 @@ def split_contexts(
             result has num_seqs + shares - 1 rows, unused ones included.
         prefix_lens: [num_seqs or more] int32; leading tokens of each context to leave out, fewer than it has.
     """
-    if not uses_triton(seq_lens.device):
-        return split_contexts_ref(seq_lens, tile, shares, prefix_lens)
     num_seqs = len(seq_lens)
     splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
     _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](

@@ -8,16 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref, multiply_four_bits
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.four_bits import FourBitMatrix, multiply_four_bits
 from nanovllm.kernels.policy import MAX_SKINNY_ROWS
-
-
-def four_bit_gemm_ref(x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Plain torch form of `four_bit_gemm`."""
-    return functional.linear(x, dequantize_four_bits_ref(weight, x.dtype), bias)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -73,12 +67,10 @@ def _tile(num_rows: int, out_features: int) -> _Tile:
 
 
 def four_bit_gemm(x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias`, [num_rows, out_features].
+    """Return `x @ weight.T + bias`, [num_rows, out_features]; see `norm_linear_ref` for the plain torch form.
 
     x: [num_rows, in_features], contiguous; bias: [out_features], or None.
     """
-    if not uses_triton(weight.values.device):
-        return four_bit_gemm_ref(x, weight, bias)
     num_rows, in_features = x.shape
     out_features = len(weight.values)
     assert x.is_contiguous() and weight.values.is_contiguous() and weight.scales.is_contiguous()

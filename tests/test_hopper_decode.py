@@ -28,7 +28,6 @@ from tests.mock_runner import slot_rows
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
     DEVICE,
-    by_triton,
     check_attention,
     check_error,
     dense_attention,
@@ -189,7 +188,7 @@ def test_split_contexts(num_seqs: int, shares: int, has_prefix: bool) -> None:
     prefix_lens = 16 * torch.arange(num_seqs + 3, dtype=torch.int32, device=DEVICE) if has_prefix else None
     whole_lens = lens if prefix_lens is None else lens + prefix_lens[:num_seqs]
     with empty_is_nan():
-        got = by_triton(split_contexts)(whole_lens, 16, shares, prefix_lens)
+        got = split_contexts(whole_lens, 16, shares, prefix_lens)
     want = split_contexts_ref(whole_lens, 16, shares, prefix_lens)
     assert torch.equal(got.splits, want.splits) and torch.equal(got.of_seqs, want.of_seqs)
     seqs, starts, counts, old = got.splits[got.splits[:, 0] >= 0].T

@@ -88,11 +88,6 @@ def unpack(values: torch.Tensor) -> torch.Tensor:
     return torch.cat((runs & 15, runs >> 4), -2).flatten(-3)
 
 
-def e2m1_table(device: torch.device) -> torch.Tensor:
-    """Return the values of e2m1 by their bits, [16] float32."""
-    return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
-
-
 def wide_scales(scales: torch.Tensor, kind: FourBitFormat) -> torch.Tensor:
     """Return scales in float32."""
     if kind == "mxfp4":
@@ -112,7 +107,7 @@ def dequantize_four_bits_ref(matrix: FourBitMatrix, dtype: torch.dtype) -> torch
         zeros = _ZERO if matrix.zeros is None else spread(matrix.zeros).float()
         wide = codes.float() - zeros
     else:
-        wide = e2m1_table(codes.device)[codes.int()]
+        wide = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)[codes.int()]
     wide *= spread(wide_scales(matrix.scales, matrix.format))
     return (wide if matrix.factors is None else wide * matrix.factors[:, None]).to(dtype)
 
@@ -240,7 +235,6 @@ def fma_pairs(x, y, z, dtype: tl.constexpr):
 
 @jit
 def _widen(bits, IS_INTEGER: tl.constexpr):
-    """Return four-bit values, int32, in float32."""
     if IS_INTEGER:
         wide = (bits - 8).to(tl.float32)
     else:

@@ -75,7 +75,6 @@ class Receiver:
         return message
 
     def _read(self, count: int, check: Callable[[], None]) -> None:
-        """Wait until `count` bytes are available."""
 
         def read() -> bool:
             with suppress(BlockingIOError):

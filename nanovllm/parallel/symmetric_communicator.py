@@ -136,7 +136,6 @@ class SymmetricCommunicator(DistributedCommunicator):
         self._num_steps += 1
 
     def _restart_call_numbers(self) -> None:
-        """Clear the buffers of all ranks while no rank sends."""
         # Every call receives everything sent to this rank before it ends.
         self._memory.synchronize()
         self._memory.clear()

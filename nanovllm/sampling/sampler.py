@@ -167,7 +167,6 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, edited: _Edited | None, extra: ExtraRows
     ) -> DeviceLogprobs | None:
-        """Return the log-probabilities of the rows that need them."""
         indices = extra.logprob_indices
         if indices is None:
             return None

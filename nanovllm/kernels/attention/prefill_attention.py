@@ -45,7 +45,6 @@ _FLOAT32_TILES = {128: Tiles(32, 64, 1), 256: Tiles(16, 32, 1), MAX_HEAD_SIZE: T
 
 
 def _tiles(query: torch.Tensor, size: int) -> Tiles:
-    """Return the tiles for a head size."""
     if query.element_size() == 4:
         return next(tiles for most, tiles in _FLOAT32_TILES.items() if size <= most)
     tiles = next(tiles for most, tiles in _TILES.items() if size <= most)
@@ -72,7 +71,6 @@ class ChunkRows:
 
 @jit
 def _own_tile(tiles_ptr, num_tiles, PARTS: tl.constexpr):
-    """Return the index, within its sequence, of the part of a query tile that this program computes."""
     # Volatile, so that each call reads it again instead of keeping it in registers.
     tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1) // PARTS, volatile=True)
     return tile * PARTS + tl.program_id(1) % PARTS

@@ -1,9 +1,7 @@
 """Linear layers fused with their neighbours in a decoder: residual and RMSNorm before, the SwiGLU gate after.
 
-A `KernelPolicy` chooses the kernel; each has a file of its own, which is imported when it is first chosen. Beside e4m3
-weights 1 to 16 rows stay in 16 bits (W8A16), and more are rounded to e4m3 (W8A8). Where the GPU has no products in
-e4m3, and on the CPU, rows are never rounded: a product of many gets its weights dequantised, some outputs at a time, in
-the dtype of the inputs.
+A `KernelPolicy` chooses the kernel, whose file is imported when it is first chosen. Beside e4m3 weights more than 16
+rows are rounded to e4m3, too (W8A8), where the GPU multiplies these; elsewhere weights are dequantised, some at a time.
 """
 
 from __future__ import annotations

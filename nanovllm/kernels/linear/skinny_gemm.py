@@ -1,9 +1,7 @@
 """Linear layers of few rows on the tensor cores, which should be bound by reading the weights.
 
-Each warp of a program multiplies its own part of the inputs, and the parts are summed at the end. This keeps many warps
-busy on tiles of 16 or 32 outputs, which are needed to fill the device; warps that divided the outputs would repeat each
-other's work. The weights are the first operand, since only the second may have 8 rows instead of 16. The kernel loops
-over the inputs in a pipeline; for few inputs there is `resident_gemm`.
+Each warp of a program multiplies its own part of the inputs, in a pipeline: warps that divided the 16 or 32 outputs
+would repeat each other's work. The weights are the first operand, since only the second may have 8 rows instead of 16.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ def _scaled_dot(
     weight, x, scale_ptr, outs, blocks, in_features, out_mask,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the product of e4m3 bytes and x; each warp's inputs are in one block of scales."""
     offsets = (outs // SCALE_OUTS)[None, :, None] * tl.cdiv(in_features, SCALE_INS) + blocks
     mask = out_mask[None, :, None] & (blocks * SCALE_INS < in_features)
     scales = tl.load(scale_ptr + offsets, mask=mask, other=0.0)

@@ -32,7 +32,6 @@ def _add_product(
     acc, x, weight_ptrs, mask, scale_ptrs, out_mask, start,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of x and the weights of a step, which are in one block of inputs, to acc."""
     weight = tl.load(weight_ptrs, mask=mask, other=0.0)
     if SCALE_OUTS:
         # e4m3 becomes float32 by way of float16.
@@ -52,7 +51,6 @@ def _multiply(
     EVEN: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the product, [rows, outputs] float32, and of a gated layer that with up's weights, too."""
     ins = tl.arange(0, INS)
     acc = tl.zeros([x_mask.shape[0], out_mask.shape[0]], dtype=tl.float32)
     up = acc
@@ -272,7 +270,6 @@ def _load_expert_scales(
     scale_ptr, experts, is_here, outs, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales of outputs of several experts, [experts, outs, blocks of inputs]."""
     NUM_BLOCKS: tl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS if SCALE_INS else 1
     blocks = tl.arange(0, BLOCK_IN // SCALE_INS if SCALE_INS else 1)[None, None, :]
     ptrs, _ = find_scales(

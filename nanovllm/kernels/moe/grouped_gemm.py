@@ -52,7 +52,6 @@ def _count_slots_kernel(
     experts_ptr, counts_ptr, num_slots, first_expert, num_experts,
     CHUNK: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count each expert's slots in one chunk."""
     slots, bins = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), tl.arange(0, 2 * EXPERTS)
     wait_for_previous(PDL)
     experts = _load_experts(experts_ptr, slots, num_slots, first_expert, num_experts, EXPERTS)
@@ -65,7 +64,6 @@ def _place_slots_kernel(
     experts_ptr, counts_ptr, slots_ptr, starts_ptr, num_slots, first_expert, num_experts,
     CHUNK: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Place the slots of one chunk after the slots of the experts and chunks before it."""
     chunk, step, experts = tl.program_id(0), tl.arange(0, STEP), tl.arange(0, EXPERTS)
     totals = tl.zeros([EXPERTS], dtype=tl.int32)
     places = tl.zeros([EXPERTS], dtype=tl.int32)
@@ -172,7 +170,6 @@ def _multiply_scaled_expert(
     dtype: tl.constexpr, EVEN: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, ACTIVATION: tl.constexpr,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `multiply_expert` of rows in e4m3."""
     GATED: tl.constexpr = ACTIVATION == "silu"
     ins, num_steps = tl.arange(0, INS), tl.cdiv(in_features, INS)
     # What lies beyond the end is computed from what does not, and is not stored.

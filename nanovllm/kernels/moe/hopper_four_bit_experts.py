@@ -21,7 +21,6 @@ def _gather_kernel(
     x_ptr, slots_ptr, starts_ptr, out_ptr, num_experts, in_features,
     TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copy the row of a slot."""
     columns = tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     if tl.program_id(0) < tl.load(starts_ptr + num_experts):

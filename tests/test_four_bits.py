@@ -460,7 +460,7 @@ def stacked(matrices: list[FourBitMatrix]) -> FourBitMatrix:
 def test_experts_of_more_rows_on_hopper(activation: Any, case: tuple[str, int], tile: Any) -> None:
     """One of five experts has no rows, one more than fit into a tile, and the last one is another rank's."""
     from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile  # noqa: PLC0415
-    from nanovllm.kernels.moe.hopper_four_bit_experts import hopper_four_bit_experts  # noqa: PLC0415
+    from nanovllm.kernels.moe.four_bit_experts import hopper_four_bit_experts  # noqa: PLC0415
 
     skip_unless_hopper()
     dtype, chosen = torch.bfloat16, None if tile is None else HopperTile(*tile)

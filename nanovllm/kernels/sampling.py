@@ -188,16 +188,14 @@ def sample(
 
     Args:
         logits: [num_rows, num_columns], any float dtype; NaN counts as -inf.
-        temperatures: [num_rows] float32; 0 is argmax.
-        seeds: [num_rows, 2] int32; low and high word of each request's seed.
-        output_index: [num_rows] int32; tokens that the request has generated before this one.
+        temperatures, seeds, output_index: see `SamplingInputs`.
         first_token: token id of the first column, a multiple of GROUP.
-        num_tokens: number of columns that are tokens; the rest is padding and never drawn. None for all.
-        cutoffs: [num_rows] float32; logits below count as -inf. None for none.
+        num_tokens: columns that are tokens; the rest is padding and never drawn. None for all.
+        cutoffs: [num_rows] float32; logits below count as -inf.
 
     Returns:
-        The scores of the drawn tokens' groups, [num_rows] float32, and the token ids, [num_rows] int64. Ranks that
-        hold shards of the vocabulary compare the scores.
+        The scores of the drawn tokens' groups, [num_rows] float32, which ranks with shards of the vocabulary compare,
+        and the token ids, [num_rows] int64.
     """
     if not uses_triton(logits.device):
         return sample_ref(logits, temperatures, seeds, output_index, first_token, num_tokens, cutoffs)

@@ -80,9 +80,8 @@ class StepLimits:
 def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> int:
     """Return the number of calls for an all-reduce: the smallest odd number with which each call fits.
 
-    Consecutive calls use different halves of the buffer, even across steps, if each all-reduce of a forward pass makes
-    an odd number of calls: a step's bound then has the parity of its actual number of calls. Drafts may take any
-    number, since a step with drafts ends with an argmax, in which ranks take part after they have read all sums.
+    A step's bound then has the parity of its number of calls, so that consecutive ones use different halves of the
+    buffer. Drafts may take any number: their step ends with an argmax, after all ranks have read all sums.
     """
     max_rows = (
         _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)

@@ -125,10 +125,7 @@ class Sampler:
         return Sampled(token_ids, self._logprobs(logits, token_ids, edited, extra))
 
     def sample_with_logprobs(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
-        """Sample as `sample` does, and return the log-probability of each row's token.
-
-        The result does not depend on which rows need it, so that a CUDA graph can contain this. For a single rank.
-        """
+        """Sample, on a single rank, and return the log-probability of each row's token; fits a CUDA graph."""
         token_ids = self._draw(logits, inputs)
         temperatures = None if self.logprobs_mode == "raw_logprobs" else inputs.temperatures
         return Sampled(token_ids, ops.own_logprobs(logits[:, : self.vocab.total].contiguous(), token_ids, temperatures))

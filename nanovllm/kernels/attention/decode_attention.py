@@ -96,8 +96,7 @@ def split_contexts(
     Args:
         seq_lens: [num_seqs] int32, at least 1 each; a context's last token, the new one, is in no tile.
         tile: tokens per tile.
-        shares: a split has at most ceil(tiles of all contexts / shares) tiles; 1 gives each context a single split. The
-            result has num_seqs + shares - 1 rows, unused ones included.
+        shares: a split has at most ceil(tiles of all contexts / shares) tiles; there are num_seqs + shares - 1 splits.
         prefix_lens: [num_seqs or more] int32; leading tokens of each context to leave out, fewer than it has.
     """
     num_seqs = len(seq_lens)

@@ -57,10 +57,8 @@ def _value_bytes_layout(head_dim):
 
 @gluon.jit
 def key_order(heads):
-    """Bring the elements of heads, [ROWS, HEAD_DIM], into the order in which products with keys of e4m3 add them up.
-
-    A thread of `mma_v2` takes, of each 16, elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9. Here these are a quarter's next.
-    """
+    """Bring the elements of heads, [ROWS, HEAD_DIM], into the order in which products with keys of e4m3 add them up."""
+    # A thread of `mma_v2` takes, of each 16, elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9: here a quarter's next four.
     HEAD_DIM: gl.constexpr = heads.shape[1]
     parts = gl.reshape(heads, [ROWS, 4, HEAD_DIM // 16, 2, 2])
     return gl.reshape(gl.permute(parts, (0, 2, 3, 1, 4)), [ROWS, HEAD_DIM])
@@ -68,10 +66,8 @@ def key_order(heads):
 
 @gluon.jit
 def value_order(value):
-    """Bring the elements of a value, [HEAD_DIM], into the order of the columns of products with values of e4m3.
-
-    A thread of `mma_v2` has a column of each 8. Here these are an eighth of the value.
-    """
+    """Bring the elements of a value, [HEAD_DIM], into the order of the columns of products with values of e4m3."""
+    # A thread of `mma_v2` has a column of each 8: here these are an eighth of the value.
     HEAD_DIM: gl.constexpr = value.shape[0]
     return gl.reshape(gl.permute(gl.reshape(value, [8, HEAD_DIM // 8]), (1, 0)), [HEAD_DIM])
 
@@ -163,10 +159,7 @@ def _is_old(tile, old_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(query, key, value, tile, old_len, scale, softmax):
-    """Fold the keys of a tile before `old_len` into the warps' softmaxes.
-
-    query: [WARPS, ROWS, HEAD_DIM]; key: [WARPS, HEAD_DIM, WARP_KEYS]; value: [WARPS, WARP_KEYS, HEAD_DIM].
-    """
+    """Fold the keys of a tile before `old_len`, operands of a batch of WARPS products, into the warps' softmaxes."""
     acc, row_max, row_sum = softmax
     MMA: gl.constexpr = acc.type.layout
     scores = mma_v2(query, key, gl.zeros([WARPS, ROWS, WARP_KEYS], gl.float32, MMA))
@@ -588,13 +581,11 @@ def hopper_decode_attention(
     `pdl_options`).
 
     Args:
-        x: [num_seqs, num_heads, head_dim], the queries, contiguous; with `rope` the QKV projection's output, [num_seqs,
-            num_heads + 2 * num_kv_heads, head_dim].
+        x: [num_seqs, num_heads, head_dim], the queries, contiguous.
         pages, out, block_tables, plan, scale: see `decode_attention`.
-        slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; -1 is a padding row,
-            whose output is finite but undefined.
-        rope: of `qkv_rope_store`, which is then computed first; a token's position is the last of its context. Not
-            supported with shared prefixes.
+        slot_mapping: [num_seqs] int32, see `qkv_rope_store`; outputs of padding rows, -1, are finite but undefined.
+        rope: computes `qkv_rope_store` of x, [num_seqs, num_heads + 2 * num_kv_heads, head_dim], first; a token's
+            position is the last of its context. Not with shared prefixes.
     """
     k_cache, v_cache = pages.stored
     _, block_size, num_kv_heads, _ = k_cache.shape

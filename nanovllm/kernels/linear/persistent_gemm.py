@@ -83,10 +83,7 @@ def _load_tiles(x_desc, weight_desc, row_tiles, column_tiles, steps, stride, sec
 
 @gluon.jit
 def _multiply_tile(GROUP: gl.constexpr, turn, steps, ring):
-    """Return a warpgroup's half of the next tile, [_ROWS / 2, 2 * _COLUMNS] float32.
-
-    The tiles before it took `turn` steps.
-    """
+    """Return a warpgroup's half of the tile after `turn` steps, [_ROWS / 2, 2 * _COLUMNS] float32."""
     HALF: gl.constexpr = _ROWS // 2
     xs, weights, full, empty = ring
     acc = gl.zeros([HALF, 2 * _COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS, 16]))
@@ -150,10 +147,7 @@ def _store_head(head, ptr, places, known, stride):
 
 @gluon.jit
 def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Apply QK norm and RoPE to one head and store it.
-
-    x: [_ROWS / 2, _HEAD_DIM]; cos, sin: [_ROWS / 2, _HEAD_DIM / 2].
-    """
+    """Apply QK norm and RoPE to a head, [_ROWS / 2, _HEAD_DIM], and store it; cos, sin: [_ROWS / 2, _HEAD_DIM / 2]."""
     q_norm_ptr, k_norm_ptr = norms
     query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr = outputs
     dtype: gl.constexpr = query_ptr.dtype.element_ty

@@ -81,10 +81,8 @@ def _with_elements(offsets, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _outputs_of(index, first_row, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
-    """Return the rows of a tile's outputs; if gated, the second half is up's. Outputs beyond the end repeat the last.
-
-    first_row: where the rows of all outputs begin; that is not 0 for an expert.
-    """
+    """Return the rows of a tile's outputs, an expert's from `first_row` on; if gated, the second half is up's."""
+    # Outputs beyond the end repeat the last.
     HALF: gl.constexpr = OUTS // 2 if GATED else OUTS
     outs = gl.minimum(first_out + index % HALF, out_features - 1)
     return (outs + index // HALF * out_features).to(gl.int64) + first_row
@@ -187,10 +185,8 @@ def widen_words(
 
 @gluon.jit
 def _weight_operand(values, MMA: gl.constexpr):
-    """Return values of `_widen` as the first operand, [WARPS, OUTS, 128]; threads keep theirs.
-
-    A thread of `mma_v2` has elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of each 16: here four next ones of its run.
-    """
+    """Return values of `widen_words` as the first operand, [WARPS, OUTS, 128]; threads keep theirs."""
+    # A thread of `mma_v2` has elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of each 16: here four next ones of its run.
     ordered = gl.reshape(gl.permute(values, (0, 1, 4, 3, 5, 2, 6)), [values.shape[0], values.shape[1], 128])
     return gl.convert_layout(ordered, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 

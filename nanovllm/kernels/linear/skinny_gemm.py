@@ -113,12 +113,9 @@ class _SkinnyTile(NamedTuple):
 
 
 def _tile(in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
-    """Return the tile of weights in 16 bits; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
-
-    Programs start while the previous kernel still occupies multiprocessors, and crowd on the free ones. After attention
-    this is uneven, so more stages limit a multiprocessor to two or three programs: a step of Qwen3-8B takes 4.79 ms
-    with four stages, and 4.36 with six.
-    """
+    """Return the tile of weights in 16 bits; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows."""
+    # Programs crowd on multiprocessors that the previous kernel leaves free, unevenly after attention. More stages
+    # limit these to two or three programs: a step of Qwen3-8B takes 4.79 ms with four stages, and 4.36 with six.
     if gated:
         return _SkinnyTile(32, MAX_SKINNY_ROWS, 2, 64, 3)
     if out_features > 32768:
@@ -129,11 +126,8 @@ def _tile(in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
 
 
 def _fp8_tile(num_rows: int, in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
-    """Return the tile of weights in e4m3; tuned on an H200 with steps of Qwen3-8B at 8 rows.
-
-    Inputs of up to 8 rows are not padded to 16, which leaves shared memory for more stages and programs. The inputs of
-    one warp and step lie in one block of scales, if there are blocks.
-    """
+    """Return the tile of weights in e4m3; tuned on an H200 with steps of Qwen3-8B at 8 rows."""
+    # Up to 8 rows are not padded to 16, which leaves shared memory. A warp's inputs of a step lie in a block of scales.
     rows = MAX_SKINNY_ROWS // 2 if num_rows <= MAX_SKINNY_ROWS // 2 else MAX_SKINNY_ROWS
     if gated:
         return _SkinnyTile(16, rows, 2, 128, 4)

@@ -195,14 +195,9 @@ def expert_gemm(
 ) -> None:  # fmt: skip
     """Multiply up to MAX_EXPERT_ROWS rows with the weights of their experts: the first ones, or down.
 
-    Args:
-        x: [num_tokens, in_features], or for down [num_tokens, top_k, in_features]; contiguous.
-        routing: the experts of each token; for down from an older kernel than the one ahead.
-        weight: see `fused_experts`.
-        out: [num_tokens, top_k, out_features]; filled where the expert is here, and for down weighted.
-        first_expert: see `fused_experts`.
-        activation: of the first product; None for down.
-        bias: of all experts' products, or None.
+    x: [num_tokens, in_features], or for down [num_tokens, top_k, in_features], contiguous; routing: for down from an
+    older kernel than the one ahead; weight, first_expert: see `fused_experts`; out: [num_tokens, top_k, out_features],
+    filled where the expert is here, and for down weighted; activation: None for down; bias: of all experts.
     """
     num_rows, top_k = routing.experts.shape
     in_features, out_features = x.shape[-1], out.shape[-1]

@@ -70,13 +70,9 @@ def fused_experts(
 
     Args:
         x: [num_tokens, in_features], contiguous.
-        routing: the experts of each token.
         up: [num_experts, 2 * size, in_features]; of each expert the gate's rows, then up's; size rows without a gate.
         down: [num_experts, in_features, size].
         first_expert: number of this rank's first expert.
-        policy: chooses the kernels.
-        activation: between the products.
-        biases: added to the products, or None.
         shared: added to the sum; only where the policy takes `EXPERT_GEMV`, and weights are not packed or biased.
 
     Returns:

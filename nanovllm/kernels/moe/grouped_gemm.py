@@ -256,12 +256,9 @@ def grouped_gemm(
     Args:
         x: [num_tokens, in_features], or for down [num_tokens * top_k, in_features], sorted; contiguous. Rows in e4m3
             have a scale each, or one for 128 inputs if the weights, which are e4m3, too, have blocks of these.
-        routing, weight, activation: see `expert_gemm`.
-        order: its slots by expert; for down from an older kernel than the one ahead.
-        out: [num_tokens * top_k, out_features]; filled where the expert is here. Sorted; for down by slot, and
-            weighted.
-        policy: chooses the tile.
-        bias: of all experts' products, not of rows in e4m3; or None.
+        order: the slots by expert; for down from an older kernel than the one ahead.
+        out: [num_tokens * top_k, out_features]; filled where the expert is here. Sorted; for down by slot, weighted.
+        bias: of all experts' products, not of rows in e4m3.
     """
     (num_rows, top_k), gated = routing.experts.shape, is_gated(activation)
     values, scaling = kernel_arguments(weight)

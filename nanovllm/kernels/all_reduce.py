@@ -369,15 +369,13 @@ def all_reduce_rms_norm(
 ) -> None:  # fmt: skip
     """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
 
-    The next call but one reuses this call's half of the buffer; by then all ranks have read it, because all took part
-    in the call in between.
+    The next call but one reuses this call's half of the buffer, which all ranks have read by the call in between.
 
     Args:
         x: [num_rows, size], contiguous; this rank's summand.
         norm, residual: see `rms_norm`; the same on every rank.
         buffer, call_in_step: this rank's, and the index of the call in its step, below `calls_per_step`.
-        one_shot: which algorithm, the same on every rank; x must fit. Two-shot needs at least `num_ranks` rows, so
-            that every rank takes part.
+        one_shot: the same on every rank; x must fit. Two-shot needs `num_ranks` rows, so that every rank takes part.
         out: filled with the normalised rows, perhaps rounded to e4m3 if x has 16 bits, and with the sum; contiguous, in
             x's dtype, and the same on every rank.
     """

@@ -203,11 +203,9 @@ _E2M1_TO_F16 = tl.constexpr(from_e2m1("f16x2", 9, "0x0e000e00", "0x74007400", "0
 
 @jit
 def widen_values(bytes, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Return the values in low and in high halves of bytes as `dtype`; of integers minus 8; exactly.
-
-    Bits are put where a float of 16 bits has its last ones (integers), or the last ones of its exponent (e2m1, whose
-    exponents have another bias); a difference, or a product by a power of two, corrects that.
-    """
+    """Return the values in low and in high halves of bytes as `dtype`; of integers minus 8; exactly."""
+    # Bits are put where a float of 16 bits has its last ones (integers), or the last ones of its exponent (e2m1, whose
+    # exponents have another bias); a difference, or a product by a power of two, corrects that.
     IS_INTEGER: tl.constexpr = FORMAT == "int4"
     if _INTERPRETED or dtype == tl.float32:
         bits = bytes.to(tl.int32)

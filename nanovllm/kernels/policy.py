@@ -224,7 +224,7 @@ class KernelPolicy:
         return None
 
     def uses_persistent(self, num_rows: int, weight: torch.Tensor) -> bool:
-        """Return whether `persistent_gemm` supports these shapes, and tiles fill nine tenths of its programs' rounds."""
+        """Return whether `persistent_gemm` supports the shapes, and tiles fill nine tenths of rounds of programs."""
         out_features, in_features = weight.shape
         is_even = in_features % PERSISTENT_INS == 0 and out_features % (2 * PERSISTENT_COLUMNS) == 0
         num_programs = device_limits(weight.device)[0]

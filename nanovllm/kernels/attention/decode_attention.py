@@ -338,9 +338,9 @@ def _decode_kernel(
             positions = start + tl.arange(0, TILE)
             seen, sees = _see(positions, end, first_key + old_len, number, window, QUERIES)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size, start, seen,
-                sees, scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
-                BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale, NATIVE,
+                query, (k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size,
+                        KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM), start, seen, sees, scale, cap_scale,
+                (acc, row_max, row_sum), BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, NATIVE,
             )  # fmt: skip
         if QUERIES > 1:
             # A query may see no token of a split; one that does not exist, none at all.

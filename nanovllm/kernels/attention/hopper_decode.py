@@ -448,10 +448,7 @@ def _from_e4m3(token, MMA: gl.constexpr):
 def _finish_token(
     token, dims, value_dims, constants, eps, kv_slot, stored, scales, clipped_ptr, HAS_NORM: gl.constexpr
 ):
-    """Apply QK norm and RoPE to the new token's heads; return and, unless kv_slot is -1, store its key and value.
-
-    clipped_ptr: to the counter of clipped ones, or None if they are stored as they are.
-    """
+    """Apply QK norm and RoPE to the new token's heads; return and, unless kv_slot is -1, store its key and value."""
     query, key, value = token
     q_weights, k_weights, angles = constants
     key_ptr, value_ptr = stored

@@ -1,8 +1,4 @@
-"""Pages of e4m3 as pages of 16 bits for `hopper_prefill`, which reads no others.
-
-The prompt chunks of a large step read each key many times: it is faster to widen their contexts once, into pages that
-live as long as the layer. Chunks of 2,048 tokens write and read for it what 40 of their queries do.
-"""
+"""Pages of e4m3 as pages of 16 bits, which live as long as the layer, for `hopper_prefill`, which reads no others."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A short causal convolution of each channel, and SiLU where a layer has it.
 
-A state has the inputs of the last tokens in a ring: the input at position p is entry `p % size`. A decode step
-overwrites an entry that it does not read, so a state can be updated in place. The ring has an entry for each weight of
-a filter, and for each draft of a row: a wrong draft is overwritten, and overwrites no input that is still read.
+A state has the inputs of the last tokens in a ring, that at position p as entry `p % size`. It has an entry for each
+weight of a filter, and for each draft of a row, so that a token overwrites no input that is still read.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 
 from nanovllm.kernels import policy
+from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel import symmetric_communicator as symmetric
 from nanovllm.parallel.distributed_communicator import find_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator
@@ -96,7 +97,7 @@ def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[
             # Rank 0 comes first, and finds what was there before.
             time.sleep(0.01 * rank)
             x = part_of(rank, step, call, num_rows)
-            results.append(communicator.all_reduce_rms_norm(x, weight, 1e-6, None)[1])
+            results.append(communicator.all_reduce_rms_norm(x, Norm(weight, 1e-6), None)[1])
         time.sleep(0.01 * rank)
         scores, tokens = torch.tensor([[1.0, 3.0], [2.0, 3.0]])[rank], torch.tensor([step + 10 * rank, step + rank])
         results.append(communicator.all_reduce_argmax(scores, tokens))

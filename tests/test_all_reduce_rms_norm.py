@@ -19,13 +19,12 @@ from nanovllm.kernels import all_reduce
 from nanovllm.kernels.all_reduce import (
     SymmetricBuffer,
     all_reduce_argmax,
-    all_reduce_rms_norm_ref,
     fits,
     pack_candidates,
     unpack_tokens,
 )
 from nanovllm.kernels.linear.quantize_rows import Rounding, quantize_rows_ref
-from nanovllm.kernels.rms_norm import Norm
+from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 from nanovllm.parallel import symmetric_communicator as symmetric
 from nanovllm.parallel.distributed_communicator import open_store
 from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommunicator, connect
@@ -40,6 +39,16 @@ from tests.server_process import PATIENCE_SECONDS
 from tests.test_kernels import DEVICE, DTYPES, GPU, check_error
 
 # Each test starts several processes, on however few cores.
+
+
+def all_reduce_rms_norm_ref(
+    parts: list[torch.Tensor], norm: Norm, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain torch form of `all_reduce_rms_norm`; `parts` are the x of all ranks."""
+    total = torch.stack(parts).float().sum(0)
+    if residual is not None:
+        total += residual.float()
+    return rms_norm_ref(total.to(parts[0].dtype), norm.weight, norm.eps)
 
 
 def check_rounded(out: torch.Tensor, normed: torch.Tensor, rounding: Rounding) -> None:
@@ -161,8 +170,8 @@ def test_sums_go_in_an_odd_number_of_calls_that_fit(size: int, monkeypatch: pyte
     for rows in (1, 2, 7, 8, 16, 64, 256, 4000, 4096, 4097, 16384):
         communicator._call = 0
         x = torch.arange(rows, dtype=torch.bfloat16).unsqueeze(1).expand(-1, 4096).contiguous()
-        normed, total = communicator.all_reduce_rms_norm(x, x[0], 1e-6, x)
-        assert torch.equal(normed, 2 * x) and torch.equal(total, 2 * x)
+        normed, total = communicator.all_reduce_rms_norm(x, Norm(x[0], 1e-6), x)
+        assert isinstance(normed, torch.Tensor) and torch.equal(normed, 2 * x) and torch.equal(total, 2 * x)
         assert communicator._call % 2 == 1 and (communicator._call == 1) == (rows <= 4000)
     assert forms == {True, False}
 

@@ -23,7 +23,7 @@ from nanovllm.kernels import qkv_rope_store
 from nanovllm.kernels._triton import converts_e4m3, is_hopper, jit, tl
 from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
 from nanovllm.kernels.attention.prefill_attention import prefill_attention
-from nanovllm.kernels.attention.widen_pages import plan_wide_tables, widen_pages, widen_pages_ref
+from nanovllm.kernels.attention.widen_pages import plan_wide_tables, widen_pages
 from nanovllm.kernels.e4m3 import from_e4m3, to_e4m3
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows_ref
 from nanovllm.kernels.policy import KernelPolicy
@@ -129,13 +129,12 @@ def test_widened_contexts(kv_heads: int, block_size: int, dtype: torch.dtype) ->
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, 64, dtype)
     pages, meant = in_e4m3(cache)
     wide = plan_wide_tables(seq_lens, lens)
-    for form in (by_triton(widen_pages), widen_pages_ref):
-        made = form(pages, tables, seq_lens, wide, dtype)
-        assert made.scales is None and made.k_cache.shape == (wide.num_blocks, 128, kv_heads, 64)
-        for new, old in zip((made.k_cache, made.v_cache), meant, strict=True):
-            for i, length in enumerate(lens):
-                got = new[wide.block_tables[i].clamp(max=len(new) - 1).long()].flatten(0, 1)[:length]
-                assert torch.equal(got, old[tables[i].long()].flatten(0, 1)[:length].to(dtype))
+    made = widen_pages(pages, tables, seq_lens, wide, dtype)
+    assert made.scales is None and made.k_cache.shape == (wide.num_blocks, 128, kv_heads, 64)
+    for new, old in zip((made.k_cache, made.v_cache), meant, strict=True):
+        for i, length in enumerate(lens):
+            got = new[wide.block_tables[i].clamp(max=len(new) - 1).long()].flatten(0, 1)[:length]
+            assert torch.equal(got, old[tables[i].long()].flatten(0, 1)[:length].to(dtype))
 
 
 @needs_hopper

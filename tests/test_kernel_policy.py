@@ -150,7 +150,7 @@ def test_more_rows_beside_four_bits_on_hopper(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("num_experts", "top_k", "outs"), [(32, 4, 5760), (128, 4, 2880), (128, 8, 1536)])
 def test_tiles_of_experts_change_where_kernels_are_compiled(num_experts: int, top_k: int, outs: int) -> None:
     """Otherwise a step of a running server waits for a compiler."""
-    from nanovllm.kernels.moe.hopper_four_bit_experts import choose_expert_tile  # noqa: PLC0415
+    from nanovllm.kernels.moe.four_bit_experts import choose_expert_tile  # noqa: PLC0415
 
     tiles = [choose_expert_tile(rows * top_k / num_experts, outs, num_experts, 132) for rows in range(5000)]
     changes = {rows for rows in range(17, 5000) if tiles[rows] != tiles[rows - 1]}

@@ -106,15 +106,11 @@ def plan_cascade_groups(
 class CascadePlanner:
     """Plans the work of each step, again when the decoding sequences change.
 
-    Args:
-        num_slots: most decode rows.
-        max_items: most items, see `CascadeGroups`; 0 if the attention backend has no use for them.
-        rows_per_item: most decode rows of an item.
+    num_slots: most decode rows; max_items, rows_per_item: most items of `CascadeGroups`, 0 for none, and rows of one.
 
     Attributes:
-        buffer: [n] int32; holds, on the device, what `packed` is on the host.
-        groups: the plan on the device, views of `buffer`.
         packed: [n] int32; the plan of the last step that `plan` was called for.
+        buffer, groups: where `packed` is on the device, and views of that.
     """
 
     def __init__(

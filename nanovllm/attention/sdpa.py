@@ -144,7 +144,6 @@ def _attend(query: torch.Tensor, layer: AttentionLayer, segment: Segment) -> tor
 
 
 def _gather(pages: KVPages, segment: Segment, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return the keys and the values of a segment, [num_seqs * num_keys, num_kv_heads, size] each."""
     rows = [cache.flatten(0, 1).index_select(0, segment.key_slots) for cache in pages.stored]
     if pages.scales is None:
         return rows

@@ -123,7 +123,6 @@ class TritonBackend(AttentionBackend):
         step.plan = StepPlan(self._plan_decodes(step), self._plan_wide(step))
 
     def _plan_wide(self, step: StepMetadata) -> WideTables | None:
-        """Return where chunks' contexts are widened to; None where that is not worth it, or a graph may be captured."""
         lens, num_tokens = step.seq_lens_host[step.num_decodes :], sum(step.query_lens_host)
         if self._hopper_prefill is None or not self._widens or not lens:
             return None
@@ -141,7 +140,8 @@ class TritonBackend(AttentionBackend):
         plans = {}
         for spec in self._specs:
             tile, programs = self._division(spec, step, is_hopper)
-            shares = 1 if is_hopper and single_split else self._shares(n, programs, spec.num_kv_heads)
+            at_once = max(1, programs * self.num_processors // spec.num_kv_heads)
+            shares = 1 if is_hopper and single_split else self.policy.context_shares(n, at_once)
             plans[spec] = plan_decode(
                 step.seq_lens[:n], self.num_heads, spec.num_kv_heads, spec.value_size, tile, shares,
                 shared=groups if spec.window is None else None, window=spec.window, num_queries=step.num_queries,
@@ -149,7 +149,6 @@ class TritonBackend(AttentionBackend):
         return plans
 
     def _division(self, spec: Paged, step: StepMetadata, is_hopper: bool) -> tuple[int, int]:
-        """Return the tokens per tile, and the programs per multiprocessor, of layers that cache this."""
         if is_hopper:
             return self._hopper_decode.TILE.value, _HOPPER_PROGRAMS
         tile, programs = _MANY_TILE, _MANY_PROGRAMS
@@ -215,7 +214,3 @@ class TritonBackend(AttentionBackend):
             qkv, layer.pages, out, tables, slot_mapping, plan, layer.scale, rope=rope
         )
         return out
-
-    def _shares(self, num_seqs: int, programs: int, num_kv_heads: int) -> int:
-        """Return the `shares` argument of `split_contexts` for `programs` programs per multiprocessor."""
-        return self.policy.context_shares(num_seqs, max(1, programs * self.num_processors // num_kv_heads))

@@ -1,22 +1,17 @@
 """All-reduces over GPUs that map each other's memory: with residual addition and RMSNorm, and of sampled tokens.
 
-One-shot, for few rows: every rank sends its rows to every rank, as words, and each rank sums them. Two-shot: each rank
-sums the rows that it owns and sends the sums to the others, as rows with signals. Sums are in rank order, so all ranks
-get the same bits. The normalised rows may be rounded to e4m3, for a product that takes them so.
+One-shot, for few rows: every rank sends its rows to every rank, which sums them. Two-shot: each rank sums the rows that
+it owns and sends the sums to the others. Sums are in rank order, so all ranks get the same bits. A rank writes into the
+other ranks' symmetric buffers and reads its own, where it waits for the call's number, sent in one of two ways:
 
-Every rank writes into the other ranks' symmetric buffers and reads only its own. The receiver waits for the call's
-number, which is sent in one of two ways:
+- Words of 8 bytes, one-shot: 4 of data and 4 of the call number, one way over the link without fence or barrier, for
+  twice the bytes (NCCL's LL protocol; Hu et al. 2025, arXiv:2507.04786). A relaxed access of system scope to 8 bytes is
+  one also for another GPU (PTX ISA, "Memory Consistency Model").
+- Rows of plain data, two-shot, each followed by a signal: an int32 that is set to the call number.
 
-- Words of 8 bytes: 4 of data and 4 of the call number. The latency is one way over the link, without fence or
-  barrier, for twice the bytes (NCCL's LL protocol; Hu et al. 2025, arXiv:2507.04786). They are written and read in
-  pairs, by relaxed accesses of system scope: such an access to 8 bytes is one also for another GPU (PTX ISA, "Memory
-  Consistency Model").
-- Rows of plain data, each followed by a signal: an int32 that is set to the call number.
-
-A call number is computed from a step counter on the device and the call's index in its step, so that CUDA graphs can
-be replayed. Numbers are positive: unwritten memory carries 0. A number must not occur twice, as a word that is
-left of its first call would pass for one of the second; so after `max_steps` steps the buffers are cleared, and the
-counter starts again.
+A call number comes from a step counter on the device and the call's index in its step, so that CUDA graphs can be
+replayed. Numbers are positive, as unwritten memory carries 0, and none occurs twice, as a word of its first call would
+pass for one of the second: after `max_steps` steps the buffers are cleared, and the counter starts again.
 """
 
 from __future__ import annotations
@@ -30,17 +25,14 @@ from nanovllm.kernels._triton import INTERPRETED as _INTERPRETED
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.fast_math import pack_pair, rsqrt
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, store_rounded
-from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
+from nanovllm.kernels.rms_norm import Norm
 
 _TOKEN_MASK = 2**31 - 1
 _ROWS_PER_PROGRAM = 32
 """Rows of a program of the argmax."""
 ABORT_CHECK_SPINS = 2**15
-"""Reads of the buffer between two reads of the abort word, about ten milliseconds.
-
-The abort word is in host memory, and a thousand waiting programs read it at once over the bus: with 1024 reads in
-between, a call with one rank 300 us late took 10.6 ms. Longer intervals delay the end of a wait for a dead rank.
-"""
+"""Reads of the buffer, about ten milliseconds, between two of the abort word, which is in host memory: with 1024, a
+call with one rank 300 us late took 10.6 ms, since a thousand waiting programs read it at once over the bus."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +119,6 @@ def send_words(buffer_ptr, pairs, first, second, mask, call):
 
 @jit
 def _load_words(ptrs, mask, none):
-    """Load two words at each pointer by relaxed accesses, or `none` where the mask is false."""
     if _INTERPRETED:
         return (
             tl.load(ptrs, mask=mask, other=none, volatile=True),
@@ -185,7 +176,6 @@ def set_signal(addresses_ptr, rank, offset, call):
 
 @jit
 def _load_acquire(signal_ptr):
-    """Load a signal with acquire order."""
     if _INTERPRETED:
         return tl.load(signal_ptr, volatile=True)
     return tl.inline_asm_elementwise(
@@ -205,16 +195,6 @@ def wait_signal(signal_ptr, call, abort_ptr, CHECK: tl.constexpr):
             seen = tl.where(tl.load(abort_ptr, volatile=True) != 0, call, seen)
 
 
-def all_reduce_rms_norm_ref(
-    parts: list[torch.Tensor], norm: Norm, residual: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain torch form of `all_reduce_rms_norm`; `parts` are the x of all ranks."""
-    total = torch.stack(parts).float().sum(0)
-    if residual is not None:
-        total += residual.float()
-    return rms_norm_ref(total.to(parts[0].dtype), norm.weight, norm.eps)
-
-
 @jit
 def _unpack(words, dtype: tl.constexpr):
     """Return the two float32 values of each 4-byte word; of a float32 word the second is zero."""
@@ -229,7 +209,6 @@ def _unpack(words, dtype: tl.constexpr):
 
 @jit
 def _pack(first, second, dtype: tl.constexpr):
-    """Pack two float32 values into words of `dtype`; the inverse of `_unpack`."""
     if dtype.primitive_bitwidth == 16:
         return pack_pair(first, second, dtype)
     return first.to(tl.int32, bitcast=True)
@@ -390,15 +369,13 @@ def all_reduce_rms_norm(
 ) -> None:  # fmt: skip
     """Sum the ranks' x, add the residual, and normalise; every rank makes the same calls in the same order.
 
-    The next call but one reuses this call's half of the buffer; by then all ranks have read it, because all took part
-    in the call in between.
+    The next call but one reuses this call's half of the buffer, which all ranks have read by the call in between.
 
     Args:
         x: [num_rows, size], contiguous; this rank's summand.
         norm, residual: see `rms_norm`; the same on every rank.
         buffer, call_in_step: this rank's, and the index of the call in its step, below `calls_per_step`.
-        one_shot: which algorithm, the same on every rank; x must fit. Two-shot needs at least `num_ranks` rows, so
-            that every rank takes part.
+        one_shot: the same on every rank; x must fit. Two-shot needs `num_ranks` rows, so that every rank takes part.
         out: filled with the normalised rows, perhaps rounded to e4m3 if x has 16 bits, and with the sum; contiguous, in
             x's dtype, and the same on every rank.
     """

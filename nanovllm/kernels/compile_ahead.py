@@ -96,11 +96,8 @@ def compile_ahead(device: torch.device, runs: Iterable[Callable[[], None]], rank
 
 
 def _shared_out(jobs: list[T], rank: int, size: int) -> list[T]:
-    """Return all jobs in an order in which ranks rarely compile the same kernel twice.
-
-    Rank r first takes jobs r, r + size, ..., then the jobs of rank r + 1, and so on. It takes another rank's jobs in
-    reverse order: where the two meet, the remaining ones are already in Triton's cache.
-    """
+    """Return all jobs in an order in which ranks rarely compile the same kernel twice: own ones, r, r + size, ...; then
+    other ranks', in reverse order: where two ranks meet, the remaining ones are already in Triton's cache."""
     own, *others = [jobs[(rank + step) % size :: size] for step in range(size)]
     return own + [job for part in others for job in reversed(part)]
 

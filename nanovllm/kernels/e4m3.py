@@ -104,11 +104,9 @@ _TO_F16 = tl.constexpr(_from_e4m3("f16x2", 1, "0x5c005c00"))
 
 @jit
 def from_e4m3(bytes, dtype: tl.constexpr, NATIVE: tl.constexpr):
-    """Return bytes of e4m3 as `dtype`, bfloat16 or float16, exactly.
-
-    The GPU's instruction knows float16 only, and two slow ones lead from there to bfloat16. Without it the bits are
-    moved to where they are in `dtype`, whose exponents have another bias: a product by a power of two corrects that.
-    """
+    """Return bytes of e4m3 as `dtype`, bfloat16 or float16, exactly."""
+    # The GPU's instruction knows float16 only, and two slow ones lead from there to bfloat16. Else bits are moved to
+    # where they are in `dtype`, whose exponents have another bias: a product by a power of two corrects that.
     if NATIVE and dtype == tl.float16:
         converted = bytes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     elif _INTERPRETED:

@@ -1,8 +1,7 @@
 """exp2, log2, rsqrt, tanh and rounding by single GPU instructions (accuracy: PTX ISA), for Triton and Gluon kernels.
 
-Triton's own versions are linked from CUDA's libdevice, which costs 40 ms per kernel compiled. Its `exp2` and `rsqrt`
-compile to the same instructions. Its `log2` is more accurate; sampling uses it, because its noise is the logarithm of
-values near 1.
+Triton's own versions are linked from CUDA's libdevice, which costs 40 ms per kernel compiled. Its logarithm is more
+accurate; sampling uses it, because its noise is the logarithm of values near 1.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ def tanh(x):
 
 @jit
 def round_to(x, dtype: tl.constexpr):
-    """Return float32 x rounded to `dtype`, as float32: `x.to(dtype).to(tl.float32)`, two elements at a time.
-
-    The compiler converts values one by one if they are converted back, at a quarter of the rate or less. A tensor of
-    one element makes no pair.
-    """
+    """Return `x.to(dtype).to(tl.float32)` of float32 x, two elements at a time, at four times the compiler's rate."""
     # One return: what follows one in a branch is compiled, too.
     if _INTERPRETED or dtype.primitive_bitwidth == 32 or x.numel == 1:
         rounded = x.to(dtype).to(tl.float32)

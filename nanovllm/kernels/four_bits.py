@@ -88,11 +88,6 @@ def unpack(values: torch.Tensor) -> torch.Tensor:
     return torch.cat((runs & 15, runs >> 4), -2).flatten(-3)
 
 
-def e2m1_table(device: torch.device) -> torch.Tensor:
-    """Return the values of e2m1 by their bits, [16] float32."""
-    return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
-
-
 def wide_scales(scales: torch.Tensor, kind: FourBitFormat) -> torch.Tensor:
     """Return scales in float32."""
     if kind == "mxfp4":
@@ -112,7 +107,7 @@ def dequantize_four_bits_ref(matrix: FourBitMatrix, dtype: torch.dtype) -> torch
         zeros = _ZERO if matrix.zeros is None else spread(matrix.zeros).float()
         wide = codes.float() - zeros
     else:
-        wide = e2m1_table(codes.device)[codes.int()]
+        wide = torch.tensor([*E2M1, *(-value for value in E2M1)], device=codes.device)[codes.int()]
     wide *= spread(wide_scales(matrix.scales, matrix.format))
     return (wide if matrix.factors is None else wide * matrix.factors[:, None]).to(dtype)
 
@@ -208,11 +203,9 @@ _E2M1_TO_F16 = tl.constexpr(from_e2m1("f16x2", 9, "0x0e000e00", "0x74007400", "0
 
 @jit
 def widen_values(bytes, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Return the values in low and in high halves of bytes as `dtype`; of integers minus 8; exactly.
-
-    Bits are put where a float of 16 bits has its last ones (integers), or the last ones of its exponent (e2m1, whose
-    exponents have another bias); a difference, or a product by a power of two, corrects that.
-    """
+    """Return the values in low and in high halves of bytes as `dtype`; of integers minus 8; exactly."""
+    # Bits are put where a float of 16 bits has its last ones (integers), or the last ones of its exponent (e2m1, whose
+    # exponents have another bias); a difference, or a product by a power of two, corrects that.
     IS_INTEGER: tl.constexpr = FORMAT == "int4"
     if _INTERPRETED or dtype == tl.float32:
         bits = bytes.to(tl.int32)
@@ -240,7 +233,6 @@ def fma_pairs(x, y, z, dtype: tl.constexpr):
 
 @jit
 def _widen(bits, IS_INTEGER: tl.constexpr):
-    """Return four-bit values, int32, in float32."""
     if IS_INTEGER:
         wide = (bits - 8).to(tl.float32)
     else:

@@ -38,13 +38,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """
     if not uses_triton(gate_up.device):
         return silu_and_mul_ref(gate_up)
-    num_rows, double = gate_up.shape
-    size = double // 2
     assert gate_up.is_contiguous()
+    num_rows, size, block = len(gate_up), gate_up.shape[1] // 2, 1024
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
-    block = 1024
-    grid = (num_rows, triton.cdiv(size, block))
-    _silu_and_mul_kernel[grid](gate_up, out, size, BLOCK=block, num_warps=4, **pdl_options(gate_up.device))
+    _silu_and_mul_kernel[(num_rows, triton.cdiv(size, block))](
+        gate_up, out, size, BLOCK=block, num_warps=4, **pdl_options(gate_up.device)
+    )
     return out
 
 

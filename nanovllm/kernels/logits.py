@@ -8,7 +8,7 @@ their width allows it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -55,15 +55,6 @@ class LogitsEdits:
     def is_empty(self) -> bool:
         """Whether nothing is done."""
         return all(value is None for value in vars(self).values())
-
-    @property
-    def has_masks(self) -> bool:
-        """Whether something is forbidden by other means than a bias."""
-        return self.bitmask is not None or self.forbidden is not None
-
-    def without_masks(self) -> LogitsEdits:
-        """Return biases and penalties alone."""
-        return replace(self, bitmask=None, bitmask_rows=None, forbidden=None)
 
 
 @dataclass
@@ -251,11 +242,8 @@ def row_stats(
 
 
 def _candidates(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return logits among which are the k largest of each row, [num_rows, _] float32, and which chunks they are.
-
-    The k largest are in those k chunks of a row that have the largest maxima. If that is too much of a row, all of it
-    is returned, and None.
-    """
+    """Return logits among which are the k largest of each row, [num_rows, _] float32, and their chunks; None: all."""
+    # The k largest are in those k chunks of a row that have the largest maxima.
     x, best = rows.x, None
     if 8 * k * CHUNK <= x.shape[1] and uses_triton(x.device):
         best = rows.maxima.topk(k, dim=1, sorted=False).indices
@@ -279,15 +267,11 @@ def own_logprobs(
     x: torch.Tensor, token_ids: torch.Tensor, temperatures: torch.Tensor | None = None,
     top: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Return log-probabilities of given tokens, and of further ones.
+    """Return log-probabilities of given tokens, then of further ones, [num_rows, 1 + k] float32; all token ids, int64;
+    and the given tokens' ranks, [num_rows] int64, from 1.
 
-    Args:
-        x, token_ids, temperatures: see `row_stats`; temperatures of 0 do not divide.
-        top: logits and token ids of the further tokens, [num_rows, k] each.
-
-    Returns:
-        Log-probabilities, [num_rows, 1 + k] float32, the given token's first; their token ids, [num_rows, 1 + k] int64;
-        and the given token's rank, [num_rows] int64, from 1.
+    x, token_ids, temperatures: see `row_stats`, temperatures of 0 do not divide; top: logits and token ids of the
+    further tokens, [num_rows, k] each.
     """
     if temperatures is not None:
         temperatures = torch.where(temperatures > 0, temperatures, 1.0)

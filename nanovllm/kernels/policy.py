@@ -108,8 +108,7 @@ class SplitKTile(NamedTuple):
 def splitk_tiles(num_rows: int, gated: bool, parts: int) -> list[SplitKTile]:
     """Return the tile shapes to try, narrow ones first: they are faster if all programs are resident at once.
 
-    Two programs fit on a multiprocessor, so that the next kernel's programs, such as attention's, fit beside them and
-    start early. A plain product with one row of tiles leaves multiprocessors free, so its steps take more inputs.
+    Two programs fit on a multiprocessor, so that some of the next kernel's fit beside them and start early.
     """
     if gated:
         return [SplitKTile(32, 64, 6), SplitKTile(64, 64, 4)]
@@ -119,10 +118,7 @@ def splitk_tiles(num_rows: int, gated: bool, parts: int) -> list[SplitKTile]:
 
 
 def _most_splitk_ins(num_rows: int, gated: bool) -> int:
-    """Return the maximum inputs per program: above, reading the weights dominates, and cuBLAS reads as fast or faster.
-
-    Measured with 17 to 32, 33 to 64, and more rows, of 1024 (Qwen3-0.6B) to 4096 inputs (8B).
-    """
+    """Return the maximum inputs per program: above, reading the weights dominates, which cuBLAS does as fast."""
     if num_rows <= 32:
         return 2048
     return 4096 if num_rows <= SPLITK_ROWS and not gated else 2560
@@ -197,11 +193,7 @@ class KernelPolicy:
         return LinearKernel.CUBLAS
 
     def uses_resident(self, num_rows: int, weight: torch.Tensor, normed: bool, gated: bool) -> bool:
-        """Return whether `resident_gemm` is supported and fastest: few rows, few inputs, all programs resident at once.
-
-        The limit is one chunk of inputs with a norm or gate, and three without: with norm and 2048 inputs at 8 rows,
-        Qwen3-1.7B's QKV takes 8.0 us, and 7.7 as norm and `skinny_gemm`.
-        """
+        """Return whether `resident_gemm` is supported and fastest: few rows and inputs, and all programs resident."""
         out_features, in_features = len(weight) // 2 if gated else len(weight), weight.shape[1]
         num_programs, shared_bytes = device_limits(weight.device)
         chunks, outs = -(-in_features // RESIDENT_CHUNK), resident_outs(out_features, num_programs)
@@ -211,6 +203,7 @@ class KernelPolicy:
         # Shared memory holds all weights and inputs of a program.
         tile_rows = (2 if gated else 1) * triton.next_power_of_2(outs) + MAX_SKINNY_ROWS
         fits = chunks * RESIDENT_CHUNK * tile_rows * weight.element_size() <= shared_bytes
+        # With norm and 2048 inputs at 8 rows Qwen3-1.7B's QKV takes 8.0 us, and 7.7 as norm and `skinny_gemm`.
         return bool(fits and chunks <= (1 if normed or gated else 3))
 
     def uses_splitk(self, num_rows: int, weight: torch.Tensor, gated: bool = False, parts: int = 1) -> bool:
@@ -231,10 +224,7 @@ class KernelPolicy:
         return None
 
     def uses_persistent(self, num_rows: int, weight: torch.Tensor) -> bool:
-        """Return whether `persistent_gemm` supports these shapes, and tiles fill nine tenths of all waves of programs.
-
-        Otherwise cuBLAS is faster: gate and up of Qwen3-0.6B with 1500 rows take 39.7 us here and 34.8 with cuBLAS.
-        """
+        """Return whether `persistent_gemm` supports the shapes, and tiles fill nine tenths of rounds of programs."""
         out_features, in_features = weight.shape
         is_even = in_features % PERSISTENT_INS == 0 and out_features % (2 * PERSISTENT_COLUMNS) == 0
         num_programs = device_limits(weight.device)[0]
@@ -345,8 +335,7 @@ class KernelPolicy:
     def single_split(self, num_kv_heads: int, seq_lens: np.ndarray) -> bool:
         """Return whether `hopper_decode` is faster with a single split for each context; seq_lens: [num_seqs].
 
-        One program then reads a whole context for one KV head. That is faster unless the longest context takes longer
-        than reading all contexts at full bandwidth and merging their splits. Figures: kernels/README.md.
+        It is unless the longest context takes longer than reading all at full bandwidth and merging their splits.
         """
         # A single short context would gain 1% until it has grown, which is not worth a second CUDA graph.
         if len(seq_lens) == 1:

@@ -1,8 +1,5 @@
-"""Keys and values into the pages of a cache: as they are, or in one op with the QK norm and RoPE before.
-
-The per-head RMS norm is Qwen3's; RoPE: Su et al. 2021, arXiv:2104.09864. Separate ops would each cost a launch and a
-pass over memory.
-"""
+"""Keys and values into the pages of a cache: as they are, or in one op after the QK norm (Qwen3) and RoPE (Su et al.
+2021, arXiv:2104.09864)."""
 
 from __future__ import annotations
 
@@ -14,8 +11,6 @@ import torch
 from nanovllm.kernels._triton import converts_e4m3, jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 from nanovllm.kernels.e4m3 import E4M3_MAX, to_e4m3
 from nanovllm.kernels.fast_math import rsqrt
-
-NormWeights = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -30,7 +25,7 @@ class NormRope:
         has_gates: whether each head of queries is followed by a head of gates of attention's output (`gate_heads`).
     """
 
-    norm_weights: NormWeights | None
+    norm_weights: tuple[torch.Tensor, torch.Tensor] | None
     eps: float
     cos_sin: torch.Tensor
     has_gates: bool = False
@@ -136,10 +131,7 @@ def quantize_kv(x, scales, mask, clipped_ptr, NATIVE: tl.constexpr):
 def _rotation(
     cos_sin_ptr, position, HALF: tl.constexpr, PADDED: tl.constexpr, ROTARY: tl.constexpr,
 ):  # fmt: skip
-    """Return the pairs of a head's elements, as the first's and the second's, [PADDED] each, and their angles.
-
-    Of pairs that are not rotated the cosine is 1.
-    """
+    """Return the pairs of a head's elements, as the first's and the second's, [PADDED] each, and their angles."""
     dims = tl.arange(0, PADDED)
     if ROTARY == 2 * HALF:
         # Halves that are no power of two are padded to one; for others nothing is masked.

@@ -1,10 +1,9 @@
 """Temperature sampling in one pass over the logits by the Gumbel-max trick: draw a group of tokens, then a token of it.
 
 The argmax of `logits + temperature * g` with independent Gumbel noise g is a draw from `softmax(logits / temperature)`
-(Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030). With the temperature on the noise, temperature 0 is argmax without
-a special case, and no division overflows. The maximum of these sums over a group is distributed as a single such sum
-with the logit `temperature * log(sum(exp(logits / temperature)))`, and independent of the token that attains it. So a
-group is drawn first and a token of it second, which needs a 64th of the noise.
+(Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030); temperature 0 is argmax without a special case. The maximum over a
+group is distributed as one such sum with the logit `temperature * log(sum(exp(logits / temperature)))`, and independent
+of the token that attains it. So a group is drawn first and a token of it second, which needs a 64th of the noise.
 
 The noise is Philox-4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), keyed by the request's
 seed. A group's counter is (group, index of the output token, 1), a token's is (token id / 4, index of the output token,
@@ -189,16 +188,14 @@ def sample(
 
     Args:
         logits: [num_rows, num_columns], any float dtype; NaN counts as -inf.
-        temperatures: [num_rows] float32; 0 is argmax.
-        seeds: [num_rows, 2] int32; low and high word of each request's seed.
-        output_index: [num_rows] int32; tokens that the request has generated before this one.
+        temperatures, seeds, output_index: see `SamplingInputs`.
         first_token: token id of the first column, a multiple of GROUP.
-        num_tokens: number of columns that are tokens; the rest is padding and never drawn. None for all.
-        cutoffs: [num_rows] float32; logits below count as -inf. None for none.
+        num_tokens: columns that are tokens; the rest is padding and never drawn. None for all.
+        cutoffs: [num_rows] float32; logits below count as -inf.
 
     Returns:
-        The scores of the drawn tokens' groups, [num_rows] float32, and the token ids, [num_rows] int64. Ranks that
-        hold shards of the vocabulary compare the scores.
+        The scores of the drawn tokens' groups, [num_rows] float32, which ranks with shards of the vocabulary compare,
+        and the token ids, [num_rows] int64.
     """
     if not uses_triton(logits.device):
         return sample_ref(logits, temperatures, seeds, output_index, first_token, num_tokens, cutoffs)

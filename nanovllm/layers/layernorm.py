@@ -57,9 +57,7 @@ class AllReduceRMSNorm(RMSNorm):
 
         Both are [num_tokens, hidden_size], like the residual; x may be overwritten.
         """
-        if rounding is not None:
-            return self.communicator.all_reduce_quantize_rows(x, self.weight, self.eps, residual, rounding)
-        return self.communicator.all_reduce_rms_norm(x, self.weight, self.eps, residual)
+        return self.communicator.all_reduce_rms_norm(x, ops.Norm(self.weight, self.eps), residual, rounding)
 
 
 class ParallelRMSNorm(RMSNorm):

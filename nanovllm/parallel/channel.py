@@ -1,7 +1,7 @@
 """A broadcast channel from rank 0 to the other ranks: one pipe to each.
 
-A message is 8 bytes of length and a pickle. Both sides poll: a write that wakes a rank from a blocking read takes
-several times as long as one that finds it awake, and every step has one for each rank.
+A message is 8 bytes of length and a pickle. Both sides poll, since a write that wakes a blocked reader takes several
+times as long as one that finds it awake.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ class Receiver:
         return message
 
     def _read(self, count: int, check: Callable[[], None]) -> None:
-        """Wait until `count` bytes are available."""
 
         def read() -> bool:
             with suppress(BlockingIOError):

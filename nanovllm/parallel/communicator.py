@@ -11,6 +11,7 @@ from nanovllm.kernels import ops
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
     from nanovllm.kernels.policy import KernelPolicy
+    from nanovllm.kernels.rms_norm import Norm
 
 
 class Communicator:
@@ -47,16 +48,12 @@ class Communicator:
         return self.all_reduce(x)
 
     def all_reduce_rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return RMSNorm(sum of the ranks' x + residual), and that sum; x may be overwritten."""
-        return ops.rms_norm(self.all_reduce(x), weight, eps, residual)
-
-    def all_reduce_quantize_rows(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
-    ) -> tuple[Fp8Rows, torch.Tensor]:
-        """Like `all_reduce_rms_norm`, with the normalised rows in e4m3."""
-        return ops.quantize_rows(self.all_reduce(x), rounding, ops.Norm(weight, eps), residual)
+        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, rounding: Rounding | None = None
+    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+        """Return RMSNorm(sum of the ranks' x + residual), in e4m3 if rounded, and that sum; x may be overwritten."""
+        if rounding is not None:
+            return ops.quantize_rows(self.all_reduce(x), rounding, norm, residual)
+        return ops.rms_norm(self.all_reduce(x), norm.weight, norm.eps, residual)
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         """Return for each row the token id of the largest score on any rank, [num_rows] int64; ties: the lowest id.

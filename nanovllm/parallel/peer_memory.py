@@ -19,8 +19,6 @@ _LAZY_PEER_ACCESS = 1
 
 
 class _Handle(ctypes.Structure):
-    """CUipcMemHandle."""
-
     _fields_ = (("data", ctypes.c_ubyte * 64),)
 
 

@@ -114,7 +114,6 @@ def shard_of(model: ModelConfig, rank: int, size: int) -> ModelShard:
 
 
 def _head_shards(model: ModelConfig, rank: int, size: int) -> tuple[Shard, Shard]:
-    """Return a rank's query heads and KV heads."""
     num_kv_heads, group, unit = model.num_kv_heads, model.num_heads // model.num_kv_heads, _input_unit(model)
     # transformers' code takes whole groups, and norms over all keys would count some twice.
     if size > num_kv_heads and (model.hf is not None or model.architecture.qk_norm == "projections"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
@@ -14,7 +13,7 @@ from typing_extensions import override
 
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.all_reduce import SymmetricBuffer, all_reduce_argmax, all_reduce_rms_norm, whole_pairs
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, HeadOutputs, Rounding, rows_of
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.distributed_communicator import DistributedCommunicator
@@ -81,9 +80,8 @@ class StepLimits:
 def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> int:
     """Return the number of calls for an all-reduce: the smallest odd number with which each call fits.
 
-    Consecutive calls use different halves of the buffer, even across steps, if each all-reduce of a forward pass makes
-    an odd number of calls: a step's bound then has the parity of its actual number of calls. Drafts may take any
-    number, since a step with drafts ends with an argmax, in which ranks take part after they have read all sums.
+    A step's bound then has the parity of its number of calls, so that consecutive ones use different halves of the
+    buffer. Drafts may take any number: their step ends with an argmax, after all ranks have read all sums.
     """
     max_rows = (
         _WORD_BYTES // whole_pairs(row_bytes) if one_shot else min(_MAX_ROWS, _ROW_BYTES // row_bytes - num_ranks)
@@ -137,7 +135,6 @@ class SymmetricCommunicator(DistributedCommunicator):
         self._num_steps += 1
 
     def _restart_call_numbers(self) -> None:
-        """Clear the buffers of all ranks while no rank sends."""
         # Every call receives everything sent to this rank before it ends.
         self._memory.synchronize()
         self._memory.clear()
@@ -162,35 +159,21 @@ class SymmetricCommunicator(DistributedCommunicator):
         # Two halves in an odd number of calls each keep the parity of the number of calls per step.
         padding = -x.numel() % (2 * _SUM_COLUMNS)
         rows = functional.pad(x.flatten(), (0, padding)).view(-1, _SUM_COLUMNS)
-        weight = torch.ones(_SUM_COLUMNS, dtype=x.dtype, device=x.device)
-        sums = [self.all_reduce_rms_norm(half, weight, 1e-6, None)[1] for half in rows.chunk(2)]
-        return torch.cat(sums).flatten()[: x.numel()].view_as(x)
+        return torch.cat([self.all_reduce_rows(half) for half in rows.chunk(2)]).flatten()[: x.numel()].view_as(x)
 
     @override
     def all_reduce_rows(self, x: torch.Tensor) -> torch.Tensor:
-        return self.all_reduce_rms_norm(x, x.new_ones(x.shape[1]), 1.0, None)[1]
+        return self.all_reduce_rms_norm(x, Norm(x.new_ones(x.shape[1]), 1.0), None)[1]
 
     @override
     def all_reduce_rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed, total = torch.empty_like(x), torch.empty_like(x)
-        self._reduce(x, Norm(weight, eps), residual, lambda part: normed[part], total)
-        return normed, total
-
-    @override
-    def all_reduce_quantize_rows(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, rounding: Rounding
-    ) -> tuple[Fp8Rows, torch.Tensor]:
-        rows, total = rounding.empty_rows(len(x), x.shape[1], x.dtype, x.device), torch.empty_like(x)
-        self._reduce(x, Norm(weight, eps), residual, rows.part, total)
-        return rows, total
-
-    def _reduce(
-        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None,
-        normed: Callable[[slice], torch.Tensor | Fp8Rows], total: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Sum the ranks' x, in several calls if it is large; `normed` returns the destination of some of the rows."""
+        self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, rounding: Rounding | None = None
+    ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+        """Take several calls if x is large."""
+        normed: HeadOutputs = torch.empty_like(x)
+        if rounding is not None:
+            normed = rounding.empty_rows(len(x), x.shape[1], x.dtype, x.device)
+        total = torch.empty_like(x)
         num_bytes = x.numel() * x.element_size()
         one_shot = self.policy.all_reduces_at_once(len(x), num_bytes, self.size)
         count = num_parts(len(x), num_bytes // len(x), self.size, one_shot)
@@ -200,8 +183,10 @@ class SymmetricCommunicator(DistributedCommunicator):
             assert self._call < self._end_call
             part = slice(start, start := start + len(sums))
             rest = None if residual is None else residual[part]
-            all_reduce_rms_norm(x[part], norm, rest, self._buffer, self._call, one_shot, (normed(part), sums))
+            out = rows_of(normed, part), sums
+            all_reduce_rms_norm(x[part], norm, rest, self._buffer, self._call, one_shot, out)
             self._call += 1
+        return normed, total
 
     @override
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

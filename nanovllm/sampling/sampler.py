@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,10 +125,7 @@ class Sampler:
         return Sampled(token_ids, self._logprobs(logits, token_ids, edited, extra))
 
     def sample_with_logprobs(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
-        """Sample as `sample` does, and return the log-probability of each row's token.
-
-        The result does not depend on which rows need it, so that a CUDA graph can contain this. For a single rank.
-        """
+        """Sample, on a single rank, and return the log-probability of each row's token; fits a CUDA graph."""
         token_ids = self._draw(logits, inputs)
         temperatures = None if self.logprobs_mode == "raw_logprobs" else inputs.temperatures
         return Sampled(token_ids, ops.own_logprobs(logits[:, : self.vocab.total].contiguous(), token_ids, temperatures))
@@ -157,16 +154,16 @@ class Sampler:
         gathered, own = self._gathered(logits, indices)
         edits, size = extra.edits, self.vocab.total
         rows = scored = ops.edit_logits(gathered, own, size, edits)
-        if self.logprobs_mode == "scaled_logprobs" and edits.has_masks:
+        if self.logprobs_mode == "scaled_logprobs" and (edits.bitmask is not None or edits.forbidden is not None):
             # Trainers know neither grammars nor `min_tokens`.
-            scored = ops.edit_logits(gathered, own, size, edits.without_masks())
+            unmasked = replace(edits, bitmask=None, bitmask_rows=None, forbidden=None)
+            scored = ops.edit_logits(gathered, own, size, unmasked)
         least = None if extra.cutoffs is None else ops.cutoffs(rows, extra.cutoffs)
         return _Edited(indices, rows, scored, least, inputs[indices])
 
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, edited: _Edited | None, extra: ExtraRows
     ) -> DeviceLogprobs | None:
-        """Return the log-probabilities of the rows that need them."""
         indices = extra.logprob_indices
         if indices is None:
             return None

@@ -1,8 +1,8 @@
 """Cascade attention in Triton: attention of many sequences' new tokens over a shared prefix.
 
-The queries of many sequences are the rows of one matrix, so that the prefix's pages are read once for all of them
-(Hydragen, Juravsky et al. 2024, arXiv:2402.05099). `decode_attention` and `hopper_decode` merge the outputs, by their
-log-sum-exp, with attention over each sequence's own pages; over pages of e4m3 they also multiply them by the scales.
+Queries are the rows of one matrix, so that the prefix is read once for all (Hydragen, Juravsky et al. 2024,
+arXiv:2402.05099). `decode_attention` and `hopper_decode` merge the outputs with attention over each sequence's own
+pages, and multiply them by the scales of pages in e4m3.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ def _cascade_kernel(
         row_sum = tl.zeros([ROWS * GROUP_POW2], dtype=tl.float32)
         whole_end = first_key + (end - first_key) // TILE * TILE
         for start in range(first_key, whole_end, TILE):
+            pages = (k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, STRIDE, STRIDE)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, None, None,
-                scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
-                cap_scale, NATIVE,
+                query, pages, start, None, None, scale, cap_scale, (acc, row_max, row_sum),
+                BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE, NATIVE,
             )  # fmt: skip
         for start in range(whole_end, end, TILE):
             seen = start + tl.arange(0, TILE) < end
+            pages = (k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, STRIDE, STRIDE)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + head * HEAD_DIM, v_ptr + head * HEAD_DIM, table_ptr, table_size, start, seen,
-                seen[None, :], scale, STRIDE, STRIDE, acc, row_max, row_sum, BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE,
-                cap_scale, NATIVE,
+                query, pages, start, seen, seen[None, :], scale, cap_scale, (acc, row_max, row_sum),
+                BLOCK_SIZE, HEAD_DIM, HEAD_DIM, TILE, NATIVE,
             )  # fmt: skip
         places = ((item * ROWS + row) * KV_HEADS + head) * GROUP + group
         tl.store(partial_ptr + places.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :], acc / row_sum[:, None],

@@ -1,10 +1,9 @@
 """Decode attention over pages in Triton, for any GPU: one program computes one split of a context for one KV head.
 
-Contexts are divided into splits, so that one long context keeps the whole device busy, and uneven contexts leave a
-short tail (split-KV). The number of splits of each context is computed on the device from the context lengths, such
-that no split is longer than an even share of all tiles. A CUDA graph therefore stays valid as contexts grow. Contexts
-are ordered by the mean length of their splits, longest first, so that the last programs to run are short. Outputs are
-merged by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The plan is Hopper's too (`hopper_decode`).
+Contexts are divided into splits, so that one long context keeps the whole device busy (split-KV). Their numbers are
+computed on the device, such that no split is longer than an even share of all tiles: a CUDA graph stays valid as
+contexts grow. Those with the longest splits come first, so that the last programs to run are short. Outputs are merged
+by their log-sum-exp (Flash-Decoding, Dao et al. 2023). The plan is Hopper's too (`hopper_decode`).
 
 A row may have several tokens, the newest and drafts: a program reads keys once for them all.
 """
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, padded_size
@@ -33,44 +32,8 @@ _MOST_QUERIES, _MOST_FLOAT32_QUERIES = 64, 16
 """Query heads of a program, of 128 elements, in all tokens of a row: its accumulator fits into registers."""
 
 
-@dataclass
-class ContextSplits:
-    """The splits of a step's contexts, shared by all layers.
-
-    Attributes:
-        splits: [num_splits, 4] int32; sequence (-1: unused), first tile, number of tiles, and the number of tokens in
-            all the context's tiles, which is its length without its prefix and its new token.
-        of_seqs: [num_seqs, 2] int32; each sequence's first split and number of splits, which are consecutive.
-    """
-
-    splits: torch.Tensor
-    of_seqs: torch.Tensor
-
-
-def split_contexts_ref(
-    seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
-) -> ContextSplits:
-    """Plain torch form of `split_contexts`."""
-    old = seq_lens.long() - 1
-    if prefix_lens is not None:
-        old -= prefix_lens[: len(old)]
-    tiles = -(-old // tile)
-    weights = tiles.clamp(min=1)
-    counts = -(-weights // -(-weights.sum() // shares))
-    order = torch.sort(old // counts, descending=True, stable=True).indices
-    firsts = torch.empty_like(order)
-    firsts[order] = counts[order].cumsum(0) - counts[order]
-    seqs = order.repeat_interleave(counts[order])
-    number = torch.arange(len(seqs), device=old.device) - firsts[seqs]
-    starts, ends = (n * tiles[seqs] // counts[seqs] for n in (number, number + 1))
-    splits = torch.full((len(old) + shares - 1, 4), -1, dtype=torch.int32, device=old.device)
-    splits[: len(seqs)] = torch.stack([seqs, starts, ends - starts, old[seqs]], 1).int()
-    return ContextSplits(splits, torch.stack([firsts, counts], 1).int())
-
-
 @jit
 def _load_old(seq_lens_ptr, prefix_lens_ptr, seqs, num_seqs):
-    """Return the tokens of contexts that are in tiles."""
     mask = seqs < num_seqs
     old = tl.load(seq_lens_ptr + seqs, mask=mask, other=1) - 1
     if prefix_lens_ptr is not None:
@@ -125,25 +88,24 @@ def _split_contexts_kernel(
 
 def split_contexts(
     seq_lens: torch.Tensor, tile: int, shares: int, prefix_lens: torch.Tensor | None = None
-) -> ContextSplits:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Split contexts, ordered by the mean length of their splits, longest first; ties keep their order.
+
+    Returns `splits` and `of_seqs` of `DecodePlan`.
 
     Args:
         seq_lens: [num_seqs] int32, at least 1 each; a context's last token, the new one, is in no tile.
         tile: tokens per tile.
-        shares: a split has at most ceil(tiles of all contexts / shares) tiles; 1 gives each context a single split. The
-            result has num_seqs + shares - 1 rows, unused ones included.
+        shares: a split has at most ceil(tiles of all contexts / shares) tiles; there are num_seqs + shares - 1 splits.
         prefix_lens: [num_seqs or more] int32; leading tokens of each context to leave out, fewer than it has.
     """
-    if not uses_triton(seq_lens.device):
-        return split_contexts_ref(seq_lens, tile, shares, prefix_lens)
     num_seqs = len(seq_lens)
     splits, of_seqs = seq_lens.new_empty(num_seqs + shares - 1, 4), seq_lens.new_empty(num_seqs, 2)
     _split_contexts_kernel[(triton.cdiv(num_seqs, _BLOCK),)](
         seq_lens, prefix_lens, splits, of_seqs, num_seqs, shares, len(splits),
         TILE=tile, CHUNK=_CHUNK, BLOCK=_BLOCK, **pdl_options(seq_lens.device),
     )  # fmt: skip
-    return ContextSplits(splits, of_seqs)
+    return splits, of_seqs
 
 
 @jit
@@ -199,7 +161,7 @@ def merge_splits(
 ) -> None:  # fmt: skip
     """Merge the outputs of contexts with several splits into `out`; rows of other contexts are left unchanged.
 
-    `partial`: see `DecodePlan`; `of_seqs`: see `ContextSplits`, written before the kernel queued last (see
+    `partial`: see `DecodePlan`; `of_seqs`: see there, written before the kernel queued last (see
     `pdl_options`); `dtype`: of the outputs before they are rounded to e4m3; `num_queries`: tokens of each sequence.
     """
     outputs, lse = partial
@@ -218,7 +180,9 @@ class DecodePlan:
 
     Attributes:
         tile: tokens per tile.
-        splits: the splits of each context without its shared prefix.
+        splits: of contexts without their shared prefixes, [num_splits, 4] int32; sequence (-1: unused), first tile,
+            number of tiles, and the tokens in all the context's tiles, which do not have the new one.
+        of_seqs: [num_seqs, 2] int32; each sequence's first split and number of splits, which are consecutive.
         partial: outputs of splits to be merged, [num_splits, num_queries * num_heads, head_dim] float32, and their
             base-2 log-sum-exp, without the last dimension; None if every context has a single split.
         prefix: plan of the cascade attention over shared prefixes; None without.
@@ -226,7 +190,8 @@ class DecodePlan:
     """
 
     tile: int
-    splits: ContextSplits
+    splits: torch.Tensor
+    of_seqs: torch.Tensor
     partial: tuple[torch.Tensor, torch.Tensor] | None
     prefix: CascadePlan | None
     first_keys: torch.Tensor | None = None
@@ -249,14 +214,13 @@ def plan_decode(
     first_keys = None
     if window is not None:
         first_keys = (seq_lens - (window + num_queries - 1)).clamp(min=0) // tile * tile
-    splits = split_contexts(seq_lens, tile, shares, first_keys if shared is None else shared.rows[0])
+    splits, of_seqs = split_contexts(seq_lens, tile, shares, first_keys if shared is None else shared.rows[0])
     prefix = None if shared is None else plan_cascade(shared, num_heads, num_heads // num_kv_heads, value_dim)
     partial = None
     if shares > 1:
-        num_splits = len(splits.splits)
-        outputs = seq_lens.new_empty(num_splits, num_queries * num_heads, value_dim, dtype=torch.float32)
+        outputs = seq_lens.new_empty(len(splits), num_queries * num_heads, value_dim, dtype=torch.float32)
         partial = outputs, torch.empty_like(outputs[:, :, 0])
-    return DecodePlan(tile, splits, partial, prefix, first_keys)
+    return DecodePlan(tile, splits, of_seqs, partial, prefix, first_keys)
 
 
 @jit
@@ -374,9 +338,9 @@ def _decode_kernel(
             positions = start + tl.arange(0, TILE)
             seen, sees = _see(positions, end, first_key + old_len, number, window, QUERIES)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size, start, seen,
-                sees, scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
-                BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, cap_scale, NATIVE,
+                query, (k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size,
+                        KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM), start, seen, sees, scale, cap_scale,
+                (acc, row_max, row_sum), BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, NATIVE,
             )  # fmt: skip
         if QUERIES > 1:
             # A query may see no token of a split; one that does not exist, none at all.
@@ -418,7 +382,7 @@ def decode_attention(
     key_padded, value_padded = padded_size(key_dim), padded_size(value_dim)
     most = _MOST_FLOAT32_QUERIES if query.element_size() == 4 else _MOST_QUERIES
     at_once = min(num_queries, max(1, most * 128 // max(128, key_padded, value_padded) // group))
-    prefix, splits = plan.prefix, plan.splits.splits
+    prefix, splits = plan.prefix, plan.splits
     partial, lse = plan.partial or (None, None)
     prefix_rows, prefix_partial, prefix_lse = plan.first_keys, None, None
     if prefix is not None:
@@ -439,4 +403,4 @@ def decode_attention(
         **pages.scaling, **scaling(out),
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, plan.partial, plan.splits.of_seqs, query.dtype, num_queries)
+        merge_splits(out, plan.partial, plan.of_seqs, query.dtype, num_queries)

@@ -1,15 +1,13 @@
 """Decode attention over pages for Hopper: one program computes one split of a context for one KV head.
 
-With a single split per context nothing has to be merged. The new token may be given as QKV projection output: programs
-then apply QK norm and RoPE to the heads they need, and one of them stores key and value. Before `gdc_wait` a program
-starts the TMA copies of its first tiles of keys and values, which earlier steps have written. Each of its four warps
-attends to its own keys of every tile with its own softmax. Warps synchronise only to reuse a stage, and at the end,
-when their softmaxes are merged as Flash-Decoding (Dao et al. 2023) merges states. Device functions name two tuples:
+The new token may be given as QKV projection output: programs then apply QK norm and RoPE to the heads they need, and
+one of them stores key and value. Before `gdc_wait` a program starts the TMA copies of its first tiles, which earlier
+steps have written. Each of its four warps attends to its own keys of every tile with its own softmax; these are merged
+at the end. Device functions name two tuples:
 
-- `copy_from` describes the source: TMA descriptors of the caches for whole tiles and for a warp's part of a tile,
-  pointer to the sequence's block table, the KV head's first column, and `tiles` (first tile, number of tiles, keys in
-  all the context's tiles).
-- `ring` holds the stages: keys, values, and the barriers that signal a full stage.
+- `copy_from`: TMA descriptors of the caches for whole tiles and for a warp's part of a tile, pointer to the block
+  table, the KV head's first column, and `tiles` (first tile, number of tiles, keys in all the context's tiles).
+- `ring`: the stages of keys and of values, and the barriers that signal a full stage.
 
 Of a cache in e4m3 tiles are bytes, which a thread loads 16 at a time and converts to float16. That takes other orders
 of a head's elements: of keys `key_order`, as a product may add them up in any, and of values `value_order`.
@@ -59,10 +57,8 @@ def _value_bytes_layout(head_dim):
 
 @gluon.jit
 def key_order(heads):
-    """Bring the elements of heads, [ROWS, HEAD_DIM], into the order in which products with keys of e4m3 add them up.
-
-    A thread of `mma_v2` takes, of each 16, elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9. Here these are a quarter's next.
-    """
+    """Bring the elements of heads, [ROWS, HEAD_DIM], into the order in which products with keys of e4m3 add them up."""
+    # A thread of `mma_v2` takes, of each 16, elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9: here a quarter's next four.
     HEAD_DIM: gl.constexpr = heads.shape[1]
     parts = gl.reshape(heads, [ROWS, 4, HEAD_DIM // 16, 2, 2])
     return gl.reshape(gl.permute(parts, (0, 2, 3, 1, 4)), [ROWS, HEAD_DIM])
@@ -70,10 +66,8 @@ def key_order(heads):
 
 @gluon.jit
 def value_order(value):
-    """Bring the elements of a value, [HEAD_DIM], into the order of the columns of products with values of e4m3.
-
-    A thread of `mma_v2` has a column of each 8. Here these are an eighth of the value.
-    """
+    """Bring the elements of a value, [HEAD_DIM], into the order of the columns of products with values of e4m3."""
+    # A thread of `mma_v2` has a column of each 8: here these are an eighth of the value.
     HEAD_DIM: gl.constexpr = value.shape[0]
     return gl.reshape(gl.permute(gl.reshape(value, [8, HEAD_DIM // 8]), (1, 0)), [HEAD_DIM])
 
@@ -149,7 +143,6 @@ def share_query(first, second, E4M3: gl.constexpr):
 
 @gluon.jit
 def _load_query(shared, MMA: gl.constexpr):
-    """Load the heads as an operand that every warp has, [WARPS, ROWS, HEAD_DIM]."""
     HEAD_DIM: gl.constexpr = shared.shape[1]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     one = gl.expand_dims(shared.load(gl.SliceLayout(0, OPERAND)), 0)
@@ -159,7 +152,6 @@ def _load_query(shared, MMA: gl.constexpr):
 
 @gluon.jit
 def _is_old(tile, old_len, LAYOUT: gl.constexpr):
-    """Return which keys of a tile exist, [WARPS, WARP_KEYS]."""
     warps = gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
     keys = gl.arange(0, WARP_KEYS, gl.SliceLayout(0, LAYOUT))
     return tile * TILE + warps[:, None] * WARP_KEYS + keys[None, :] < old_len
@@ -167,10 +159,7 @@ def _is_old(tile, old_len, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _attend_tile(query, key, value, tile, old_len, scale, softmax):
-    """Fold the keys of a tile before `old_len` into the warps' softmaxes.
-
-    query: [WARPS, ROWS, HEAD_DIM]; key: [WARPS, HEAD_DIM, WARP_KEYS]; value: [WARPS, WARP_KEYS, HEAD_DIM].
-    """
+    """Fold the keys of a tile before `old_len`, operands of a batch of WARPS products, into the warps' softmaxes."""
     acc, row_max, row_sum = softmax
     MMA: gl.constexpr = acc.type.layout
     scores = mma_v2(query, key, gl.zeros([WARPS, ROWS, WARP_KEYS], gl.float32, MMA))
@@ -365,7 +354,6 @@ large. That is faster than two programs with twice the stages."""
 
 @gluon.constexpr_function
 def _halves_layout(half):
-    """Return the layout of one half of each of a group's heads, [ROWS, half]."""
     return gl.BlockedLayout([1, 4], [128 // half, half // 4], [WARPS, 1], [1, 0])
 
 
@@ -391,7 +379,6 @@ def _norm_and_rotate(first, second, weights, angles, eps, HAS_NORM: gl.constexpr
 
 @gluon.jit
 def _load_constants(norms, cos_sin_ptr, position, dims, HALF: gl.constexpr, HAS_NORM: gl.constexpr):
-    """Load the halves of both norm weights, and cosines and sines; none depends on the previous kernel."""
     q_norm_ptr, k_norm_ptr = norms
     angle_ptrs = cos_sin_ptr + position.to(gl.int64) * (2 * HALF) + dims
     angles = (gl.load(angle_ptrs)[None, :], gl.load(angle_ptrs + HALF)[None, :])
@@ -427,7 +414,6 @@ def _load_token(
 
 @gluon.jit
 def _load_scale(scale_ptr, head):
-    """Load a KV head's scale; 1 if there are none."""
     scale = 1.0
     if scale_ptr is not None:
         scale = gl.load(scale_ptr + head)
@@ -462,10 +448,7 @@ def _from_e4m3(token, MMA: gl.constexpr):
 def _finish_token(
     token, dims, value_dims, constants, eps, kv_slot, stored, scales, clipped_ptr, HAS_NORM: gl.constexpr
 ):
-    """Apply QK norm and RoPE to the new token's heads; return and, unless kv_slot is -1, store its key and value.
-
-    clipped_ptr: to the counter of clipped ones, or None if they are stored as they are.
-    """
+    """Apply QK norm and RoPE to the new token's heads; return and, unless kv_slot is -1, store its key and value."""
     query, key, value = token
     q_weights, k_weights, angles = constants
     key_ptr, value_ptr = stored
@@ -486,7 +469,6 @@ def _finish_token(
 
 @gluon.jit
 def _store_outputs(attended, out, seq, head, dtype: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Store the outputs of a group's heads, rounded to e4m3 if they have scales."""
     out_ptr, scale_ptr, row_stride, head_stride = out
     if scale_ptr is not None:
         attended, scales = round_heads(attended, dtype)
@@ -498,7 +480,6 @@ def _store_outputs(attended, out, seq, head, dtype: gl.constexpr, KV_HEADS: gl.c
 
 @gluon.jit
 def _store_partial(attended, lse, partial_ptr, lse_ptr, row, GROUP: gl.constexpr):
-    """Store the outputs of a split's group of heads from `row` on, and their log-sum-exp."""
     store_heads(attended, partial_ptr + row * attended.shape[1], GROUP)
     heads = gl.arange(0, ROWS // 2, lse.type.layout)
     gl.store(lse_ptr + row + heads, lse, mask=heads < GROUP)
@@ -597,13 +578,11 @@ def hopper_decode_attention(
     `pdl_options`).
 
     Args:
-        x: [num_seqs, num_heads, head_dim], the queries, contiguous; with `rope` the QKV projection's output, [num_seqs,
-            num_heads + 2 * num_kv_heads, head_dim].
+        x: [num_seqs, num_heads, head_dim], the queries, contiguous.
         pages, out, block_tables, plan, scale: see `decode_attention`.
-        slot_mapping: [num_seqs] int32; the new tokens' KV slots, `block * block_size + offset`; -1 is a padding row,
-            whose output is finite but undefined.
-        rope: of `qkv_rope_store`, which is then computed first; a token's position is the last of its context. Not
-            supported with shared prefixes.
+        slot_mapping: [num_seqs] int32, see `qkv_rope_store`; outputs of padding rows, -1, are finite but undefined.
+        rope: computes `qkv_rope_store` of x, [num_seqs, num_heads + 2 * num_kv_heads, head_dim], first; a token's
+            position is the last of its context. Not with shared prefixes.
     """
     k_cache, v_cache = pages.stored
     _, block_size, num_kv_heads, _ = k_cache.shape
@@ -622,7 +601,7 @@ def hopper_decode_attention(
     shape = (-1, WARP_KEYS.value, num_kv_heads * head_dim)
     tile, part = [WARPS.value, WARP_KEYS.value, head_dim], [1, WARP_KEYS.value, head_dim]
     k_keys, v_keys = k_cache.view(shape), v_cache.view(shape)
-    splits, is_whole = plan.splits.splits, plan.partial is None
+    splits, is_whole = plan.splits, plan.partial is None
     partial, lse = plan.partial or (None, None)
     # With more programs than multiprocessors, some share one, and copying only existing keys saves bandwidth. With
     # fewer, each has room for a fourth stage, and the extra instructions for a partial copy cost more than they save.
@@ -641,4 +620,4 @@ def hopper_decode_attention(
         maxnreg=_E4M3_REGISTERS if is_e4m3 else None, **pages.store_scaling, **scaling(out),
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, plan.partial, plan.splits.of_seqs, x.dtype)
+        merge_splits(out, plan.partial, plan.of_seqs, x.dtype)

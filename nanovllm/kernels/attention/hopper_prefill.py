@@ -1,9 +1,8 @@
 """Attention of prompt chunks over pages for Hopper: FlashAttention-3 (Shah et al. 2024, arXiv:2407.08608).
 
-The kernel is persistent, with one program per multiprocessor that loops over query tiles. One warp copies tiles of
-queries, keys and values into shared memory by TMA, as far ahead as there are free stages. Two warpgroups each attend
-for half of a tile's queries. A warpgroup issues the next scores' product and the previous weights' product before it
-computes the softmax, which thus overlaps with matrix products of its own and of the other warpgroup.
+One program per multiprocessor loops over query tiles. One warp copies tiles into shared memory by TMA; two warpgroups
+each attend for half of a tile's queries, and issue the next scores' product and the previous weights' product before
+the softmax, which thus overlaps with matrix products of their own and of the other one.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ def _load(
     load_from, work, shared,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Copy queries, keys and values of all work items into the stages; key tiles from the last to the first."""
     q_desc, k_desc, v_desc, block_tables_ptr, table_stride = load_from
     queries, queries_full, queries_empty, ring = shared
     keys, keys_full, keys_empty, values, values_full, values_empty = ring
@@ -101,7 +99,6 @@ def _load(
 
 @gluon.constexpr_function
 def _row_major(head_dim):
-    """Return a layout of four warps over rows of heads, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // head_dim, head_dim // 8], [4, 1], [1, 0])
 
 
@@ -200,7 +197,6 @@ def _store(acc, row_sum, out, head, row, left, dtype: gl.constexpr, HEADS: gl.co
 
 @gluon.jit
 def _attend(part, out, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Run one warpgroup: compute attention of half `part` of each query tile."""
     queries, queries_full, queries_empty, ring = shared
     keys, _keys_full, _keys_empty, values, values_full, values_empty = ring
     ROWS: gl.constexpr = QUERIES // 2
@@ -271,7 +267,6 @@ def _hopper_prefill_kernel(
 
 
 def _num_keys(head_dim: int) -> int:
-    """Return the tokens of a key tile, which must lie in one block; with large heads fewer fit into shared memory."""
     return 64 if head_dim > 128 else 128
 
 

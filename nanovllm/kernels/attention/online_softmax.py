@@ -16,18 +16,19 @@ LOG2E_IN_KERNEL = tl.constexpr(LOG2E)
 
 @jit
 def attend_tile(
-    query, k_ptr, v_ptr, table_ptr, table_size, start, key_mask, score_mask, scale, key_stride, value_stride,
-    acc, row_max, row_sum, BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TILE: tl.constexpr, cap_scale=None, NATIVE: tl.constexpr = False,
+    query, pages, start, key_mask, score_mask, scale, cap_scale, softmax,
+    BLOCK_SIZE: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILE: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Fold keys `start ... start + TILE - 1`, `start` a multiple of TILE, into the softmax (acc, row_max, row_sum).
 
-    query: [M, KEY_DIM]. k_ptr, v_ptr: the KV head's first row in the caches. table_ptr: block table of table_size
-    entries. key_stride, value_stride: elements between the rows of two tokens. key_mask: [TILE], which keys exist;
-    score_mask: broadcast to [M, TILE], which keys each row sees; both None for all. acc: [M, VALUE_DIM], row_max,
-    row_sum: [M] float32. cap_scale: see `AttentionOptions.score_scales`. Sizes of heads are padded to a power of two
-    with zeros. Caches of bytes have e4m3; the query is `beside_keys`, and scores' first factor `by_head`.
+    query: [M, KEY_DIM], `beside_keys`. pages: the KV head's first key and value, block table, its size, and elements
+    from a key and from a value to the next token's; e4m3 as bytes. key_mask: [TILE], which keys exist; score_mask:
+    broadcast to [M, TILE], which keys each row sees; both None for all. scale, cap_scale: see
+    `AttentionOptions.score_scales`, `by_head`. acc: [M, VALUE_DIM]; row_max, row_sum: [M] float32. Sizes of heads are
+    padded to a power of two with zeros.
     """
+    k_ptr, v_ptr, table_ptr, table_size, key_stride, value_stride = pages
+    acc, row_max, row_sum = softmax
     key_dims = tl.arange(0, query.shape[1])
     value_dims = tl.arange(0, acc.shape[1])
     offsets = tl.arange(0, TILE)

@@ -45,7 +45,6 @@ _FLOAT32_TILES = {128: Tiles(32, 64, 1), 256: Tiles(16, 32, 1), MAX_HEAD_SIZE: T
 
 
 def _tiles(query: torch.Tensor, size: int) -> Tiles:
-    """Return the tiles for a head size."""
     if query.element_size() == 4:
         return next(tiles for most, tiles in _FLOAT32_TILES.items() if size <= most)
     tiles = next(tiles for most, tiles in _TILES.items() if size <= most)
@@ -72,7 +71,6 @@ class ChunkRows:
 
 @jit
 def _own_tile(tiles_ptr, num_tiles, PARTS: tl.constexpr):
-    """Return the index, within its sequence, of the part of a query tile that this program computes."""
     # Volatile, so that each call reads it again instead of keeping it in registers.
     tile = tl.load(tiles_ptr + num_tiles + tl.program_id(1) // PARTS, volatile=True)
     return tile * PARTS + tl.program_id(1) % PARTS
@@ -111,8 +109,10 @@ def _prefill_kernel(
             load_heads(q_ptrs, (q_index < q_len)[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED), k_ptr
         )
         kv_head = head // GROUP
-        k_ptr, v_ptr = k_ptr + kv_head * KEY_DIM, v_ptr + kv_head * VALUE_DIM
-        table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+        pages = (
+            k_ptr + kv_head * KEY_DIM, v_ptr + kv_head * VALUE_DIM, block_tables_ptr + seq.to(tl.int64) * table_stride,
+            table_size, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM,
+        )  # fmt: skip
         acc = tl.zeros([BLOCK_M, VALUE_PADDED], dtype=tl.float32)
         row_max = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -133,16 +133,14 @@ def _prefill_kernel(
                 distance = (first_position + q_index)[:, None] - positions[None, :]
                 # Before the window other sequences' keys may lie.
                 acc, row_max, row_sum = attend_tile(
-                    query, k_ptr, v_ptr, table_ptr, table_size, start,
-                    (positions < end) & (positions > first_position + tile * BLOCK_M - window),
-                    (distance >= 0) & (distance < window), scale, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM,
-                    acc, row_max, row_sum, BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale, NATIVE,
+                    query, pages, start, (positions < end) & (positions > first_position + tile * BLOCK_M - window),
+                    (distance >= 0) & (distance < window), scale, cap_scale, (acc, row_max, row_sum),
+                    BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, NATIVE,
                 )  # fmt: skip
         for start in range(unmasked_start, unmasked_end, BLOCK_N):
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr, v_ptr, table_ptr, table_size, start, None, None, scale,
-                KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
-                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale, NATIVE,
+                query, pages, start, None, None, scale, cap_scale, (acc, row_max, row_sum),
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, NATIVE,
             )  # fmt: skip
         for start in range(unmasked_end, end, BLOCK_N):
             positions = start + tl.arange(0, BLOCK_N)
@@ -152,9 +150,8 @@ def _prefill_kernel(
                 sees = sees & (positions[None, :] > (first_position + q_index)[:, None] - window)
                 is_own = is_own & (positions > first_position + tile * BLOCK_M - window)
             acc, row_max, row_sum = attend_tile(
-                query, k_ptr, v_ptr, table_ptr, table_size, start, is_own, sees, scale,
-                KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, acc, row_max, row_sum,
-                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, cap_scale, NATIVE,
+                query, pages, start, is_own, sees, scale, cap_scale, (acc, row_max, row_sum),
+                BLOCK_SIZE, KEY_DIM, VALUE_DIM, BLOCK_N, NATIVE,
             )  # fmt: skip
         out = by_head(acc / row_sum[:, None], v_scale_ptr, kv_head)
         # Computed again instead of kept, because the products above need all registers.

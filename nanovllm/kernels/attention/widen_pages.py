@@ -1,8 +1,4 @@
-"""Pages of e4m3 as pages of 16 bits for `hopper_prefill`, which reads no others.
-
-The prompt chunks of a large step read each key many times: it is faster to widen their contexts once, into pages that
-live as long as the layer. Chunks of 2,048 tokens write and read for it what 40 of their queries do.
-"""
+"""Pages of e4m3 as pages of 16 bits, which live as long as the layer, for `hopper_prefill`, which reads no others."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.e4m3 import from_e4m3
 from nanovllm.kernels.qkv_rope_store import KVPages
 
@@ -39,27 +35,6 @@ def plan_wide_tables(seq_lens: torch.Tensor, seq_lens_host: Sequence[int]) -> Wi
     firsts = torch.nn.functional.pad(ends[:-1], (1, 0))
     numbers = torch.arange(max(counts), dtype=torch.int32, device=seq_lens.device)
     return WideTables(firsts.unsqueeze(1) + numbers, sum(counts))
-
-
-def widen_pages_ref(
-    pages: KVPages, block_tables: torch.Tensor, seq_lens: torch.Tensor, wide: WideTables, dtype: torch.dtype
-) -> KVPages:
-    """Plain torch form of `widen_pages`."""
-    assert pages.scales is not None
-    _, block_size, num_kv_heads, _ = pages.k_cache.shape
-    positions = torch.arange(int(seq_lens.max()), device=seq_lens.device)
-    is_token = positions < seq_lens[:, None]
-
-    def slots(tables: torch.Tensor, size: int) -> torch.Tensor:
-        return (tables.long()[:, positions // size] * size + positions % size)[is_token]
-
-    def widen(cache: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        new = torch.empty(wide.num_blocks, BLOCK_SIZE, num_kv_heads, cache.shape[3], dtype=dtype, device=cache.device)
-        rows = cache.view(torch.float8_e4m3fn).flatten(0, 1)[slots(block_tables, block_size)]
-        new.flatten(0, 1)[slots(wide.block_tables, BLOCK_SIZE)] = (rows.float() * scale[:, None]).to(dtype)
-        return new
-
-    return KVPages(widen(pages.k_cache, pages.scales.keys), widen(pages.v_cache, pages.scales.values))
 
 
 @jit
@@ -103,8 +78,6 @@ def widen_pages(
     `block_tables`, [num_seqs, max_blocks] int32, `seq_lens`, [num_seqs] int32, and the new tables must be written
     before the kernel queued last (see `pdl_options`). Values after a context's last token are undefined.
     """
-    if not uses_triton(seq_lens.device):
-        return widen_pages_ref(pages, block_tables, seq_lens, wide, dtype)
     _, block_size, num_kv_heads, key_size = pages.k_cache.shape
     value_size = pages.v_cache.shape[3]
     keys, values = (

@@ -5,19 +5,11 @@ For few rows there is `skinny_four_bit_gemm`. More are bound by the tensor cores
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch.nn import functional
 
-from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref, multiply_four_bits
+from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
+from nanovllm.kernels.four_bits import FourBitMatrix, multiply_four_bits
 from nanovllm.kernels.policy import MAX_SKINNY_ROWS
-
-
-def four_bit_gemm_ref(x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Plain torch form of `four_bit_gemm`."""
-    return functional.linear(x, dequantize_four_bits_ref(weight, x.dtype), bias)
 
 
 @jit(do_not_specialize=["num_rows"])
@@ -51,41 +43,27 @@ def _tiled_kernel(
     tl.store(ptrs, out.to(out_ptr.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])
 
 
-class _Tile(NamedTuple):
-    """Rows, outputs and inputs per step of a program, warps, and pipeline stages."""
-
-    rows: int
-    outs: int
-    ins: int
-    num_warps: int
-    num_stages: int
-
-
-def _tile(num_rows: int, out_features: int) -> _Tile:
-    """Return the tile of `_tiled_kernel`; not tuned."""
+def _tile(num_rows: int, out_features: int) -> tuple[int, int, int, int]:
+    """Return rows, outputs and inputs per step of a program, and warps; not tuned."""
     if num_rows <= MAX_SKINNY_ROWS:
-        return _Tile(16, 64, 128, 4, 4) if out_features > 8192 else _Tile(16, 32, 256, 4, 4)
-    if num_rows <= 32:
-        return _Tile(32, 64, 128, 4, 4)
+        return (16, 64, 128, 4) if out_features > 8192 else (16, 32, 256, 4)
     if num_rows <= 64:
-        return _Tile(64, 64, 128, 4, 4)
-    return _Tile(128, 128, 64, 8, 4)
+        return 32 if num_rows <= 32 else 64, 64, 128, 4
+    return 128, 128, 64, 8
 
 
 def four_bit_gemm(x: torch.Tensor, weight: FourBitMatrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias`, [num_rows, out_features].
+    """Return `x @ weight.T + bias`, [num_rows, out_features]; see `norm_linear_ref` for the plain torch form.
 
     x: [num_rows, in_features], contiguous; bias: [out_features], or None.
     """
-    if not uses_triton(weight.values.device):
-        return four_bit_gemm_ref(x, weight, bias)
     num_rows, in_features = x.shape
     out_features = len(weight.values)
     assert x.is_contiguous() and weight.values.is_contiguous() and weight.scales.is_contiguous()
     out = torch.empty(num_rows, out_features, dtype=x.dtype, device=x.device)
-    tile = _tile(num_rows, out_features)
-    _tiled_kernel[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(out_features, tile.outs),)](
-        x, weight.values, bias, out, num_rows, in_features, out_features, ROWS=tile.rows, OUTS=tile.outs, INS=tile.ins,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(x.device), **weight.scaling,
+    rows, outs, ins, num_warps = _tile(num_rows, out_features)
+    _tiled_kernel[(triton.cdiv(num_rows, rows) * triton.cdiv(out_features, outs),)](
+        x, weight.values, bias, out, num_rows, in_features, out_features, ROWS=rows, OUTS=outs, INS=ins,
+        num_warps=num_warps, num_stages=4, **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
     return out

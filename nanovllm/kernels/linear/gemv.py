@@ -119,7 +119,6 @@ class _GemvTile(NamedTuple):
 
 
 def _tile(in_features: int, gated: bool) -> _GemvTile:
-    """Return the tile of weights in floats."""
     block_in = triton.next_power_of_2(in_features)
     # Weights per program: enough loads in flight, few enough for the registers.
     wide = block_in > 4096 or (gated and block_in == 4096)

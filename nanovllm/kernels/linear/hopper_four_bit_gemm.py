@@ -1,10 +1,9 @@
 """Products of 17 rows and more with four-bit weights on Hopper: a persistent, warp-specialised kernel (`wgmma`).
 
-The transposed product is computed: weights are operand A, 64 outputs of it for each consumer warpgroup, which
-dequantises them in registers; the rows of inputs are operand B, in shared memory. A producer warp (`_load_tiles`)
-copies inputs and packed weights of the next steps there by TMA. One warpgroup dequantises while the tensor cores work
-for another. In a run of 16 bytes low halves are one operand of 16 inputs and high halves another; of each, thread i of
-the four of an output reads bytes 2 i, 2 i + 1, 2 i + 8 and 2 i + 9.
+Weights are operand A, 64 outputs of it for each consumer warpgroup, which dequantises them in registers while the
+tensor cores work for another; rows are operand B, in shared memory, where a producer warp (`_load_tiles`) copies them
+and packed weights by TMA. In a run of 16 bytes low halves are one operand of 16 inputs and high halves another; of
+each, thread i of the four of an output reads bytes 2 i, 2 i + 1, 2 i + 8 and 2 i + 9.
 
 The same kernel multiplies rows that are sorted by expert: a tile has rows of one expert. A linear layer is one expert.
 """
@@ -42,7 +41,6 @@ _GROUP_OUTS = gl.constexpr(64)
 
 @gluon.constexpr_function
 def _halves(activation):
-    """Return the weight rows of an output: a gate's and up's, or one."""
     return 1 if activation in (None, "relu2") else 2
 
 
@@ -64,7 +62,6 @@ def _packed_layout(halves):
 
 @gluon.jit
 def _read_words(packed, HALVES: gl.constexpr):
-    """Read a run of each output of a warpgroup, [64, 4] int32."""
     own = packed.load(_packed_layout(HALVES))
     if HALVES == 2:
         own = gl.reshape(gl.permute(gl.reshape(own, [2, 4, 8, 8]), (1, 0, 2, 3)), [64, 8])
@@ -148,7 +145,6 @@ def _multiply_tile(
 
 @gluon.jit
 def _rows_of(starts_ptr, expert, num_rows):
-    """Return where an expert's rows begin and end."""
     start = 0
     stop = num_rows
     if starts_ptr is not None:
@@ -159,7 +155,6 @@ def _rows_of(starts_ptr, expert, num_rows):
 
 @gluon.jit
 def _load_tiles(x_desc, packed_desc, starts_ptr, sizes, buffers, HALVES: gl.constexpr):
-    """Run the copying warp: load inputs and weights of all tiles into the stages."""
     num_experts, num_rows, _in_features, out_features, steps, parts = sizes
     xs, packed, full, empty = buffers
     STAGES: gl.constexpr = xs.shape[0]

@@ -1,9 +1,7 @@
 """Linear layers fused with their neighbours in a decoder: residual and RMSNorm before, the SwiGLU gate after.
 
-A `KernelPolicy` chooses the kernel; each has a file of its own, which is imported when it is first chosen. Beside e4m3
-weights 1 to 16 rows stay in 16 bits (W8A16), and more are rounded to e4m3 (W8A8). Where the GPU has no products in
-e4m3, and on the CPU, rows are never rounded: a product of many gets its weights dequantised, some outputs at a time, in
-the dtype of the inputs.
+A `KernelPolicy` chooses the kernel, whose file is imported when it is first chosen. Beside e4m3 weights more than 16
+rows are rounded to e4m3, too (W8A8), where the GPU multiplies these; elsewhere weights are dequantised, some at a time.
 """
 
 from __future__ import annotations
@@ -53,11 +51,9 @@ def norm_linear(
         x: [num_rows, in_features], contiguous; with a norm also the parts of a sum, as `linear_into` returns them; if
             `KernelPolicy.rounds_gate_up` also gate and up, [num_rows, 2 * in_features], for SiLU(gate) * up.
         weight: [out_features, in_features]; of a gated layer the gate's rows, then up's.
-        bias: [out_features], or None.
-        norm: RMSNorm before the product, or None.
-        residual: [num_rows, in_features], or None for zero; only with a norm.
+        bias: [out_features].
+        norm, residual: of an RMSNorm before the product, see `rms_norm`.
         gated: return SiLU(gate) * up, half as wide.
-        policy: chooses the kernel.
     """
     num_rows, dtype = x.shape[-2], x.dtype if norm is None else norm_dtype(x, norm, residual)
     if isinstance(weight, Fp8Matrix) and (rounding := row_rounding(num_rows, dtype, weight, policy)) is not None:
@@ -132,17 +128,9 @@ def linear_into(  # noqa: PLR0911 - one for each kind of weight and kernel
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
 
-    With many rows cuBLAS adds the residual in its epilogue, which halves the reads and writes of the next norm.
-
-    Args:
-        x: of `norm_linear` without a norm, or rounded as `row_rounding` says.
-        weight: [out_features, in_features].
-        residual: [num_rows, out_features]; may be overwritten.
-        policy: chooses the kernel.
-
-    Returns:
-        The x and residual of the next `norm_linear`: either the sum and None, or the product, [num_rows, out_features]
-        or its parts, and the residual that is still to be added.
+    x: of `norm_linear` without a norm, or rounded as `row_rounding` says; weight: [out_features, in_features];
+    residual: [num_rows, out_features], may be overwritten. Returns x and residual of the next `norm_linear`: the sum
+    and None, or the product, [num_rows, out_features] or its parts, and the residual that is still to be added.
     """
     if isinstance(weight, Fp8Matrix):
         if isinstance(x, torch.Tensor):

@@ -1,10 +1,9 @@
 """Products of many rows on Hopper, `x @ weight.T`, with fused epilogues: SiLU and gate of the MLP; QK norm, RoPE and
 store of QKV. The product stays in registers, where a separate one would write it for the next kernel to read.
 
-The kernels are persistent, with one program per multiprocessor that loops over output tiles. One warp (`_load_tiles`)
-copies tiles of input and weights into the stages by TMA. Two warpgroups (`_multiply_tile`) each multiply half of a
-tile's rows. They are not synchronised, so one's epilogue overlaps with the other's product. Results equal cuBLAS's to
-the bit.
+One program per multiprocessor loops over output tiles. One warp copies tiles into the stages by TMA; two warpgroups
+each multiply half of a tile's rows, unsynchronised, so that one's epilogue overlaps with the other's product. Results
+equal cuBLAS's to the bit.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ _ROW_MAJOR = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 
 @gluon.jit
 def _make_ring(x_desc, weight_desc):
-    """Allocate the stages and their barriers: full and empty."""
     xs = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, _ROWS, _INS], x_desc.layout)
     weights = gl.allocate_shared_memory(x_desc.dtype, [_STAGES, 2 * _COLUMNS, _INS], weight_desc.layout)
     full, empty = make_barriers(_STAGES, 2)
@@ -54,7 +52,6 @@ def _make_ring(x_desc, weight_desc):
 
 @gluon.jit
 def _find_tile(tile, row_tiles, column_tiles):
-    """Return the row and the column, in tiles, of tile number `tile`."""
     band = tile // (_BAND * column_tiles)
     height = gl.minimum(row_tiles - band * _BAND, _BAND)
     within = tile - band * _BAND * column_tiles
@@ -86,10 +83,7 @@ def _load_tiles(x_desc, weight_desc, row_tiles, column_tiles, steps, stride, sec
 
 @gluon.jit
 def _multiply_tile(GROUP: gl.constexpr, turn, steps, ring):
-    """Return a warpgroup's half of the next tile, [_ROWS / 2, 2 * _COLUMNS] float32.
-
-    The tiles before it took `turn` steps.
-    """
+    """Return a warpgroup's half of the tile after `turn` steps, [_ROWS / 2, 2 * _COLUMNS] float32."""
     HALF: gl.constexpr = _ROWS // 2
     xs, weights, full, empty = ring
     acc = gl.zeros([HALF, 2 * _COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * _COLUMNS, 16]))
@@ -108,7 +102,6 @@ def _multiply_tile(GROUP: gl.constexpr, turn, steps, ring):
 
 @gluon.jit
 def _gate(GROUP: gl.constexpr, out_desc, row_tiles, column_tiles, steps, ring, outs):
-    """Run one warpgroup: multiply and gate half of each tile's rows."""
     dtype: gl.constexpr = out_desc.dtype
     turn = 0
     for tile in range(gl.program_id(0), row_tiles * column_tiles, gl.num_programs(0)):
@@ -146,7 +139,6 @@ def _persistent_gated_kernel(x_desc, weight_desc, out_desc, row_tiles, column_ti
 
 @gluon.jit
 def _store_head(head, ptr, places, known, stride):
-    """Store a head, [_ROWS / 2, _HEAD_DIM], where `known`, at `ptr + places * stride`."""
     dims = gl.arange(0, _HEAD_DIM, gl.SliceLayout(0, _ROW_MAJOR))
     gl.store(
         ptr + places.to(gl.int64)[:, None] * stride + dims[None, :], gl.convert_layout(head, _ROW_MAJOR), known[:, None]
@@ -155,10 +147,7 @@ def _store_head(head, ptr, places, known, stride):
 
 @gluon.jit
 def _finish_head(x, head, row, cos, sin, norms, outputs, num_rows, eps, HEADS: gl.constexpr, KV_HEADS: gl.constexpr):
-    """Apply QK norm and RoPE to one head and store it.
-
-    x: [_ROWS / 2, _HEAD_DIM]; cos, sin: [_ROWS / 2, _HEAD_DIM / 2].
-    """
+    """Apply QK norm and RoPE to a head, [_ROWS / 2, _HEAD_DIM], and store it; cos, sin: [_ROWS / 2, _HEAD_DIM / 2]."""
     q_norm_ptr, k_norm_ptr = norms
     query_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr = outputs
     dtype: gl.constexpr = query_ptr.dtype.element_ty

@@ -111,10 +111,7 @@ def quantize_rows_ref(
 
 @jit
 def store_rounded(x, out_ptr, scale_ptr, first_group, size, scale_group_stride, NATIVE: tl.constexpr):
-    """Round some groups of a row, [groups, group] float32, zero beyond the row's end, and store them.
-
-    out_ptr, scale_ptr: of the row's first value and scale.
-    """
+    """Round groups of a row, [groups, group] float32, zero beyond its end; store them from its first place on."""
     GROUP: tl.constexpr = x.shape[1]
     rounded, scales = round_rows(x, NATIVE)
     numbers = first_group + tl.arange(0, x.shape[0])

@@ -1,11 +1,8 @@
 """Linear layers of few rows and few inputs, in which a program requests all of its weights before `gdc_wait`.
 
-The weights therefore arrive while the previous kernel still runs. A program holds whole rows of inputs, so it can add
-the residual and normalise first. Each warp multiplies its own part of the inputs and the parts are summed at the end,
-which keeps many warps busy on the narrow output tiles that are needed to fill the device.
-
-It is in Gluon because Triton from 3.7 on chooses a shared-memory layout with bank conflicts here (16.1 us instead of
-8.2 on an H200).
+A program holds whole rows of inputs, so it can add the residual and normalise first. Each warp multiplies its own part
+of the inputs, which keeps many warps busy on narrow output tiles. It is in Gluon because Triton from 3.7 on chooses a
+shared-memory layout with bank conflicts here (16.1 us instead of 8.2 on an H200).
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ def _chunk_indices(NUMBER: gl.constexpr):
 
 @gluon.jit
 def _sum_of_warps(acc):
-    """Sum [warps, rows, outputs] pairwise over the warps: [rows, outputs]."""
     ROWS: gl.constexpr = acc.shape[1]
     OUTS: gl.constexpr = acc.shape[2]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, _WARPS], [32 // OUTS, OUTS, 1], [_WARPS, 1, 1], [2, 1, 0])
@@ -76,7 +72,6 @@ def _begin_copies(
 
 @gluon.jit
 def _normed(x, norm_weight, eps, IN: gl.constexpr):
-    """Return the RMSNorm of rows, [warps, rows, inputs of a warp], over warps and inputs."""
     wide = x.to(gl.float32)
     scale = rsqrt(gl.sum(gl.sum(wide * wide, axis=2), axis=0) / IN + eps)
     return (wide * gl.expand_dims(gl.expand_dims(scale, 0), 2) * norm_weight).to(x.dtype)
@@ -84,7 +79,6 @@ def _normed(x, norm_weight, eps, IN: gl.constexpr):
 
 @gluon.jit
 def _operand(shared, INDEX: gl.constexpr):
-    """Load each warp's weights, [outputs, inputs], as the second operand of its product."""
     return shared.index(INDEX).permute((0, 2, 1)).load(gl.DotOperandLayout(1, _MMA, 2))
 
 

@@ -1,8 +1,7 @@
 """Products of e4m3 rows and e4m3 weights in the tensor cores (W8A8), with float32 sums and scales after them.
 
 Tensor cores keep about 14 bits of a sum of e4m3 products, so sums of 128 inputs are added up in float32 (two-level
-accumulation, as DeepGEMM does), with the scales of their blocks where there are any. Beside up to 256 rows of x the
-weights are the operand of 64 rows, so that few rows waste nothing.
+accumulation, as DeepGEMM does). Beside up to 256 rows weights are the operand of 64 rows, so that few waste nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def scaled_gemm_ref(
 
 @jit
 def _outer(of_outs, of_rows, WEIGHTS_FIRST: tl.constexpr):
-    """Return products of a factor of each output and of each row, in the shape of the sums."""
     return of_outs[:, None] * of_rows[None, :] if WEIGHTS_FIRST else of_rows[:, None] * of_outs[None, :]
 
 
@@ -47,7 +45,6 @@ def _add_step(
     acc, weight_ptrs, x, scale_ptrs, x_scales, step, in_mask,
     EVEN: tl.constexpr, HAS_BLOCKS: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of the inputs of a step to acc; x: [INS, ROWS]."""
     INS: tl.constexpr = x.shape[0]
     if HAS_BLOCKS:
         # Before the product, which takes as long as the scales take to come.
@@ -143,7 +140,6 @@ def _scaled_gemm_kernel(
 
 
 def _tile(num_rows: int) -> tuple[int, int, int, int]:
-    """Return outputs and rows per program, warps, and pipeline stages."""
     if num_rows <= 64:
         return 64, 32 if num_rows <= 32 else 64, 4, 5
     return (64, 128, 4, 4) if num_rows <= MAX_SPLITK_ROWS else (128, 128, 8, 4)

@@ -54,7 +54,6 @@ def row_layout(warps):
 
 @gluon.constexpr_function
 def _is_summed(scale_ins, number_format):
-    """Return whether scales multiply sums."""
     return number_format == "int4" and scale_ins >= 128
 
 
@@ -70,24 +69,20 @@ def _runs(WARPS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _second_index(NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the indices of outputs or rows, [1, NUMBER, 1], in a slice of the layout."""
     index = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     return gl.expand_dims(gl.expand_dims(index, 0), 2)
 
 
 @gluon.jit
 def _with_elements(offsets, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return offsets of runs plus their elements' own, [..., NUMBER]."""
     index = gl.arange(0, NUMBER, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     return gl.expand_dims(offsets, 3) + gl.expand_dims(gl.expand_dims(gl.expand_dims(index, 0), 1), 2)
 
 
 @gluon.jit
 def _outputs_of(index, first_row, first_out, out_features, OUTS: gl.constexpr, GATED: gl.constexpr):
-    """Return the rows of a tile's outputs; if gated, the second half is up's. Outputs beyond the end repeat the last.
-
-    first_row: where the rows of all outputs begin; that is not 0 for an expert.
-    """
+    """Return the rows of a tile's outputs, an expert's from `first_row` on; if gated, the second half is up's."""
+    # Outputs beyond the end repeat the last.
     HALF: gl.constexpr = OUTS // 2 if GATED else OUTS
     outs = gl.minimum(first_out + index % HALF, out_features - 1)
     return (outs + index // HALF * out_features).to(gl.int64) + first_row
@@ -190,10 +185,8 @@ def widen_words(
 
 @gluon.jit
 def _weight_operand(values, MMA: gl.constexpr):
-    """Return values of `_widen` as the first operand, [WARPS, OUTS, 128]; threads keep theirs.
-
-    A thread of `mma_v2` has elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of each 16: here four next ones of its run.
-    """
+    """Return values of `widen_words` as the first operand, [WARPS, OUTS, 128]; threads keep theirs."""
+    # A thread of `mma_v2` has elements 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 of each 16: here four next ones of its run.
     ordered = gl.reshape(gl.permute(values, (0, 1, 4, 3, 5, 2, 6)), [values.shape[0], values.shape[1], 128])
     return gl.convert_layout(ordered, gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
 
@@ -210,7 +203,6 @@ def _row_operand(x, MMA: gl.constexpr):
 
 @gluon.jit
 def _multiply_step(acc, loaded, x, HAS_ZEROS: gl.constexpr, SCALE_INS: gl.constexpr, FORMAT: gl.constexpr):
-    """Return sums, [WARPS, OUTS, ROWS], plus the product of a step."""
     MMA: gl.constexpr = acc.type.layout
     IS_SUMMED: gl.constexpr = _is_summed(SCALE_INS, FORMAT)
     values = widen_words(loaded, x.dtype, not IS_SUMMED, HAS_ZEROS, SCALE_INS, FORMAT)
@@ -432,7 +424,6 @@ def outputs_and_ups(acc, factors, biases, dtype: gl.constexpr, GATED: gl.constex
 
 @gluon.jit
 def _store(out, up, out_ptr, first_out, num_rows, out_features, dtype: gl.constexpr, GATED: gl.constexpr):
-    """Store outputs, [outs, ROWS], of a tile, after the gate."""
     if GATED:
         gate = round_to(out, dtype)
         out = gate / (1 + gl.exp(-gate)) * round_to(up, dtype)
@@ -524,7 +515,6 @@ _SHARED_BYTES = 96 * 1024
 
 
 def _tile(num_rows: int, own_ins: int, out_features: int, parts: int, device: torch.device) -> SkinnyTile:
-    """Return the tile; chosen on an H200 with the shapes of Qwen3-8B and gpt-oss-20b."""
     num_processors, shared_bytes = device_limits(device)
     steps = triton.cdiv(own_ins, 4 * _STEP_INS)
     has_few_tiles = out_features <= 3 * 16 * num_processors

@@ -1,9 +1,7 @@
 """Linear layers of few rows on the tensor cores, which should be bound by reading the weights.
 
-Each warp of a program multiplies its own part of the inputs, and the parts are summed at the end. This keeps many warps
-busy on tiles of 16 or 32 outputs, which are needed to fill the device; warps that divided the outputs would repeat each
-other's work. The weights are the first operand, since only the second may have 8 rows instead of 16. The kernel loops
-over the inputs in a pipeline; for few inputs there is `resident_gemm`.
+Each warp of a program multiplies its own part of the inputs, in a pipeline: warps that divided the 16 or 32 outputs
+would repeat each other's work. The weights are the first operand, since only the second may have 8 rows instead of 16.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ def _scaled_dot(
     weight, x, scale_ptr, outs, blocks, in_features, out_mask,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the product of e4m3 bytes and x; each warp's inputs are in one block of scales."""
     offsets = (outs // SCALE_OUTS)[None, :, None] * tl.cdiv(in_features, SCALE_INS) + blocks
     mask = out_mask[None, :, None] & (blocks * SCALE_INS < in_features)
     scales = tl.load(scale_ptr + offsets, mask=mask, other=0.0)
@@ -116,12 +113,9 @@ class _SkinnyTile(NamedTuple):
 
 
 def _tile(in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
-    """Return the tile of weights in 16 bits; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows.
-
-    Programs start while the previous kernel still occupies multiprocessors, and crowd on the free ones. After attention
-    this is uneven, so more stages limit a multiprocessor to two or three programs: a step of Qwen3-8B takes 4.79 ms
-    with four stages, and 4.36 with six.
-    """
+    """Return the tile of weights in 16 bits; tuned on an H200 with Qwen3-1.7B to 8B at 8 rows."""
+    # Programs crowd on multiprocessors that the previous kernel leaves free, unevenly after attention. More stages
+    # limit these to two or three programs: a step of Qwen3-8B takes 4.79 ms with four stages, and 4.36 with six.
     if gated:
         return _SkinnyTile(32, MAX_SKINNY_ROWS, 2, 64, 3)
     if out_features > 32768:
@@ -132,11 +126,8 @@ def _tile(in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
 
 
 def _fp8_tile(num_rows: int, in_features: int, out_features: int, gated: bool) -> _SkinnyTile:
-    """Return the tile of weights in e4m3; tuned on an H200 with steps of Qwen3-8B at 8 rows.
-
-    Inputs of up to 8 rows are not padded to 16, which leaves shared memory for more stages and programs. The inputs of
-    one warp and step lie in one block of scales, if there are blocks.
-    """
+    """Return the tile of weights in e4m3; tuned on an H200 with steps of Qwen3-8B at 8 rows."""
+    # Up to 8 rows are not padded to 16, which leaves shared memory. A warp's inputs of a step lie in a block of scales.
     rows = MAX_SKINNY_ROWS // 2 if num_rows <= MAX_SKINNY_ROWS // 2 else MAX_SKINNY_ROWS
     if gated:
         return _SkinnyTile(16, rows, 2, 128, 4)

@@ -1,9 +1,7 @@
 """Linear layers of 17 to 256 rows with small weights on Hopper, which are bound by the start and end of kernels.
 
-A program starts the TMA copies of its first weight tiles before `gdc_wait`, so that they arrive while the previous
-kernel still runs (programmatic dependent launch). For layers with few outputs, several programs share an output tile
-and each multiplies some of the inputs (split-K); the next norm sums their parts. The next kernel starts early too,
-so a step can be faster even if the product alone is slower than cuBLAS's. Figures: kernels/README.md.
+A program starts the TMA copies of its first weight tiles before `gdc_wait`. For layers with few outputs, several
+programs share an output tile and each multiplies some of the inputs (split-K); the next norm sums their parts.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ _WARPS = gl.constexpr(4)
 
 @gluon.jit
 def _load_weights(step, load_from, ring, more):
-    """Start copying a step's weight tile if `more`; of a gated layer the tiles of gate and up."""
     _x_desc, desc, _row, column, second, first_in = load_from
     _xs, weights, full = ring
     COLUMNS: gl.constexpr = desc.block_shape[0]
@@ -44,7 +41,6 @@ def _load_weights(step, load_from, ring, more):
 
 @gluon.jit
 def _load_inputs(step, load_from, ring, more):
-    """Start copying a step's input tile if `more`."""
     desc, _weight_desc, row, _column, _second, first_in = load_from
     xs, _weights, full = ring
     stage = step % xs.shape[0]

@@ -1,8 +1,7 @@
 """A short causal convolution of each channel, and SiLU where a layer has it.
 
-A state has the inputs of the last tokens in a ring: the input at position p is entry `p % size`. A decode step
-overwrites an entry that it does not read, so a state can be updated in place. The ring has an entry for each weight of
-a filter, and for each draft of a row: a wrong draft is overwritten, and overwrites no input that is still read.
+A state has the inputs of the last tokens in a ring, that at position p as entry `p % size`. It has an entry for each
+weight of a filter, and for each draft of a row, so that a token overwrites no input that is still read.
 """
 
 from __future__ import annotations
@@ -198,18 +197,10 @@ def store_rings(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles
 
 def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
                 tiles: StateTiles, silu: bool = True) -> torch.Tensor:  # fmt: skip
-    """Convolve prompt tokens; the scan that follows, or `store_rings`, stores the states.
+    """Convolve prompt tokens, [num_tokens, channels]; the scan that follows, or `store_rings`, stores the states.
 
-    Args:
-        x: [num_tokens, channels]; channels contiguous.
-        weight: [channels, width]; the last column is for the token itself.
-        bias: [channels].
-        state: the inputs before the chunks.
-        tiles: of the tokens.
-        silu: whether SiLU follows.
-
-    Returns:
-        [num_tokens, channels]; not set where no tile has a token.
+    x: [num_tokens, channels], channels contiguous; weight: [channels, width], the last column for the token itself;
+    bias: [channels]; state: the inputs before the chunks. Outputs are not set where no tile has a token.
     """
     if not uses_triton(x.device):
         return causal_conv_ref(x, weight, bias, state, tiles, silu)
@@ -300,16 +291,9 @@ def causal_conv_rows(
 ) -> torch.Tensor:  # fmt: skip
     """Convolve the new tokens of decode rows, and store their inputs.
 
-    Args:
-        x: [num_rows * per_row, channels]; channels contiguous.
-        weight, bias, silu: as of `causal_conv`.
-        state: the previous inputs of each sequence; the tokens' inputs are added.
-        rows: the tokens.
-        gates: [num_rows * per_row, size]; further inputs of a recurrence; read with `kept` only.
-        kept: see `StateRows`; takes each token's outputs, and then its gates.
-
-    Returns:
-        `kept`; without it [num_rows * per_row, channels], zeros for tokens that are not new.
+    x: [num_rows * per_row, channels], channels contiguous; weight, bias, silu: as of `causal_conv`; gates: [num_rows *
+    per_row, size], further inputs of a recurrence. Returns [num_rows * per_row, channels], zeros for tokens that are
+    not new, or `kept` (see `StateRows`), which takes each token's outputs, and then its gates.
     """
     if not uses_triton(x.device):
         return causal_conv_rows_ref(x, weight, bias, state, rows, gates=gates, kept=kept, silu=silu)

@@ -121,7 +121,6 @@ class StateSpace(Recurrence):
         return normed
 
     def _columns(self, most: int) -> int:
-        """Return the inputs of a head in a program: a power of two that divides them."""
         size = self.shape[2]
         return min(size & -size, most)
 

@@ -46,15 +46,9 @@ class Recurrence(ABC):
     def scan(
         self, channels: torch.Tensor, gates: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the tokens of a tile in plain torch.
+        """Return outputs of a tile, [num_tokens, num_heads, output size] float32, and the state after it.
 
-        Args:
-            channels: [num_tokens, channels]; after the convolution.
-            gates: [num_tokens, size]; see `step`.
-            state: before the first token, float32.
-
-        Returns:
-            [num_tokens, num_heads, output size] float32, and the state after the last token.
+        channels: [num_tokens, channels], after the convolution; gates: [num_tokens, size]; state: before it, float32.
         """
 
     @abstractmethod
@@ -76,19 +70,10 @@ class Recurrence(ABC):
         """Compute prompt tokens after the convolution, and store the inputs of the convolution, x."""
 
     def step(self, x: torch.Tensor, gates: torch.Tensor, z: torch.Tensor, rows: StateRows) -> torch.Tensor:
-        """Compute the new tokens of decode rows, and their states.
+        """Compute the new tokens of decode rows, and their states; returns outputs like z, zeros where no token is new.
 
-        Three kernels: the convolution; the recurrence, by a program for each row, head and slice of its outputs; and
-        the norm of the outputs.
-
-        Args:
-            x: [num_tokens, channels]; the convolution's inputs.
-            gates: [num_tokens, size]; further inputs of the recurrence, before its activations.
-            z: [num_tokens, ...]; the output's gate.
-            rows: the states.
-
-        Returns:
-            Like z; zeros for padding and for tokens that are not new.
+        x: [num_tokens, channels], the convolution's inputs; gates: [num_tokens, size], further inputs of the
+        recurrence, before its activations; z: [num_tokens, ...], the output's gate.
         """
         if not uses_triton(x.device):
             return self.step_ref(x, gates, z, rows)

@@ -72,11 +72,10 @@ class ConvState:
 class StateRows:
     """Decode rows, whose states are read and overwritten: one token each, or several in engines with drafts.
 
-    With drafts, a row's state is stored one step late, when it is known which drafts were right. A step keeps the
-    inputs of a layer's recurrence in a ring for each slot, `[num_slots + 1, entries, size]`, in which the token at
-    position p is entry `p % entries`. The next step computes the accepted tokens again, and stores the state before its
-    own tokens. Wrong drafts are overwritten, there and among the convolution's inputs. In a step without drafts the
-    row's token is right, and the state after it is stored at once.
+    With drafts, a row's state is stored one step late, when it is known which were right: a step keeps the inputs of a
+    layer's recurrence in a ring for each slot, `[num_slots + 1, entries, size]`, with position p at entry `p %
+    entries`, and the next one computes the accepted tokens again. Wrong drafts are overwritten, there and among the
+    convolution's inputs. In a step without drafts the state after the row's token is stored at once.
 
     Attributes:
         positions: [num_rows] int32; of the first new token in its sequence.

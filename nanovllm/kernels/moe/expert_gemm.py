@@ -32,7 +32,6 @@ def _add_product(
     acc, x, weight_ptrs, mask, scale_ptrs, out_mask, start,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Add the product of x and the weights of a step, which are in one block of inputs, to acc."""
     weight = tl.load(weight_ptrs, mask=mask, other=0.0)
     if SCALE_OUTS:
         # e4m3 becomes float32 by way of float16.
@@ -52,7 +51,6 @@ def _multiply(
     EVEN: tl.constexpr, INS: tl.constexpr, GATED: tl.constexpr,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Return the product, [rows, outputs] float32, and of a gated layer that with up's weights, too."""
     ins = tl.arange(0, INS)
     acc = tl.zeros([x_mask.shape[0], out_mask.shape[0]], dtype=tl.float32)
     up = acc
@@ -197,14 +195,9 @@ def expert_gemm(
 ) -> None:  # fmt: skip
     """Multiply up to MAX_EXPERT_ROWS rows with the weights of their experts: the first ones, or down.
 
-    Args:
-        x: [num_tokens, in_features], or for down [num_tokens, top_k, in_features]; contiguous.
-        routing: the experts of each token; for down from an older kernel than the one ahead.
-        weight: see `fused_experts`.
-        out: [num_tokens, top_k, out_features]; filled where the expert is here, and for down weighted.
-        first_expert: see `fused_experts`.
-        activation: of the first product; None for down.
-        bias: of all experts' products, or None.
+    x: [num_tokens, in_features], or for down [num_tokens, top_k, in_features], contiguous; routing: for down from an
+    older kernel than the one ahead; weight, first_expert: see `fused_experts`; out: [num_tokens, top_k, out_features],
+    filled where the expert is here, and for down weighted; activation: None for down; bias: of all experts.
     """
     num_rows, top_k = routing.experts.shape
     in_features, out_features = x.shape[-1], out.shape[-1]
@@ -272,7 +265,6 @@ def _load_expert_scales(
     scale_ptr, experts, is_here, outs, out_features,
     IN: tl.constexpr, BLOCK_IN: tl.constexpr, SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr,
 ):  # fmt: skip
-    """Return the scales of outputs of several experts, [experts, outs, blocks of inputs]."""
     NUM_BLOCKS: tl.constexpr = (IN + SCALE_INS - 1) // SCALE_INS if SCALE_INS else 1
     blocks = tl.arange(0, BLOCK_IN // SCALE_INS if SCALE_INS else 1)[None, None, :]
     ptrs, _ = find_scales(

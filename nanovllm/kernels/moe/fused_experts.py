@@ -70,13 +70,9 @@ def fused_experts(
 
     Args:
         x: [num_tokens, in_features], contiguous.
-        routing: the experts of each token.
         up: [num_experts, 2 * size, in_features]; of each expert the gate's rows, then up's; size rows without a gate.
         down: [num_experts, in_features, size].
         first_expert: number of this rank's first expert.
-        policy: chooses the kernels.
-        activation: between the products.
-        biases: added to the products, or None.
         shared: added to the sum; only where the policy takes `EXPERT_GEMV`, and weights are not packed or biased.
 
     Returns:
@@ -107,7 +103,7 @@ def fused_experts(
 
         multiply: Any = expert_gemm
         if all(isinstance(own, FourBitMatrix) and policy.uses_skinny_four_bits(x.dtype, own) for own in (up, down)):
-            from nanovllm.kernels.moe.skinny_four_bit_experts import skinny_four_bit_experts  # noqa: PLC0415
+            from nanovllm.kernels.moe.four_bit_experts import skinny_four_bit_experts  # noqa: PLC0415
 
             multiply = skinny_four_bit_experts
         multiply(x, routing, up, activated, first_expert, activation, up_bias)
@@ -119,7 +115,7 @@ def fused_experts(
     products = (x, up, by_slot, activation, up_bias), (by_slot, down, parts.flatten(0, 1), None, down_bias)
     for rows, weight, out, own, bias in products:
         if isinstance(weight, FourBitMatrix) and policy.uses_hopper_four_bits(x.dtype, weight):
-            from nanovllm.kernels.moe.hopper_four_bit_experts import hopper_four_bit_experts  # noqa: PLC0415
+            from nanovllm.kernels.moe.four_bit_experts import hopper_four_bit_experts  # noqa: PLC0415
 
             hopper_four_bit_experts(rows, routing, order, weight, out, own, policy, bias=bias)
             continue

@@ -52,7 +52,6 @@ def _count_slots_kernel(
     experts_ptr, counts_ptr, num_slots, first_expert, num_experts,
     CHUNK: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count each expert's slots in one chunk."""
     slots, bins = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK), tl.arange(0, 2 * EXPERTS)
     wait_for_previous(PDL)
     experts = _load_experts(experts_ptr, slots, num_slots, first_expert, num_experts, EXPERTS)
@@ -65,7 +64,6 @@ def _place_slots_kernel(
     experts_ptr, counts_ptr, slots_ptr, starts_ptr, num_slots, first_expert, num_experts,
     CHUNK: tl.constexpr, EXPERTS: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Place the slots of one chunk after the slots of the experts and chunks before it."""
     chunk, step, experts = tl.program_id(0), tl.arange(0, STEP), tl.arange(0, EXPERTS)
     totals = tl.zeros([EXPERTS], dtype=tl.int32)
     places = tl.zeros([EXPERTS], dtype=tl.int32)
@@ -172,7 +170,6 @@ def _multiply_scaled_expert(
     dtype: tl.constexpr, EVEN: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, ACTIVATION: tl.constexpr,
     SCALE_OUTS: tl.constexpr, SCALE_INS: tl.constexpr, ONE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Compute `multiply_expert` of rows in e4m3."""
     GATED: tl.constexpr = ACTIVATION == "silu"
     ins, num_steps = tl.arange(0, INS), tl.cdiv(in_features, INS)
     # What lies beyond the end is computed from what does not, and is not stored.
@@ -259,12 +256,9 @@ def grouped_gemm(
     Args:
         x: [num_tokens, in_features], or for down [num_tokens * top_k, in_features], sorted; contiguous. Rows in e4m3
             have a scale each, or one for 128 inputs if the weights, which are e4m3, too, have blocks of these.
-        routing, weight, activation: see `expert_gemm`.
-        order: its slots by expert; for down from an older kernel than the one ahead.
-        out: [num_tokens * top_k, out_features]; filled where the expert is here. Sorted; for down by slot, and
-            weighted.
-        policy: chooses the tile.
-        bias: of all experts' products, not of rows in e4m3; or None.
+        order: the slots by expert; for down from an older kernel than the one ahead.
+        out: [num_tokens * top_k, out_features]; filled where the expert is here. Sorted; for down by slot, weighted.
+        bias: of all experts' products, not of rows in e4m3.
     """
     (num_rows, top_k), gated = routing.experts.shape, is_gated(activation)
     values, scaling = kernel_arguments(weight)

@@ -154,7 +154,6 @@ def _exact_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _choose_experts(logits: torch.Tensor, top_k: int, renormalize: bool, sigmoid: SigmoidScores | None) -> Routing:
-    """Return the experts of rows; logits: [num_rows, num_experts], contiguous."""
     num_rows, num_experts = logits.shape
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits.device)

@@ -1,7 +1,8 @@
-"""The experts of few rows with weights in four bits, by the products of `skinny_four_bit_gemm`.
+"""Experts with weights in four bits, by the products of linear layers: of few rows, and on Hopper of more.
 
-As in `expert_gemm` there is a program for each tile of outputs and each (row, choice), whose first of an expert
-computes all its rows, or for each expert if nine rows' choices are more; the others end at once.
+Of few rows there is, as in `expert_gemm`, a program for each tile of outputs and each (row, choice), whose first of an
+expert computes all its rows, or for each expert if nine rows' choices are more; the others end at once. Of more rows
+tiles of inputs are copied by TMA, which takes rows next to each other: for the first product they are gathered before.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels._gluon import barrier, gl, gluon, kernel
-from nanovllm.kernels._triton import pdl_options, triton, wait_for_previous
+from nanovllm.kernels._triton import device_limits, jit, pdl_options, tl, triton, wait_for_previous
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix
+from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile, choose_tile, multiply_rows
 from nanovllm.kernels.linear.skinny_four_bit_gemm import (
     SkinnyTile,
     load_of_outputs,
@@ -22,8 +24,9 @@ from nanovllm.kernels.linear.skinny_four_bit_gemm import (
     weight_sources,
 )
 from nanovllm.kernels.moe.activation import Activation, activate, is_gated
+from nanovllm.kernels.moe.grouped_gemm import SortedSlots
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.policy import MAX_EXPERT_ROWS
+from nanovllm.kernels.policy import EXPERT_TILE_ROWS, FASTEST, MAX_EXPERT_ROWS, KernelPolicy
 
 
 @gluon.jit
@@ -134,3 +137,46 @@ def skinny_four_bit_experts(
         BY_EXPERT=by_expert, ACTIVATION=activation, GATED=gated, num_warps=tile.num_warps,
         maxnreg=tile.registers, **pdl_options(x.device), **weight.scaling,
     )  # fmt: skip
+
+
+@jit
+def _gather_kernel(
+    x_ptr, slots_ptr, starts_ptr, out_ptr, num_experts, in_features,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    wait_for_previous(PDL)
+    if tl.program_id(0) < tl.load(starts_ptr + num_experts):
+        row = (tl.load(slots_ptr + tl.program_id(0)) // TOP_K).to(tl.int64)
+        x = tl.load(x_ptr + row * in_features + columns, mask=columns < in_features)
+        place = tl.program_id(0).to(tl.int64) * in_features
+        tl.store(out_ptr + place + columns, x, mask=columns < in_features)
+
+
+def choose_expert_tile(rows_per_expert: float, num_outs: int, num_experts: int, num_programs: int) -> HopperTile:
+    """Return the tile for some rows of an expert on average; see `choose_tile`.
+
+    It changes where `KernelPolicy.expert_rows` says, since only kernels for these numbers are compiled at the start.
+    """
+    most = next((rows for rows in EXPERT_TILE_ROWS if rows_per_expert <= rows), EXPERT_TILE_ROWS[-1])
+    return choose_tile(most, num_outs, 1, num_experts, num_programs)
+
+
+def hopper_four_bit_experts(
+    x: torch.Tensor, routing: Routing, order: SortedSlots, weight: FourBitMatrix, out: torch.Tensor,
+    activation: Activation | None, policy: KernelPolicy = FASTEST,
+    *, bias: torch.Tensor | None = None, tile: HopperTile | None = None,
+) -> None:  # fmt: skip
+    """Compute `grouped_gemm` of 16-bit rows; their inputs must be a multiple of RUN."""
+    top_k, in_features, (num_experts, num_outs) = routing.experts.shape[1], x.shape[-1], weight.values.shape[:2]
+    slots, weights = (order.slots, routing.weights) if activation is None else (None, None)
+    if activation is not None:
+        rows = torch.empty(len(order.slots), in_features, dtype=x.dtype, device=x.device)
+        _gather_kernel[(len(rows),)](
+            x, order.slots, order.starts, rows, num_experts, in_features, TOP_K=top_k,
+            BLOCK=triton.next_power_of_2(in_features), num_warps=4, **pdl_options(x.device),
+        )  # fmt: skip
+        x = rows
+    average = policy.rows_per_expert(routing.experts.numel(), routing.num_experts)
+    tile = tile or choose_expert_tile(average, num_outs, num_experts, device_limits(x.device)[0])
+    multiply_rows(x, weight, bias, out, activation, tile=tile, starts=order.starts, slots=slots, weights=weights)

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.slot_tensors import SlotTensors, scatter_tokens
-from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
@@ -76,16 +74,6 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def apart(prepare: Callable[[ScheduledBatch], DeviceStep]) -> Callable[[ScheduledBatch], DeviceStep]:
-    """Have every batch sampled apart from its forward pass."""
-
-    def prepare_apart(batch: ScheduledBatch) -> DeviceStep:
-        batch.has_extra = True
-        return prepare(batch)
-
-    return prepare_apart
 
 
 def runner_of(llm: LLM) -> ModelRunner:
@@ -213,18 +201,6 @@ def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -
             assert (runner_of(llm).graphs is None) == eager
         tokens.append([output["token_ids"] for output in outputs])
     assert tokens[0] == tokens[1]
-
-
-def test_sampling_launched_apart_gives_the_same_tokens(folder: Path) -> None:
-    prompts, params = [[i + 1] * (5 + 9 * i) for i in range(12)], SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
-    with make_llm(folder) as llm:
-        want = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
-        runner = runner_of(llm)
-        runner.prepare = apart(runner.prepare)  # type: ignore[method-assign, assignment]
-        for _ in range(3):
-            assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == want
-        graphs: Any = runner.graphs
-        assert {part.name for part, _ in graphs._graphs} == {"SAMPLED", "FORWARD"}
 
 
 def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path) -> None:

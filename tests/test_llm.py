@@ -155,6 +155,9 @@ def test_every_eos_of_the_generation_config_stops(make_checkpoint: MakeCheckpoin
         ([5, True], "list of token ids"),
         ([False, 600], "list of token ids"),
         ({"text": "x"}, "a prompt as a dict is"),
+        ({"prompt": 5}, "a prompt as a dict is"),
+        ({"prompt": "x", "more": 1}, "a prompt as a dict is"),
+        ({"prompt_token_ids": "abc"}, "a prompt as a dict is"),
         ("a\ud83d", r"has a lone surrogate \(U\+D83D\), which is not valid Unicode"),
     ],
 )

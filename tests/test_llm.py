@@ -55,27 +55,6 @@ def test_an_eos_outside_the_vocabulary_is_ignored(make_checkpoint: MakeCheckpoin
     assert len(output["token_ids"]) == 4
 
 
-def test_forward_and_sampling_can_be_launched_apart(checkpoint: Path) -> None:
-    prompts, params = [[1, 2, 3], [4] * 20], SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
-    with make_llm(checkpoint) as fresh:
-        want = fresh.generate(prompts, params, use_tqdm=False)
-        runner: Any = fresh.llm_engine._runner
-        prepare, replay, parts = runner.prepare, runner._run_or_replay, []
-
-        def prepare_apart(batch: Any) -> Any:
-            batch.has_extra = True
-            return prepare(batch)
-
-        def recorded_replay(step: Any, part: Any) -> Any:
-            parts.append(part.name)
-            return replay(step, part)
-
-        runner.prepare, runner._run_or_replay = prepare_apart, recorded_replay
-        again = fresh.generate(prompts, params, use_tqdm=False)
-    assert [output["token_ids"] for output in again] == [output["token_ids"] for output in want]
-    assert set(parts) == {"FORWARD"}
-
-
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 def test_log_probabilities_of_sampled_tokens_are_part_of_the_step(checkpoint: Path, mode: str) -> None:
     prompts = [[1, 2, 3], [4] * 20, [5, 6]]

@@ -76,13 +76,6 @@ def test_pieces_join_to_the_whole(tokenizer: Any, text: str, most: int) -> None:
     assert sum(map(bool, pieces)) > 3
 
 
-def test_a_character_waits_for_its_last_byte(tokenizer: Any) -> None:
-    token_ids = tokenizer.encode("🙂")
-    assert len(token_ids) > 1
-    detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.append([token]) for token in token_ids] == [""] * (len(token_ids) - 1) + ["🙂"]
-
-
 class WatchedLock:
     """A lock that says when a thread has to wait for it."""
 

@@ -34,11 +34,10 @@ from nanovllm.config import Config
 from nanovllm.serve.openai_format import ENDPOINTS, request_params
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
-from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai
+from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, RUN, TEXT, command, encode, openai
 from tests.mock_runner import run
 
 BODY = {"messages": INTRODUCTION, "temperature": 0, "max_tokens": 4}
-RUN = "0123456789abcdef"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 

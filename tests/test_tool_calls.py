@@ -384,6 +384,6 @@ def test_code_in_arguments_may_have_line_breaks() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"code": "a\nb"}}</tool_call>'
     (call,) = tool_calls(splitter_of("hermes").append(text, final=True).calls)
     assert call.arguments == {"code": "a\nb"}
-    # Arguments that are no object are those of no call.
+    # A call has an object of arguments.
     wrong = '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'
     assert tool_calls(splitter_of("hermes").append(wrong + text, final=True).calls) == [call]

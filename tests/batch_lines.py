@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 ENGINE = ["--device", "cpu", "--max-model-len", "256", "--num-kvcache-blocks", "40", "--kvcache-block-size", "16"]
 INTRODUCTION = [{"role": "user", "content": "introduce yourself"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RUN = "0123456789abcdef"
 
 
 def encode(lines: list[Any]) -> list[bytes]:
@@ -41,6 +42,11 @@ def lines_of_every_kind() -> list[Any]:
         ]
         lines.append(rng.choice(kinds))
     return lines
+
+
+def answered_line(number: int, request: int, run: str = RUN) -> bytes:
+    """Return a result of a run, for a request with this digest."""
+    return b'{"line": %d, "run": "%s", "request": "%016x", "outputs": []}\n' % (number, run.encode(), request)
 
 
 def results_of(path: Path) -> dict[int, Any]:

@@ -23,7 +23,6 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.model_client import ModelClient
 from nanovllm.config import Config, EngineSettings, SpeculativeConfig
 from nanovllm.outputs import RequestOutput, ToolCall
-from nanovllm.text.answers import AnswerOptions, tool_calls
 
 GREEDY = SamplingParams(0, 4, ignore_eos=True)
 MESSAGES = [{"role": "user", "content": "introduce yourself"}]
@@ -161,20 +160,10 @@ def test_chat_takes_what_generate_does(llm: LLM) -> None:
         llm.generate({"prompt": "a", "multi_modal_data": {"image": None}})
 
 
-def test_calls_of_tools_are_parsed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+def test_calls_of_tools_are_in_outputs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     want = [ToolCall("add", {"a": 1})]
 
-    def parse_tool_calls(text: str) -> list[ToolCall]:
-        (splitter,) = AnswerOptions(llm.answer_format, tools).splitters([], SamplingParams())
-        return tool_calls(splitter.append(text, final=True).calls)
-
-    assert parse_tool_calls(f"Well: {call}{call}") == want * 2
-    # The last one may end with the output.
-    assert parse_tool_calls('<tool_call>{"name": "now"}') == [ToolCall("now", {})]
-    for wrong in ("{", "[1]", '{"name": 3}', '{"name": "f", "arguments": [1]}'):
-        assert parse_tool_calls(f"<tool_call>{wrong}</tool_call>{call}") == want
     monkeypatch.setattr("nanovllm.text.answers.tool_calls", lambda _: want)
     (output,) = llm.chat(MESSAGES, GREEDY, use_tqdm=False, tools=tools)
     assert output.outputs[0].tool_calls == want
@@ -225,6 +214,8 @@ def test_an_output_is_a_mapping(llm: LLM) -> None:
 def test_mistakes_are_value_errors(llm: LLM) -> None:
     calls: list[tuple[Any, str]] = [
         (lambda: llm.beam_search("a", SamplingParams()), "params must be BeamSearchParams"),  # type: ignore[arg-type]
+        (lambda: llm.generate([[1], [2], [3]], [GREEDY, GREEDY]), "2 sampling_params for 3 prompts"),
+        (lambda: llm.add_request([1], {}), "must be SamplingParams"),  # type: ignore[arg-type]
         (lambda: llm.abort(5), "request ids are given as a list, not 5"),  # type: ignore[arg-type]
         (lambda: llm.generate("a", on_error="ignore"), "on_error must be"),  # type: ignore[arg-type]
         (lambda: llm.generate("a", SamplingParams(logprobs=4)), "logprobs=4 is over max_logprobs=3"),

@@ -244,18 +244,6 @@ def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:
     asyncio.run(run())
 
 
-def test_chat(llm: AsyncLLM) -> None:
-    messages = [{"role": "user", "content": "introduce yourself"}]
-
-    async def run() -> None:
-        params = SamplingParams(0, 8)
-        output = await llm.chat(messages, params)
-        assert output.prompt_token_ids == await llm.render_chat(messages)
-        assert output.outputs == (await llm.generate(output.prompt_token_ids, params)).outputs
-
-    asyncio.run(run())
-
-
 def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
     async def run() -> None:
         params = SamplingParams(detokenize=False)

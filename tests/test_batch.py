@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention.backend import HostPlan
 from nanovllm.attention.sdpa import SdpaBackend
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape
@@ -23,11 +22,9 @@ PADDING_SLOT = 4
 class Sender:
     """Buffers of four slots that note how many numbers each step sends."""
 
-    def __init__(self, num_groups: int = 1) -> None:
+    def __init__(self) -> None:
         device = torch.device("cpu")
-        self.builder = BatchBuilder(
-            PADDING_SLOT, 6, BLOCK_SIZE, 64, SdpaBackend(BLOCK_SIZE), device, num_groups=num_groups
-        )
+        self.builder = BatchBuilder(PADDING_SLOT, 6, BLOCK_SIZE, 64, SdpaBackend(BLOCK_SIZE), device, num_groups=1)
         self.sent: list[int] = []
         self._send = self.builder._staging.send
         self.builder._staging.send = self._counted_send  # type: ignore[method-assign]
@@ -124,36 +121,3 @@ def test_sampling_parameters_reach_their_rows_bit_for_bit(sender: Sender) -> Non
     assert mixed.seeds.tolist() == [[1, 0], [-1, -1], [5, 1]] and mixed.output_index.tolist() == [1, 0, 0]
     assert decodes.temperatures.tolist() == [hottest, 0.5, torch.tensor(0.7).item()]
     assert decodes.seeds.tolist() == [[5, 1], [1, 0], [-1, -1]] and decodes.output_index.tolist() == [1, 2, 1]
-
-
-def test_each_group_of_layers_has_its_blocks_and_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    sender = Sender(num_groups=2)
-    chunks = [Chunk(slot, 0, array("i", range(17)), True, True) for slot in range(2)]
-    tables = [[[10 + slot, 20 + slot], [0, 40 + slot]] for slot in range(2)]
-    requests = [NewRequest(slot, tables[slot], 17, 0.5, 1) for slot in range(2)]
-    sender.step(ScheduledBatch(new_requests=requests, chunks=chunks))
-    new = [NewBlock(0, 2, 50, group=1), NewBlock(1, 2, 51)]
-    chunk = Chunk(2, 15, array("i", [5, 6]), True, False)
-    batch = ScheduledBatch(
-        new_requests=[NewRequest(2, [[12, 22], [32, 42]], 17, 0.5, 1)],
-        new_blocks=new, rows=slot_rows(1, 0), chunks=[chunk],
-    )  # fmt: skip
-    planned: list[np.ndarray] = []
-    plan = SdpaBackend.plan_host
-
-    def noting_plan(backend: SdpaBackend, slots: np.ndarray, lens: np.ndarray, block_tables: np.ndarray) -> HostPlan:
-        planned.append(block_tables)
-        return plan(backend, slots, lens, block_tables)
-
-    monkeypatch.setattr(SdpaBackend, "plan_host", noting_plan)
-    metadata = sender.step(batch, StepShape(2, 3, 2)).metadata
-    first, second = metadata.slot_mappings
-    assert first.tolist() == [21 * 16 + 1, 20 * 16 + 1, 12 * 16 + 15, 22 * 16, -1]
-    assert second.tolist() == [41 * 16 + 1, 40 * 16 + 1, 32 * 16 + 15, 42 * 16, -1]
-    first, second = metadata.block_tables
-    assert first[:3, :3].tolist() == [[11, 21, 51], [10, 20, 0], [12, 22, 0]]
-    assert second[:3, :3].tolist() == [[0, 41, 0], [0, 40, 50], [32, 42, 0]]
-    # Common prefixes are the first group's.
-    assert planned[0][:2, :2].tolist() == [[10, 20], [11, 21]]
-    first, second = sender.step(ScheduledBatch(rows=slot_rows(0))).metadata.slot_mappings
-    assert (first.tolist(), second.tolist()) == ([20 * 16 + 2], [40 * 16 + 2])

@@ -18,13 +18,7 @@ import pytest
 
 from nanovllm.cli import main
 from nanovllm.cli.batch_files import AnsweredRequests, ResultFile
-from tests.batch_lines import ENGINE, command, encode, lines_of_every_kind, results_of
-
-RUN = "0123456789abcdef"
-
-
-def answered_line(number: int, request: int, run: str = RUN) -> bytes:
-    return b'{"line": %d, "run": "%s", "request": "%016x", "outputs": []}\n' % (number, run.encode(), request)
+from tests.batch_lines import ENGINE, RUN, answered_line, command, encode, lines_of_every_kind, results_of
 
 
 def run(source: Path, output: Path, *flags: str) -> int:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.prefix_cache import SPENT, FoundBlock, PrefixCache
+from nanovllm.engine.prefix_cache import FoundBlock, PrefixCache
 from nanovllm.engine.sequence import Sequence
 from tests.cache_checks import check_blocks
-from tests.mock_runner import (
-    make_sequence,
-    window_kinds,
-)
+from tests.mock_runner import make_sequence, window_kinds
 
 
 def hold(manager: BlockManager, tokens: list[int]) -> Sequence:
@@ -85,33 +82,6 @@ def test_a_hash_collision_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert cached(manager, [1, 2, 5, 5]) == 1
     hold(manager, [1, 2, 5, 5])
     assert (cached(manager, [1, 2, 5, 5]), cached(manager, [1, 3, 5, 5])) == (2, 2)
-
-
-def test_a_block_is_its_tokens_behind_its_parent() -> None:
-    manager = BlockManager(8, 2)
-    hold(manager, [7] * 8)
-    # Equal blocks of one prompt follow different prefixes.
-    assert [cached(manager, [7] * n) for n in (1, 2, 4, 8)] == [0, 1, 2, 4]
-    # Both sequences compute [9, 9] themselves; what one computes after them is found after the other's.
-    seqs = [make_sequence(i, [9, 9, 8, 8][: 2 * i + 2]) for i in range(2)]
-    for seq in seqs:
-        assert manager.allocate(seq)
-    manager.begin_step()
-    for seq in seqs:
-        seq.num_computed_tokens = len(seq.token_ids)
-        manager.register(seq)
-    assert cached(manager, [9, 9, 8, 8]) == 2
-
-
-def test_a_reused_block_does_not_match_the_old_continuation() -> None:
-    manager = BlockManager(3, 2)
-    # The head is evicted before the tail, as it can be where another sequence holds a copy of the head.
-    manager.free(hold(manager, [1, 1, 5, 5]))
-    head = next(block for block in manager.blocks if block.key is not None and block.key[0] == 0)
-    head.rank = SPENT
-    manager._free.move(head)
-    assert hold(manager, [2, 2]).block_tables[0].held == [head.block_id]
-    assert (cached(manager, [2, 2, 5, 5]), cached(manager, [1, 1, 5, 5])) == (1, 0)
 
 
 def test_a_sequence_that_does_not_fit_is_matched_once_until_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,11 +34,11 @@ from nanovllm.config import Config
 from nanovllm.serve.openai_format import ENDPOINTS, request_params
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.utils.flags import field_texts, flag_values
-from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, TEXT, command, encode, openai
+from tests.batch_lines import CHAT, ENGINE, INTRODUCTION, ROOT, RUN, TEXT, command, encode, openai
 from tests.mock_runner import run
 
 BODY = {"messages": INTRODUCTION, "temperature": 0, "max_tokens": 4}
-RUN = "0123456789abcdef"
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -208,21 +208,16 @@ def test_completion_requests_in_openais_form(llm: LLM) -> None:
 BAD_LINES: list[tuple[Any, str]] = [
     (b"nonsense\n", "not JSON"),
     (b'"text"\n', "not a JSON object"),
-    (b"\xff\xfe\n", "not JSON"),
     (b"[" * 100000 + b"\n", "not JSON"),
     ({"prompt": "x", "what": 3, "id": "a"}, "unknown field 'what'"),
     ({"prompt": "x", "top_p": 3}, "top_p must be"),
-    ({"prompt": "x", "max_tokens": "3"}, "max_tokens must be"),
     ({"prompt": "x", "structured_outputs": {"what": 3}}, "unknown argument what"),
     ({"prompt": "x" * 2000, "custom_id": 5}, "over max_model_len"),
-    ({"prompt": ""}, "empty"),
     ({"prompt": {"prompt": "x"}}, "a prompt is a string or a list"),
-    ({"prompt": [1, 10**9]}, "outside the vocabulary"),
     ({"prompt": "x", "messages": INTRODUCTION}, "either a prompt or messages"),
     ({"id": "a"}, "either a prompt or messages"),
     ({"prompt": "x", "tools": []}, "need messages"),
     ({"messages": [INTRODUCTION]}, "one conversation"),
-    ({"messages": "x"}, "messages must be a list"),
     ({"messages": INTRODUCTION, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs must be"),
     (openai("/v1/embeddings", input="x"), "POST to /v1/chat/completions"),
     ({"url": [], "body": {}}, "POST to"),
@@ -348,51 +343,26 @@ def test_a_read_error_is_raised(llm: LLM) -> None:
     run(llm)
 
 
+LISTS = "allowed_hosts allowed_origins api_key bad_words served_model_name stop"
+CHOICES = {
+    "tool_call_parser": "hermes", "reasoning_parser": "qwen3", "dtype": "float16", "device": "cpu",
+    "attention_backend": "sdpa", "load_format": "dummy", "model_impl": "transformers", "quantization": "fp8",
+    "logprobs_mode": "processed_logprobs", "kv_cache_dtype": "fp8",
+}  # fmt: skip
+TEXTS = "revision model host uds weights_root root_path ssl_keyfile ssl_certfile ssl_ca_certs tokenizer"
 VALUES: dict[str, tuple[list[str], Any]] = {
-    "allowed_hosts": (["a", "*.b"], ["a", "*.b"]),
-    "allowed_origins": (["https://a", "https://b"], ["https://a", "https://b"]),
+    **{name: (["a", "b c"], ["a", "b c"]) for name in LISTS.split()},
+    **{name: (["3", "4"], [3, 4]) for name in ("stop_token_ids", "allowed_token_ids", "hidden_states")},
+    **{name: ([text], text) for name, text in CHOICES.items()},
+    **{name: (["/x"], "/x") for name in TEXTS.split()},
+    "chat_template": (["{{ x }}"], "{{ x }}"),
     "logit_bias": (['{"5": -1.5}'], {"5": -1.5}),
     "structured_outputs": (['{"regex": "a+"}'], StructuredOutputsParams(regex="a+")),
-    "stop": (["a", "b c"], ["a", "b c"]),
-    "tool_call_parser": (["hermes"], "hermes"),
-    "reasoning_parser": (["qwen3"], "qwen3"),
-    "bad_words": (["a"], ["a"]),
-    "stop_token_ids": (["3", "4"], [3, 4]),
-    "allowed_token_ids": (["3"], [3]),
     "max_tokens": (["none"], None),
-    "seed": (["9"], 9),
-    "revision": (["main"], "main"),
-    "device": (["cpu"], "cpu"),
-    "dtype": (["float16"], "float16"),
-    "attention_backend": (["sdpa"], "sdpa"),
-    "load_format": (["dummy"], "dummy"),
-    "model_impl": (["transformers"], "transformers"),
-    "logprobs_mode": (["processed_logprobs"], "processed_logprobs"),
-    "model": (["x"], "x"),
-    "num_kvcache_blocks": (["7"], 7),
-    "logprobs": (["2"], 2),
-    "prompt_logprobs": (["2"], 2),
     "gpu_memory_utilization": (["0.5"], 0.5),
     "top_p": (["0.5"], 0.5),
-    "quantization": (["fp8"], "fp8"),
-    "kv_cache_dtype": (["fp8"], "fp8"),
-    "host": (["::1"], "::1"),
-    "uds": (["x"], "x"),
-    "weights_root": (["x"], "x"),
-    "root_path": (["/x"], "/x"),
-    "ssl_keyfile": (["x"], "x"),
-    "ssl_certfile": (["x"], "x"),
-    "ssl_ca_certs": (["x"], "x"),
-    "chat_template": (["{{ x }}"], "{{ x }}"),
     "default_chat_template_kwargs": (['{"enable_thinking": false}'], {"enable_thinking": False}),
-    "tokenizer": (["x"], "x"),
-    "api_key": (["x", "y"], ["x", "y"]),
-    "served_model_name": (["x", "y"], ["x", "y"]),
-    "hidden_states": (["32", "33"], [32, 33]),
-    "speculative_config": (
-        ['{"method": "ngram", "num_speculative_tokens": 4}'],
-        {"method": "ngram", "num_speculative_tokens": 4},
-    ),
+    "speculative_config": ([json.dumps(NGRAM)], NGRAM),
 }
 
 
@@ -443,7 +413,6 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
         (["walk"], "walk"),
         (["run", "-i", "x"], "-o"),
         (["chat", "--temp", "1"], "nanovllm chat: error: unrecognized arguments: --temp"),
-        (["chat", "--max-tokens", "x"], "--max-tokens"),
         (["chat", "--max-tokens", "0"], "max_tokens must be"),
         (["chat", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
         (["chat", "--logit-bias", "[1]"], "--logit-bias"),
@@ -453,15 +422,12 @@ def test_every_field_is_a_flag(cls: Any, commands: list[str]) -> None:
             ["bench", "--speculative-config", '{"method": "x"}'],
             "method of speculative_config must be one of ngram, eagle3, mtp, not 'x'",
         ),
-        (["chat", "--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens of speculative_config must"),
-        (["chat", "--n", "2"], "n must be 1"),
         (["chat", "--model", "/nowhere"], "/nowhere"),
         (["chat", *ENGINE, "--stop-token-ids", "99999"], "outside the vocabulary"),
         (["run", "-i", "/nowhere", "-o", "-"], "/nowhere"),
         (["run", "-i", "/dev/null", "-o", "/nowhere/x"], "/nowhere/x"),
         (["run", "-i", "/dev/null", "-o", "-", *ENGINE, "--logit-bias", '{"99999": 1}'], "outside the vocabulary"),
         (["bench", "--workload", "what"], "--workload"),
-        (["bench", "--model", "/nowhere"], "/nowhere"),
     ],
 )
 def test_a_bad_value_ends_with_code_2_and_one_line(

@@ -1,4 +1,4 @@
-"""The gated delta rule: its plain torch form against transformers', and its kernels against the plain torch form."""
+"""The gated delta rule: its kernels against its plain torch form, which `test_hybrid.py` compares with transformers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.nn import functional
-from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
 
 from nanovllm.kernels.mixers import causal_conv
 from nanovllm.kernels.mixers import gated_delta_rule as delta
@@ -126,44 +123,6 @@ def make_tiles(chunks: list[Chunk], tables: torch.Tensor, padding: int = 0) -> S
     rows += [[0, 0, -1, 0, 0]] * padding
     tensors = [torch.tensor(part, dtype=torch.int32, device=DEVICE) for part in (tiles, rows)]
     return StateTiles(tensors[0], tensors[1], tables)
-
-
-def transformers_outputs(layer: Layer, inputs: Inputs, recurrent: bool) -> torch.Tensor:
-    """The outputs of a whole sequence by transformers' functions."""
-    rule, (x, gates, z) = layer.rule, inputs.at(slice(None))
-    b, a = gates.split(layer.heads, 1)
-    mixed = qwen3_5.causal_conv1d_fn(x.T[None], rule.conv_weight, None, "silu")[0].T
-    key_dim = rule.num_key_heads * layer.size
-    q, k, v = mixed.split([key_dim, key_dim, layer.heads * layer.size], -1)
-    q, k = (part.reshape(1, len(x), rule.num_key_heads, layer.size) for part in (q, k))
-    # Older versions want a head of queries and keys for each head of values.
-    q, k = (part.repeat_interleave(layer.heads // rule.num_key_heads, 2) for part in (q, k))
-    decay = -rule.a_log.float().exp() * functional.softplus(a.float() + rule.dt_bias)
-    form = qwen3_5.torch_recurrent_gated_delta_rule if recurrent else qwen3_5.torch_chunk_gated_delta_rule
-    out, _ = form(q, k, v.reshape(1, len(x), layer.heads, layer.size), g=decay[None], beta=b.sigmoid()[None],
-                  use_qk_l2norm_in_kernel=True)  # fmt: skip
-    norm = qwen3_5.Qwen3_5RMSNormGated(layer.size, rule.eps).to(DEVICE)
-    norm.weight.data.copy_(rule.norm_weight)
-    return norm(out[0], z)
-
-
-@pytest.mark.parametrize("recurrent", [False, True])
-@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 5], [64, 70], [100, 101, 164]])
-def test_tokens_in_chunks_and_steps(cuts: list[int], recurrent: bool) -> None:
-    torch.manual_seed(len(cuts))
-    layer = Layer(torch.float32, 2, 3, 16)
-    inputs = Inputs.random(layer, 200)
-    expected = transformers_outputs(layer, inputs, recurrent)
-    # The last 8 tokens are decoded.
-    outs, ends = [], [0, *cuts, 192]
-    for number, (start, end) in enumerate(pairwise(ends)):
-        chunk = Chunk(start, end - start, number - 1, {end - start: number})
-        outs.append(layer.rule.prompt(*inputs.at(slice(start, end)), make_tiles([chunk], layer.tables)))
-    state = len(ends) - 2
-    for position in range(192, 200):
-        at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
-        outs.append(layer.rule.step(*inputs.at([position]), StateRows(at, layer.tables[state : state + 1])))
-    torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)
 
 
 DTYPES = [torch.float32, torch.bfloat16] if GPU else [torch.float32, torch.float16]

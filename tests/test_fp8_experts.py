@@ -61,9 +61,6 @@ def test_what_does_not_fit_is_refused_by_name(mixture: Path, tmp_path: Path, mon
     change(stored, quantization_config=FP8 | {"modules_to_not_convert": ["up_proj"]})
     with pytest.raises(ValueError, match=r"ignores \['model.layers.0.mlp.experts.0.up_proj'\], but not all of"):
         LLM(stored, **SETTINGS)
-    change(stored, quantization_config=FP8 | {"weight_block_size": [64, 64]})
-    with pytest.raises(ValueError, match=r"blocks of \[64, 64\] are not supported"):
-        LLM(stored, **SETTINGS)
 
 
 def make_stack(num_experts: int, outs: int, ins: int, block: tuple[int, int]) -> Fp8Matrix:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from nanovllm import LLM, SamplingParams
 from nanovllm.utils.gguf import check_gguf, convert_gguf
 from nanovllm.utils.hub import resolve_model
+from tests.test_loading import POINTER
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 17209920\n"
 
 
 @pytest.fixture

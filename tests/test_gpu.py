@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -22,11 +21,9 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.triton import TritonBackend
-from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.compile_ahead import compile_ahead
 from nanovllm.kernels.slot_tensors import SlotTensors, scatter_tokens
-from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
@@ -77,16 +74,6 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-
-
-def apart(prepare: Callable[[ScheduledBatch], DeviceStep]) -> Callable[[ScheduledBatch], DeviceStep]:
-    """Have every batch sampled apart from its forward pass."""
-
-    def prepare_apart(batch: ScheduledBatch) -> DeviceStep:
-        batch.has_extra = True
-        return prepare(batch)
-
-    return prepare_apart
 
 
 def runner_of(llm: LLM) -> ModelRunner:
@@ -216,18 +203,6 @@ def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -
     assert tokens[0] == tokens[1]
 
 
-def test_sampling_launched_apart_gives_the_same_tokens(folder: Path) -> None:
-    prompts, params = [[i + 1] * (5 + 9 * i) for i in range(12)], SamplingParams(max_tokens=20, seed=3, ignore_eos=True)
-    with make_llm(folder) as llm:
-        want = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
-        runner = runner_of(llm)
-        runner.prepare = apart(runner.prepare)  # type: ignore[method-assign, assignment]
-        for _ in range(3):
-            assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == want
-        graphs: Any = runner.graphs
-        assert {part.name for part, _ in graphs._graphs} == {"SAMPLED", "FORWARD"}
-
-
 def test_log_probabilities_of_sampled_tokens_are_in_the_steps_graph(folder: Path) -> None:
     batch = prompts((1, 3, 40) * 12, seed=8)
 
@@ -332,22 +307,6 @@ def test_memory_of_other_processes_is_not_charged(folder: Path) -> None:
             beside = runner_of(llm).num_kvcache_blocks
         other.stdin.write(b"\n")
     assert abs(beside - alone) <= 0.01 * alone
-
-
-def test_dummy_weights_of_a_published_shape(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "head_dim": 128,'
-        '"intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,'
-        '"max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "vocab_size": 151936,'
-        '"tie_word_embeddings": true, "torch_dtype": "bfloat16"}'
-    )
-    assert ModelConfig.from_folder(str(tmp_path)).dtype == "bfloat16"
-    with LLM(tmp_path, load_format="dummy", max_num_seqs=64, gpu_memory_utilization=0.5) as llm:
-        assert runner_of(llm).dtype == torch.bfloat16
-        params = SamplingParams(temperature=0.6, max_tokens=30, ignore_eos=True, seed=1)
-        outputs = llm.generate([[i] * 100 for i in range(100)], params, use_tqdm=False)
-    assert all(len(output["token_ids"]) == 30 for output in outputs)
-    assert len({tuple(output["token_ids"]) for output in outputs}) > 90
 
 
 def test_sdpa_does_without_triton() -> None:

@@ -25,6 +25,7 @@ from tests import symmetric_buffer_ranks
 from tests.conftest import MakeCheckpoint
 from tests.parallel_engine import Plan, Result
 from tests.test_all_reduce_rms_norm import check_step
+from tests.test_gpu import prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -49,11 +50,6 @@ needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.fixture(scope="module")
 def folder(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint(**SHAPE)
-
-
-def prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(SHAPE["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -23,7 +23,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
@@ -69,17 +69,6 @@ def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
 def change_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
-
-
-def test_sharded_files_with_an_index(checkpoint: Path, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    model.save_pretrained(tmp_path, max_shard_size="60KB")
-    shards = list(tmp_path.glob("*.safetensors"))
-    assert len(shards) > 2
-    assert tokens(tmp_path) == tokens(checkpoint)
-    shards[0].unlink()
-    with pytest.raises(ValueError, match=f"names files that are not there.*{shards[0].name}"):
-        load(tmp_path)
 
 
 def test_a_tied_checkpoint_may_store_its_head(make_checkpoint: Any, tmp_path: Path) -> None:

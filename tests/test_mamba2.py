@@ -1,14 +1,12 @@
-"""Mamba-2: its plain torch form against transformers', and its kernels against the plain torch form."""
+"""Mamba-2: its kernels against its plain torch form, which `test_hybrid.py` compares with transformers'."""
 
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers.models.bamba import modeling_bamba as bamba
 
 from nanovllm.kernels.mixers import causal_conv
 from nanovllm.kernels.mixers.mamba2 import StateSpace
@@ -76,44 +74,6 @@ def part(inputs: Inputs, index: slice) -> Inputs:
 def wide(inputs: Inputs) -> Inputs:
     x, dt, z = inputs
     return x.float(), dt.float(), z.float()
-
-
-def transformers_outputs(space: StateSpace, inputs: Inputs) -> torch.Tensor:
-    """The outputs of a whole sequence by transformers' functions."""
-    x, dt, z = inputs
-    inner, keys = space.shape[0] * space.shape[2], space.num_groups * space.shape[1]
-    mixed = bamba.causal_conv1d_fn(x.T[None], space.conv_weight, space.conv_bias, "silu")[0].T
-    x, b, c = (one[None] for one in mixed.split([inner, keys, keys], 1))
-    b, c = (one.unflatten(2, (space.num_groups, -1)) for one in (b, c))
-    out = bamba.mamba2_chunk_scan(
-        x.unflatten(2, (space.shape[0], -1)), dt[None], -space.a_log.exp(), b, c, chunk_size=16, D=space.d,
-        dt_bias=space.dt_bias, dt_softplus=True, dt_limit=space.step_limits,
-    )  # fmt: skip
-    if space.norm_weight is None:
-        return out[0].flatten(1) * torch.nn.functional.silu(z)
-    norm = bamba.BambaRMSNormGated(inner, inner // space.num_groups, space.eps).to(DEVICE)
-    norm.weight.data.copy_(space.norm_weight)
-    return norm(out[0].flatten(1), z)
-
-
-@pytest.mark.parametrize("has_norm", [True, False])
-@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 5], [64, 70, 134]])
-def test_tokens_in_chunks_and_steps(cuts: list[int], has_norm: bool) -> None:
-    torch.manual_seed(len(cuts))
-    space, tables = make_space(torch.float32, (6, 16), (2, 32), has_norm)
-    inputs = random_inputs(space, 150)
-    expected = transformers_outputs(space, inputs)
-    # The last 8 tokens are decoded.
-    outs, ends = [], [0, *cuts, 142]
-    for number, (start, end) in enumerate(pairwise(ends)):
-        tiles = make_tiles([Chunk(start, end - start, number - 1, {end - start: number})], tables)
-        outs.append(space.prompt(*part(inputs, slice(start, end)), tiles))
-    state = len(ends) - 2
-    for position in range(142, 150):
-        at = torch.tensor([position], dtype=torch.int32, device=DEVICE)
-        rows = StateRows(at, tables[state : state + 1])
-        outs.append(space.step(*part(inputs, slice(position, position + 1)), rows))
-    torch.testing.assert_close(torch.cat(outs), expected, rtol=2e-4, atol=2e-5)
 
 
 class Run:

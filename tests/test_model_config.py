@@ -20,8 +20,6 @@ from nanovllm.config import ModelImpl
 from nanovllm.configs.model import MODELS, LayerConfig, ModelConfig
 from nanovllm.configs.rope import RopeConfig, YarnScaling, read_rope
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.models import model_class
-from nanovllm.models.base import CausalLM
 
 # As transformers 4.x wrote them.
 QWEN3_06B: dict[str, Any] = {
@@ -32,14 +30,6 @@ QWEN3_06B: dict[str, Any] = {
     "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
-}  # fmt: skip
-QWEN25_7B_1M: dict[str, Any] = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
-    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
-    "max_position_embeddings": 1010000, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
-    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-05, "rope_scaling": None,
-    "rope_theta": 10000000.0, "sliding_window": 32768, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
-    "transformers_version": "4.47.1", "use_cache": True, "use_sliding_window": False, "vocab_size": 152064,
 }  # fmt: skip
 OLMO3_7B: dict[str, Any] = {
     "architectures": ["Olmo3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 100257,
@@ -63,30 +53,14 @@ def read(
     return ModelConfig.from_folder(str(folder), model_impl=model_impl)
 
 
-def test_every_architecture_has_a_model() -> None:
-    for name, row in MODELS.items():
-        assert row.name == name and issubclass(model_class(row), CausalLM)
-
-
 def test_qwen3_06b(tmp_path: Path) -> None:
-    assert read(tmp_path, QWEN3_06B, {"eos_token_id": [151645, 151643]}) == ModelConfig(
+    # Neither file's EOS is in the other one, and each ends a text.
+    assert read(tmp_path, QWEN3_06B, {"eos_token_id": 151643}) == ModelConfig(
         architecture=MODELS["Qwen3ForCausalLM"],
         vocab_size=151936, hidden_size=1024,
         intermediate_size=3072, layers=(LayerConfig(rope=RopeConfig(1e6)),) * 28, num_heads=16, num_kv_heads=8,
         head_dim=128, rms_norm_eps=1e-6, tie_word_embeddings=True, max_position=40960, initializer_range=0.02,
         dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
-    )  # fmt: skip
-
-
-def test_qwen25_7b_instruct_1m(tmp_path: Path) -> None:
-    """It names a sliding window and does not use it; its head size is the quotient of two others."""
-    # Neither file's EOS is in the other one, and each ends a text.
-    assert read(tmp_path, QWEN25_7B_1M, {"eos_token_id": 151643}) == ModelConfig(
-        architecture=MODELS["Qwen2ForCausalLM"],
-        vocab_size=152064, hidden_size=3584,
-        intermediate_size=18944, layers=(LayerConfig(rope=RopeConfig(1e7)),) * 28, num_heads=28, num_kv_heads=4,
-        head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position=1010000,
-        initializer_range=0.02, dtype="bfloat16", eos_token_ids=frozenset([151643, 151645]),
     )  # fmt: skip
 
 

@@ -76,13 +76,6 @@ def test_pieces_join_to_the_whole(tokenizer: Any, text: str, most: int) -> None:
     assert sum(map(bool, pieces)) > 3
 
 
-def test_a_character_waits_for_its_last_byte(tokenizer: Any) -> None:
-    token_ids = tokenizer.encode("🙂")
-    assert len(token_ids) > 1
-    detokenizer = Detokenizer(tokenizer)
-    assert [detokenizer.append([token]) for token in token_ids] == [""] * (len(token_ids) - 1) + ["🙂"]
-
-
 class WatchedLock:
     """A lock that says when a thread has to wait for it."""
 
@@ -127,22 +120,6 @@ def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str
     assert [(new.text, new.token_ids, new.logprobs) for new in taken] == [("a", [token_id], b"a record")]
 
 
-class WordTokenizer:
-    """Words with the space before them, which a text does not begin with, and one special token, as SentencePiece's."""
-
-    WORDS = (" one", " two", " three", None)
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return "".join(self.WORDS[token] or "" for token in token_ids).removeprefix(" ")
-
-
-def test_a_token_whose_text_depends_on_those_before_it() -> None:
-    detokenizer = Detokenizer(WordTokenizer())
-    # Behind a special token, too, a word is not the first.
-    assert [detokenizer.append([token]) for token in (3, 0, 3, 3, 1, 2)] == ["", "one", "", "", " two", " three"]
-
-
 @pytest.fixture(scope="module")
 def words() -> Any:
     return sentencepiece_tokenizer(
@@ -152,6 +129,13 @@ def words() -> Any:
 
 def ids(tokenizer: Any, *names: str) -> list[int]:
     return [tokenizer.convert_tokens_to_ids(name) for name in names]
+
+
+def test_a_token_whose_text_depends_on_those_before_it(words: Any) -> None:
+    tokens = ids(words, "<tag>", f"{MARK}Hello", "<tag>", "<tag>", f"{MARK}world", f"{MARK}big")
+    detokenizer = Detokenizer(words)
+    # Behind a special token, too, a word is not the first.
+    assert [detokenizer.append([token]) for token in tokens] == ["", "Hello", "", "", " world", " big"]
 
 
 @pytest.mark.parametrize("between", [[], ["<tag>"] * 9])

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from tests.bank_conflicts import most_conflicts
 from tests.fake_device import SHARED_KIB
 
 ROOT = Path(__file__).parents[1]
@@ -114,17 +113,6 @@ def test_products_with_weights_in_four_bits_fit_the_device(size: str, names: set
         _, kernels = read(start(tmp_path / capability, capability, size, "bfloat16", "1", *names))
         assert {kernel["name"] for kernel in kernels} == names
         check_fit(kernels, capability)
-
-
-def test_a_layout_with_bank_conflicts_is_found() -> None:
-    """One-shot linears as Triton 3.6 and 3.7.1 compiled `tl.dot`: with 8 rows 0.6B became slower by a third."""
-    code = """#shared = #ttg.swizzled_shared<{vec = 8, perPhase = 1, maxPhase = 8, order = [%s]}>
-    %%4 = ttg.local_load %%3 : !ttg.memdesc<16x64x32xbf16, #shared, #smem> -> tensor<16x64x32xbf16, #ttg.dot_op<{0}>>"""
-    assert most_conflicts(code % "1, 2, 0") == 1
-    assert most_conflicts(code % "1, 0, 2") == 8
-    assert most_conflicts(code.replace("maxPhase = 8", "maxPhase = 1") % "1, 2, 0") == 8
-    assert most_conflicts(code.replace("bf16", "f32") % "1, 2, 0") == 2
-    assert most_conflicts("") == 0
 
 
 @pytest.mark.compat

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +45,6 @@ def encode(*pieces: str) -> list[int]:
     return [token for piece in pieces for token in TOKENIZER.encode(piece, add_special_tokens=False)]
 
 
-def test_several_outputs(llm: LLM) -> None:
-    params = SamplingParams(1.5, 12, seed=3, n=5, ignore_eos=True)
-    (output,) = llm.generate(PROMPT, params, use_tqdm=False)
-    assert [item.index for item in output.outputs] == [*range(5)]
-    assert len({tuple(item.token_ids) for item in output.outputs}) == 5
-    (again, _) = llm.generate([PROMPT, "other"], params, use_tqdm=False)
-    assert again == output
-    (one,) = llm.generate(PROMPT, SamplingParams(1.5, 12, seed=3, ignore_eos=True), use_tqdm=False)
-    assert one.outputs[0] == output.outputs[0]
-    request_id = llm.add_request(PROMPT, params)
-    llm.step()
-    llm.abort([request_id])
-    assert llm.is_finished()
-
-
 def test_priorities_order_requests() -> None:
     with LLM(BUNDLED_MODEL, num_kvcache_blocks=8, max_num_seqs=1, **SETTINGS) as single:
         done: list[int] = []
@@ -91,18 +75,6 @@ def test_bad_words_are_those_of_transformers(llm: LLM, bad_words: list[str]) -> 
 def test_bad_words_have_tokens(llm: LLM) -> None:
     with pytest.raises(ValueError, match="bad_words has '  ', which is space alone"):
         llm.generate(PROMPT, SamplingParams(0, 30, bad_words=["  "]))
-
-
-def test_prompts_as_dicts(llm: LLM) -> None:
-    tokens = TOKENIZER(PROMPT)["input_ids"]
-    params = SamplingParams(0, 4)
-    prompts: list[Any] = [PROMPT, {"prompt": PROMPT}, {"prompt_token_ids": tokens}]
-    text, as_dict, as_tokens = llm.generate(prompts, params, use_tqdm=False)
-    assert text == as_dict and text.prompt == PROMPT and as_tokens == replace(text, prompt=None)
-    assert llm.generate({"prompt": PROMPT}, params, use_tqdm=False) == [text]
-    for bad in ({"prompt": 5}, {"prompt": "x", "more": 1}, {}, {1: 2, "a": 3}, {"prompt_token_ids": "abc"}):
-        with pytest.raises(ValueError, match="a prompt as a dict is"):
-            llm.generate([bad])
 
 
 def test_parameters_are_checked_again_and_copied(llm: LLM) -> None:
@@ -160,8 +132,6 @@ def test_chat_is_the_template_with_one_bos(tmp_path: Path) -> None:
         for messages in wrong:
             with pytest.raises(ValueError, match="messages must be"):
                 llm.chat(messages)
-        with pytest.raises(ValueError, match="chat template cannot be applied: no luck"):
-            llm.chat(CONVERSATION, chat_template="{{ raise_exception('no luck') }}")
         assert llm.stats()["num_used_blocks"] == 0
 
     def render(conversation: Any, **options: Any) -> list[int]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.attention import sdpa
 from nanovllm.attention.backend import AttentionBackend, AttentionLayer, AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import StepMetadata
@@ -48,27 +47,6 @@ def with_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         properties = SimpleNamespace(multi_processor_count=8)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-
-# 20 queries of 30 take three pieces, the last one not full; 8 take one, and 9 one more of a single query.
-@pytest.mark.parametrize(("max_queries", "most_pieces"), [(8, 1 + 1 + 2 + 3), (1024, 1 + 1 + 1 + 1)])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_decode_rows_and_chunks(
-    dtype: torch.dtype, max_queries: int, most_pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sdpa, "_MAX_QUERIES", max_queries)
-    torch.manual_seed(0)
-    # Decode rows of contexts that are padded to one length, then chunks: (queries, metadata).
-    pairs = [(1, 1), (1, 33), (1, 17), (8, 8), (9, 40), (20, 30)]
-    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
-    cache, tables, seq_lens = paged(lens, 16, 2, 32, dtype)
-    query = randn(sum(query_lens), 6, 32, dtype=dtype)
-    metadata = step_of([tables], seq_lens, lens, query_lens[3:])
-    backend = SdpaBackend(16)
-    backend.plan(metadata)
-    out = backend.run(query, AttentionLayer(KVPages(cache[0], cache[1]), 32**-0.5), metadata)
-    assert len(metadata.plan[0, None]) == most_pieces
-    check_attention(out, query, cache, tables, query_lens, lens)
 
 
 LAYERS = (PLAIN, AttentionOptions(softcap=0.7), AttentionOptions(window=20), AttentionOptions(window=40, softcap=0.7))

@@ -221,14 +221,7 @@ BODIES: dict[str, tuple[bytes, set[int]]] = {
     ),
     "empty": (b"", {400}),
     "no object": (b"[1, 2]", {400}),
-    "lone surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 2}', {200, 400}),
     "nul": (b'{"messages": [{"role": "user", "content": "\\u0000"}], "max_tokens": 2}', {200}),
-    "deep content": (b'{"messages": [{"role": "user", "content": ' + b"[" * 5000 + b"]" * 5000 + b"}]}", {400}),
-    "deep schema": (
-        b'{"messages": [], "structured_outputs": {"json": ' + b'{"properties": ' * 800 + b"{}" + b"}" * 800 + b"}}",
-        {400},
-    ),
-    "surrogate bad word": (b'{"messages": [{"role": "user", "content": "a"}], "bad_words": ["\\udfff"]}', {400}),
     "surrogate name": (b'{"messages": [{"role": "user", "content": "a"}], "model": "\\udfff"}', {404}),
 }
 

@@ -1,4 +1,4 @@
-"""One rank's part of the model, of weights, of noise and of a draw, and its layers, without other processes."""
+"""One rank's part of the model, of weights, of noise and of a draw, without other processes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch import nn
-from torch.nn import functional
 
 from nanovllm.configs.model import MODELS, LayerConfig, ModelConfig
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels import sampling
 from nanovllm.kernels.all_reduce import pack_candidates, unpack_tokens
-from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.models import make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
@@ -114,16 +109,6 @@ def test_dummy_weights_are_one_model_however_it_is_split(checkpoint: Path) -> No
         ModelWeights(model, torch.device("cpu")).draw(5)
     for target, part in whole.weight_slices().items():
         assert torch.equal(joined(halves, target), part.region), target
-
-
-def test_embeddings_of_the_ranks_add_up(checkpoint: Path) -> None:
-    config = ModelConfig.from_folder(str(checkpoint))
-    (whole,), parts = shards(config, 1), shards(config, 2)
-    for model in (whole, *parts):
-        ModelWeights(model, torch.device("cpu")).load_folder(str(checkpoint))
-    tokens = torch.arange(320, dtype=torch.int32)
-    first, second, both = (model.get_submodule("model.embed_tokens")(tokens) for model in (*parts, whole))
-    torch.testing.assert_close(first + second, both, rtol=0, atol=0)
 
 
 SHARDS = [Shard(0, 192, 320), Shard(192, 384, 320)], [Shard(i * 64, (i + 1) * 64, 130) for i in range(4)]
@@ -241,53 +226,7 @@ def test_more_ranks_than_the_model_has_parts() -> None:
         shares_of(3, intermediate_size=40)
 
 
-ROWS, SIZE = 5, 8
-CPU, META = torch.device("cpu"), torch.device("meta")
-
-
 class TwoRanks(Communicator):
     """A rank of two; the other one adds nothing."""
 
     size = 2
-
-
-def filled(layer: nn.Module) -> nn.Module:
-    for param in layer.parameters():
-        param.data.normal_()
-    return layer
-
-
-def normalised(norm: nn.Module, total: torch.Tensor) -> torch.Tensor:
-    return functional.rms_norm(total, (SIZE,), norm.get_parameter("weight"), 1e-6)
-
-
-@pytest.mark.parametrize("communicator", [Communicator(), TwoRanks()])
-@pytest.mark.parametrize("rows", [None, torch.tensor([4, 1])])
-def test_a_branch_of_the_residual_stream(communicator: Communicator, rows: torch.Tensor | None) -> None:
-    norm = filled(AllReduceRMSNorm(SIZE, 1e-6, communicator))
-    gate_up = filled(MergedColumnParallelLinear(SIZE, {"gate": Shard.whole(6), "up": Shard.whole(6)}, bias=False))
-    down = filled(RowParallelLinear(Shard.whole(6), SIZE))
-    x = torch.randn(ROWS, SIZE)
-    gate, up = (normalised(norm, x) @ gate_up.get_parameter("weight.values").T).chunk(2, dim=-1)
-    kept = slice(None) if rows is None else rows
-    branch = (functional.silu(gate) * up)[kept] @ down.get_parameter("weight.values").T
-
-    inner, residual = gate_up(x.clone(), norm, gated=True)
-    torch.testing.assert_close(residual, x)
-    out, residual = down(inner[kept], residual[kept])
-    normed, total = norm(out, residual)
-    torch.testing.assert_close(normed, normalised(norm, x[kept] + branch))
-    torch.testing.assert_close(total, x[kept] + branch)
-
-
-def test_a_tied_head_is_the_embedding_transposed() -> None:
-    with META:
-        embedding = VocabParallelEmbedding(Shard.whole(7), SIZE)
-        head = ParallelLMHead(Shard.whole(7), SIZE, tied_to=embedding)
-        model = nn.ModuleList([embedding, head])
-    assert len(list(model.parameters())) == 1
-    embedding.weight.allocate(torch.bfloat16, CPU)
-    assert next(head.parameters()).dtype == torch.bfloat16
-    filled(model.to_empty(device=CPU).float())
-    rows = embedding(torch.arange(7))
-    torch.testing.assert_close(head(torch.eye(SIZE))[0], rows.T)

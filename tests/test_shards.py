@@ -22,18 +22,16 @@ from nanovllm.cli.batch_files import (
     request_digest,
     whole_file,
 )
-from tests.batch_lines import ENGINE, results_of
+from tests.batch_lines import ENGINE, RUN, answered_line, results_of
 
 memory = pytest.importorskip("fsspec.implementations.memory")
 local = pytest.importorskip("fsspec.implementations.local")
-RUN = "0123456789abcdef"
 PROMPTS = ["1 2", "a b", "", "sort 3 1", "x " * 500, "5 + 5", "7 8 9"]
 LINES = [json.dumps({"prompt": text, "max_tokens": 3}) * bool(text) + "\n" for text in PROMPTS]
 
 
-def answered_line(number: int, text: str, run: str = RUN) -> bytes:
-    request = request_digest(text.encode())
-    return b'{"line": %d, "run": "%s", "request": "%016x", "outputs": []}\n' % (number, run.encode(), request)
+def answered(number: int, text: str, run: str = RUN) -> bytes:
+    return answered_line(number, request_digest(text.encode()), run)
 
 
 def run(source: Path | str, output: Path | str, *flags: str) -> int:
@@ -68,7 +66,7 @@ def test_shards_are_joined_to_what_one_run_writes(tmp_path: Path) -> None:
 def test_stored_or_compressed_outputs_are_written_at_the_end(path: str, tmp_path: Path) -> None:
     memory.MemoryFileSystem.store.clear()
     path = path.format(tmp_path)
-    lines = [answered_line(number, "a") for number in range(1, 4)]
+    lines = [answered(number, "a") for number in range(1, 4)]
     for number, line in enumerate(lines):
         with ResultFile(path) as results:
             results.load(RUN)
@@ -118,15 +116,15 @@ Change = Callable[[list[bytes]], list[bytes]]
     [
         (lambda lines: [*lines, lines[0]], "line 1 is answered twice"),
         (lambda lines: lines[1:], "line 1 of .* has no result"),
-        (lambda lines: [answered_line(1, "other"), *lines[1:]], "line 1 of .* has changed"),
-        (lambda lines: [*lines, answered_line(9, "9")], "results of 1 lines after the last"),
-        (lambda lines: [*lines[:3], answered_line(4, "d", "f" * 16)], "another model"),
+        (lambda lines: [answered(1, "other"), *lines[1:]], "line 1 of .* has changed"),
+        (lambda lines: [*lines, answered(9, "9")], "results of 1 lines after the last"),
+        (lambda lines: [*lines[:3], answered(4, "d", "f" * 16)], "another model"),
         (lambda lines: [*lines, b"my only copy\n"], "something else than results"),
     ],
 )
 def test_what_is_not_joined(change: Change, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").write_text("a\nb\nc\nd\n")
-    whole = [answered_line(number, text) for number, text in enumerate("abcd", 1)]
+    whole = [answered(number, text) for number, text in enumerate("abcd", 1)]
     for output, lines in (("good", whole), ("bad", change(whole))):
         (tmp_path / output).write_bytes(b"".join(lines))
     with pytest.raises(SystemExit):
@@ -155,7 +153,7 @@ def test_an_output_of_another_shard_is_refused(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.parametrize("method", ["exists", "open"])
 def test_errors_of_a_stores_client_name_the_path(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.MemoryFileSystem().pipe("/failing/out", answered_line(1, "a"))
+    memory.MemoryFileSystem().pipe("/failing/out", answered(1, "a"))
 
     # Lacking credentials is no OSError of S3's client.
     def fail(*args: Any, **kwargs: Any) -> Any:

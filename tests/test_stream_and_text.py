@@ -20,6 +20,7 @@ from nanovllm.text.output_processor import OutputState
 from tests.cache_checks import check_blocks
 from tests.examples import num_examples
 from tests.streams import joined
+from tests.test_requests import encode
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 TOKENIZER = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
@@ -55,11 +56,6 @@ def script(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Script:
         monkeypatch.setattr(runner.sampler, "sample", lambda _, inputs, *__: Sampled(tokens[inputs.output_index]))
 
     return set_script
-
-
-def encode(*pieces: str) -> list[int]:
-    """Tokens of texts, each encoded alone, so that tokens end where the texts do."""
-    return [token for piece in pieces for token in TOKENIZER.encode(piece, add_special_tokens=False)]
 
 
 def first_stop(token_ids: list[int], params: SamplingParams) -> tuple[int, str, str | None]:

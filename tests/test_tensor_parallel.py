@@ -23,6 +23,7 @@ from nanovllm.utils.device import resolve_device
 from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
 from tests.rank_processes import rank_pids
+from tests.reference import prompts as random_prompts
 from tests.test_live_weights import save_adapter
 
 # Each test starts several processes, on however few cores.
@@ -38,11 +39,6 @@ MODELS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 256, "kvcache_block_size": 16, "seed": 0}
 # Steps that decode some sequences beside chunks of others' prompts, in a cache too small for all.
 TIGHT = SETTINGS | {"max_num_batched_tokens": 32, "max_num_seqs": 6, "num_kvcache_blocks": 16}
-
-
-def random_prompts(lengths: tuple[int, ...], seed: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(320, (n,), generator=generator).tolist() for n in lengths]
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], int]]:

@@ -1,8 +1,9 @@
 """Runs agents' and extraction clients against a server, unchanged: `python clients.py http://127.0.0.1:8000/v1`.
 
-It needs none of nanovllm, so it runs in an environment of its own, with `pip install openai langchain-openai instructor
-'pydantic-ai-slim[openai]' openai-agents anthropic litellm`. A client that is not installed is left out. What a model
-calls when it may choose depends on the model; what is checked here holds for any.
+It needs none of nanovllm, so it runs in an environment of its own, with `pip install langchain-openai instructor
+'pydantic-ai-slim[openai]' openai-agents litellm`. A client that is not installed is left out. What a model calls when
+it may choose depends on the model; what is checked here holds for any. The packages of OpenAI and Anthropic themselves
+are in `test_serve_api.py` and `test_serve_anthropic.py`.
 """
 
 # Its clients are not in the environment that is checked.
@@ -42,61 +43,6 @@ class Weather(BaseModel):
 
     city: Literal["Paris", "Rome"]
     is_warm: bool
-
-
-def with_openai() -> None:
-    """Chats: required, named, none and automatic calls, whole and streamed, and the turn after a call."""
-    from openai import OpenAI
-
-    client = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
-    model = client.models.list().data[0].id
-    first: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": ASK}], "max_tokens": 400}
-    named = {"type": "function", "function": {"name": "weather"}}
-    for choice in ("required", named):
-        fields = {**first, "tools": [TOOL], "tool_choice": choice, "parallel_tool_calls": False}
-        answer = client.chat.completions.create(**fields).choices[0]
-        (call,) = answer.message.tool_calls
-        assert answer.finish_reason == "tool_calls" and answer.message.content is None and call.id
-        assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome") and call.function.name == "weather"
-        with client.chat.completions.stream(**fields) as stream:
-            streamed = stream.get_final_completion().choices[0]
-        assert streamed.finish_reason == "tool_calls"
-        assert json.loads(streamed.message.tool_calls[0].function.arguments)["city"] in ("Paris", "Rome")
-    turns = [answer.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    for choice in ("auto", "none"):
-        client.chat.completions.create(
-            **{**first, "messages": [*first["messages"], *turns], "tools": [TOOL], "tool_choice": choice}
-        )
-    parsed = client.chat.completions.parse(**first, response_format=Weather).choices[0].message.parsed
-    assert isinstance(parsed, Weather)
-    with client.chat.completions.stream(**first, response_format=Weather) as stream:
-        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
-
-
-def with_openai_responses() -> None:
-    """Responses: a required call, streamed too, and the turn after it."""
-    from openai import OpenAI
-
-    client = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
-    tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": False}
-    fields: dict[str, Any] = {
-        "model": client.models.list().data[0].id,
-        "input": [{"role": "user", "content": ASK}],
-        "tools": [tool],
-        "max_output_tokens": 400,
-        "parallel_tool_calls": False,
-    }
-    whole = client.responses.create(**fields, tool_choice="required")
-    (call,) = whole.output
-    assert call.type == "function_call" and json.loads(call.arguments)["city"] in ("Paris", "Rome")
-    with client.responses.stream(**fields, tool_choice={"type": "function", "name": "weather"}) as stream:
-        kinds = [event.type for event in stream]
-        assert stream.get_final_response().output[0].name == "weather"
-    assert kinds[2] == "response.output_item.added" and "response.function_call_arguments.done" in kinds
-    done = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    client.responses.create(**{**fields, "input": [*fields["input"], call, done]})
-    parsed = client.responses.parse(model=fields["model"], input=ASK, text_format=Weather, max_output_tokens=400)
-    assert isinstance(parsed.output_parsed, Weather)
 
 
 def with_langchain() -> None:
@@ -202,26 +148,6 @@ def with_openai_agents() -> None:
         asyncio.run(run(kind))
 
 
-def with_anthropic() -> None:
-    """Messages: a required and a named tool, whole and streamed, the turn after, and a parsed answer."""
-    from anthropic import Anthropic
-
-    client = Anthropic(base_url=URL.removesuffix("/v1"), api_key=KEY, max_retries=0)
-    first: dict[str, Any] = {"model": _model(), "max_tokens": 400, "messages": [{"role": "user", "content": ASK}]}
-    tools = [{"name": "weather", "input_schema": PARAMETERS}]
-    for choice in ({"type": "any", "disable_parallel_tool_use": True}, {"type": "tool", "name": "weather"}):
-        whole = client.messages.create(**first, tools=tools, tool_choice=choice)
-        with client.messages.stream(**first, tools=tools, tool_choice=choice) as stream:
-            streamed = stream.get_final_message()
-        for message in (whole, streamed):
-            (call,) = message.content
-            assert message.stop_reason == "tool_use" and call.input["city"] in ("Paris", "Rome")
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": "sunny"}
-    turns = [{"role": "assistant", "content": streamed.content}, {"role": "user", "content": [result]}]
-    client.messages.create(**{**first, "messages": [*first["messages"], *turns]}, tools=tools)
-    assert isinstance(client.messages.parse(**first, output_format=Weather).parsed_output, Weather)
-
-
 def with_litellm() -> None:
     """Chats with a required call, whole and streamed, and with a form; embeddings, responses, ranks, a long prompt."""
     import litellm
@@ -254,13 +180,10 @@ def _model() -> str:
 
 
 CLIENTS: list[tuple[str, str, Callable[[], None]]] = [
-    ("openai", "openai", with_openai),
-    ("openai", "openai", with_openai_responses),
     ("langchain-openai", "langchain_openai", with_langchain),
     ("instructor", "instructor", with_instructor),
     ("pydantic-ai-slim", "pydantic_ai", with_pydantic_ai),
     ("openai-agents", "agents", with_openai_agents),
-    ("anthropic", "anthropic", with_anthropic),
     ("litellm", "litellm", with_litellm),
 ]
 

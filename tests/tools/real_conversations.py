@@ -74,7 +74,6 @@ _TOOLS = [
 _FORMS: tuple[Callable[[Any], Any], ...] = (dict, json.dumps)
 _ROME, _OSLO = ({"city": "Rome"}, "abcdef123"), ({"city": "Oslo"}, "abcdef124")
 _SENT_CALL = {"role": "assistant", "content": None, "tool_calls": [_call('{"city": "Rome"}')]}
-_CALLED = ("Rome", "21 degrees")
 
 
 def _same(name: str, *messages: dict[str, Any], **options: Any) -> Conversation:
@@ -85,6 +84,16 @@ def _same(name: str, *messages: dict[str, Any], **options: Any) -> Conversation:
 def _gap(name: str, *messages: dict[str, Any], sent: Messages, words: tuple[str, ...] = ()) -> Conversation:
     """Return a conversation with messages that have no content; templates take none, or an empty one."""
     return Conversation(name, sent, [list(messages), [{"content": "", **message} for message in messages]], words)
+
+
+def _called(
+    name: str, fields: dict[str, Any], *before: dict[str, Any], after: tuple[dict[str, Any], ...] = (), **options: Any
+) -> Conversation:
+    """Return a conversation with a call that clients send with these fields; one that is `...` is left out."""
+    sent = {key: value for key, value in {**_SENT_CALL, **fields}.items() if value is not ...}
+    told = {key: value for key, value in fields.items() if key in ("content", "reasoning_content") and value is not ...}
+    standards = [[*before, _ASK, answer, _RESULT, *after] for answer in _answers(_ROME, **told)]
+    return Conversation(name, [*before, _ASK, sent, _RESULT, *after], standards, ("Rome", "21 degrees"), options)
 
 
 CONVERSATIONS: list[Conversation] = [
@@ -166,43 +175,12 @@ CONVERSATIONS: list[Conversation] = [
         ],
         ("I cannot say.",),
     ),
-    Conversation(
-        "a call",
-        [_ASK, _SENT_CALL, _RESULT],
-        [[_ASK, answer, _RESULT] for answer in _answers(_ROME)],
-        _CALLED,
-    ),
-    Conversation(
-        "a call, tools",
-        [_SYSTEM, _ASK, _SENT_CALL, _RESULT, _YES, _MORE],
-        [[_SYSTEM, _ASK, answer, _RESULT, _YES, _MORE] for answer in _answers(_ROME)],
-        _CALLED,
-        {"tools": _TOOLS},
-    ),
-    Conversation(
-        "a call whose arguments are an object",
-        [_ASK, {"role": "assistant", "tool_calls": [_call({"city": "Rome"})]}, _RESULT],
-        [[_ASK, answer, _RESULT] for answer in _answers(_ROME)],
-        _CALLED,
-    ),
-    Conversation(
-        "a call with an empty text",
-        [_ASK, {**_SENT_CALL, "content": ""}, _RESULT],
-        [[_ASK, answer, _RESULT] for answer in _answers(_ROME, content="")],
-        _CALLED,
-    ),
-    Conversation(
-        "a call after words",
-        [_ASK, {**_SENT_CALL, "content": "I look it up."}, _RESULT],
-        [[_ASK, answer, _RESULT] for answer in _answers(_ROME, content="I look it up.")],
-        _CALLED,
-    ),
-    Conversation(
-        "a call after thoughts",
-        [_ASK, {**_SENT_CALL, "reasoning_content": "Look it up."}, _RESULT],
-        [[_ASK, answer, _RESULT] for answer in _answers(_ROME, reasoning_content="Look it up.")],
-        _CALLED,
-    ),
+    _called("a call", {}),
+    _called("a call, tools", {}, _SYSTEM, after=(_YES, _MORE), tools=_TOOLS),
+    _called("a call whose arguments are an object", {"content": ..., "tool_calls": [_call({"city": "Rome"})]}),
+    _called("a call with an empty text", {"content": ""}),
+    _called("a call after words", {"content": "I look it up."}),
+    _called("a call after thoughts", {"reasoning_content": "Look it up."}),
     Conversation(
         "a call without arguments",
         [_ASK, {**_SENT_CALL, "tool_calls": [_call("")]}, _RESULT],

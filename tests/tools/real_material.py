@@ -47,27 +47,15 @@ _TEXTS = (
 _NUM_SEQUENCES = 200
 _LONGEST = 60
 _ARGUMENTS: tuple[dict[str, Any], ...] = ({"a": 1, "b": 'x } "y'}, {})
-_TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "a": {"type": "integer", "description": "A number."},
-                    "b": {"type": "string", "description": "A text."},
-                },
-                "required": ["a"],
-            },
-        },
-    },
-    {
-        "type": "function",
-        "function": {"name": "now", "description": "Now.", "parameters": {"type": "object", "properties": {}}},
-    },
-]
+
+
+def _tool(name: str, description: str, properties: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, **fields}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+_NUMBER, _TEXT = {"type": "integer", "description": "A number."}, {"type": "string", "description": "A text."}
+_TOOLS = [_tool("add", "Adds.", {"a": _NUMBER, "b": _TEXT}, required=["a"]), _tool("now", "Now.", {})]
 
 
 class Counts(NamedTuple):

@@ -94,7 +94,7 @@ class LLM(ModelClient):
             on_output: called with each output as it finishes.
             on_error: "raise" drops all requests if a prompt is invalid or its step fails; "return" gives such a prompt
                 an output with an `error`, and continues.
-            keep: whether to return outputs; otherwise only `on_output` gets them.
+            keep: whether to return outputs; otherwise only `on_output` gets them, and they are not stored.
             schedule: "prefix" sorts prompts of equal priority (by texts, if there are more than a thousand; of other
                 iterables each thousand), so that equal prefixes share even a small cache; "arrival" keeps the given
                 order. A prompt's random numbers depend only on its position in `prompts`.
@@ -247,7 +247,8 @@ class LLM(ModelClient):
         """Return the log-probabilities of continuations, each after its prompt.
 
         Prompt and continuation are encoded together and split at the prompt's length; spaces at a prompt's end belong
-        to its continuation. Full blocks that prompts share are computed once.
+        to its continuation. With prefix caching, full blocks that prompts share are computed once, and the rest of a
+        prompt for each continuation.
 
         Args:
             prompts: texts or token ids, which must not be empty.
@@ -313,7 +314,8 @@ class LLM(ModelClient):
             query, documents: texts.
             top_n: number of documents to return; all if None.
             by: "embedding" scores by the cosine of embeddings, "judgement" by the probability that the model answers
-                "yes" to Qwen3-Reranker's prompt; None is "judgement" for models with "reranker" in their names.
+                "yes" to Qwen3-Reranker's prompt; None is "judgement" for models with "reranker" in their names, else
+                "embedding".
             instruction: task description for "judgement"; None: find passages that answer a web search.
             pooling, use_tqdm: see `embed`.
 
@@ -394,8 +396,9 @@ class LLM(ModelClient):
         """Write a timeline of the `with` block, for https://ui.perfetto.dev.
 
         It shows the engine's steps with their batches (on the host, the launch and the wait for results; on the device,
-        from the launch or the end of the previous step to the end of that wait), and the phases of each request:
-        queued, prefill, decode. Times are the host's. The format is Chrome's trace event format.
+        from the launch or the end of the previous step to the end of that wait; a CPU does the work in the launch), and
+        the phases of each request: queued, prefill, decode. Times are the host's; events before the block are cut off,
+        and steps whose launch failed are omitted. The format is Chrome's trace event format.
 
         Args:
             file: path, written at the end of the block.

@@ -180,7 +180,7 @@ def test_the_openai_packages_messages() -> None:
     assert conversation_source([message]) == [[message]]
     assert conversation_source([[message], [USER]]) == [[message], [USER]]
     for wrong in ([[message]], [message, "Hi"]):
-        with pytest.raises(ValueError, match="must be one conversation, a list of dicts"):
+        with pytest.raises(ValueError, match="must be a list of dicts, one conversation"):
             one_conversation(wrong)
 
 

@@ -81,7 +81,9 @@ def test_a_file_without_all_of_a_model_leaves_nothing_behind(tmp_path: Path) -> 
     file, there = tmp_path / "model.gguf", tmp_path / "there"
     there.mkdir()
     write_gguf(file, ("blk.0.ffn_up.weight",))
-    for folder in (tmp_path / "new", there):
+    link = tmp_path / "link"
+    link.symlink_to(there)
+    for folder in (tmp_path / "new", there, link):
         with pytest.raises(ValueError, match=r"has not all of the model: tensors missing \['.*mlp.up_proj.weight'\]"):
             convert_gguf(file, folder, "float32")
     write_gguf(file)
@@ -91,7 +93,7 @@ def test_a_file_without_all_of_a_model_leaves_nothing_behind(tmp_path: Path) -> 
     file.write_text(POINTER)
     with pytest.raises(ValueError, match=r"model.gguf' is a Git LFS pointer"):
         convert_gguf(file, there, "float32")
-    assert list(there.iterdir()) == [] and not (tmp_path / "new").exists()
+    assert list(there.iterdir()) == list(link.iterdir()) == [] and not (tmp_path / "new").exists()
 
 
 def converted(cache: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import sys
 from array import array
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -17,6 +18,7 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.engine_process import replica_devices
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from tests.mock_llm import MockReplicas, mock_llm
 from tests.mock_runner import complete
@@ -185,6 +187,18 @@ def test_accepted_drafts_of_replicas_add_up_by_position() -> None:
         with pytest.warns(UserWarning, match="its 0 requests run again"):
             engine._lose(engine._replicas[0])
         assert engine.stats()["num_accepted_per_position"] == [12, 6, 1]
+
+
+def test_calls_after_an_interrupted_one_have_their_own_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = MockReplicas(2, pipeline_depth=0).engine
+    with mock_llm(engine):
+        with monkeypatch.context() as patched:
+            patched.setattr(engine._replicas[0], "flush", Mock(side_effect=KeyboardInterrupt))
+            patched.setattr(engine._replicas[0], "add", Mock())
+            with pytest.raises(KeyboardInterrupt):
+                engine.call(LLMEngine.reset_prefix_cache)
+        assert [stats.keys() >= {"num_steps"} for stats in engine.call(LLMEngine.stats)] == [True, True]
+        assert engine.call(LLMEngine.reset_prefix_cache) == [True, True]
 
 
 @pytest.mark.deaths

@@ -24,6 +24,7 @@ from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, To
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
+from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, work_of, work_of_size
 from nanovllm.weights.report import LoadedWeights
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     # From typing since Python 3.11.
     from typing_extensions import Unpack
 
-_NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8}
+_NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8, "slow grammar": 2}
 """A grammar may take two seconds to be rejected, and others should not wait for it."""
 Self = TypeVar("Self", bound="AsyncLLM")
 Result = TypeVar("Result")
@@ -173,7 +174,7 @@ class AsyncLLM(Unpicklable):
         priority: int = 0,
         request_id: int | str | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete a prompt and yield new output, of several steps if the reader is slow; see `generate`.
+        """Complete a prompt and yield new output; a slow reader gets the tokens of several steps at once.
 
         Closing the generator aborts the request.
         """
@@ -379,7 +380,10 @@ class AsyncLLM(Unpicklable):
         self._pending.update(dict.fromkeys(request_ids, False))
         streams: list[RequestStream] = []
         try:
-            requests = await self.run_beside(process, work)
+            try:
+                requests = await self.run_beside(process, work)
+            except SlowGrammarError:
+                requests = await self.run_beside(partial(patiently, process), "slow grammar")
             for own_id, request in zip(request_ids, requests, strict=True):
                 state = RequestState(request, self.llm.output_processor)
                 streams.append(RequestStream(state, own_id, self._mailbox_here(), self._leave))

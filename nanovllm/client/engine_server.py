@@ -232,7 +232,7 @@ class EngineServer:
             self._state = deepcopy(self._engine.state)
             for front_end in self._front_ends:
                 front_end.say(self._state)
-        return CallResult(self._engine.stats(), result, error)
+        return CallResult(order.call_id, self._engine.stats(), result, error)
 
     def _leave(self, front_end: FrontEnd) -> None:
         self._front_ends.discard(front_end)

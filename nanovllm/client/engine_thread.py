@@ -60,14 +60,15 @@ class Mailbox:
             self._streams.clear()
             self._is_busy = bool(streams)
         if streams:
-            self._wake_some(streams, time.perf_counter())
+            self._wake_some(streams, 0, time.perf_counter())
 
-    def _wake_some(self, streams: list[RequestStream], began: float) -> None:
-        for stream in streams[:_WAKES_AT_ONCE]:
+    def _wake_some(self, streams: list[RequestStream], first: int, began: float) -> None:
+        last = first + _WAKES_AT_ONCE
+        for stream in streams[first:last]:
             stream.wake()
         # The tasks have run by the time this is called.
-        if left := streams[_WAKES_AT_ONCE:]:
-            self.loop.call_soon(self._wake_some, left, began)
+        if last < len(streams):
+            self.loop.call_soon(self._wake_some, streams, last, began)
         else:
             self.loop.call_soon(self._end_round, began)
 

@@ -37,6 +37,7 @@ class Stop:
 class CallEngine:
     """Call a function with the `LLMEngine` and other arguments, between two steps; a `CallResult` follows."""
 
+    call_id: int
     function: Callable[..., Any]
     args: tuple[Any, ...]
 
@@ -92,8 +93,9 @@ class StepReport:
 
 @dataclass(slots=True)
 class CallResult:
-    """The result or error of the oldest call without one, and the engine's counters then."""
+    """The result or error of a call, and the engine's counters then."""
 
+    call_id: int
     stats: dict[str, Any]
     result: Any = None
     error: BaseException | None = None

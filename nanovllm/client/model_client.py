@@ -150,7 +150,8 @@ class ModelClient(Unpicklable):
     def load_weights(self, weights: Weights, *, strict: bool = False) -> int:
         """Write weights into the running model, in place, on every rank and replica.
 
-        The prefix cache keeps results of the old weights until `reset_prefix_cache`.
+        The prefix cache keeps results of the old weights until `reset_prefix_cache`. Replicas get tensors through files
+        in a temporary folder.
 
         Args:
             weights: tensors by their names in the checkpoint, as pairs or as a dict, on any device and of any plain
@@ -167,7 +168,8 @@ class ModelClient(Unpicklable):
                 at all; the message has the number written before. Or see `strict`.
             RuntimeError: requests are pending, and the engine is not paused; its weights are asleep; a folder or a
                 tensor was written in part, and nothing is generated until all of it is loaded; or an adapter was not
-                merged, and nothing is generated until it is removed. Or the pairs' iterator raised, which is the cause.
+                merged, and, if it could not be removed again, nothing is generated until `unload_adapter` has done so.
+                Or the pairs' iterator raised, which is the cause.
 
         Example:
             >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
@@ -199,7 +201,7 @@ class ModelClient(Unpicklable):
         return any(self._engine.call(LLMEngine.unload_adapter))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prefix cache; return whether no request holds blocks from it, as a paused one may."""
+        """Forget the prefix cache; return whether no request, such as a paused one, still holds blocks from it."""
         return all(self._engine.call(LLMEngine.reset_prefix_cache))
 
     def pause(self, mode: PauseMode = "keep") -> None:

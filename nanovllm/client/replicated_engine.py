@@ -68,8 +68,9 @@ class Replica:
         self._cause = ""
         self._orders: list[Order] = []
         self._lock = threading.Lock()
-        # Those without a result, in the order of their orders.
-        self._calls: deque[Future[Any]] = deque()
+        # By id, since an interrupted call may have no order.
+        self._calls: dict[int, Future[Any]] = {}
+        self._call_ids = count()
         self.has_ended = False
         threading.Thread(target=self._read, name="nanovllm-replica", daemon=True).start()
 
@@ -92,9 +93,9 @@ class Replica:
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
         """Call a function with the engine and other arguments."""
         future: Future[T] = Future()
-        with self._lock:
-            self._calls.append(future)
-            self.add(CallEngine(function, args))
+        call_id = next(self._call_ids)
+        self._calls[call_id] = future
+        self.add(CallEngine(call_id, function, args))
         self.flush()
         if self.has_ended:
             self._end_calls()
@@ -113,7 +114,7 @@ class Replica:
                     self._receive(self, message)
                 else:
                     self.stats = message.stats
-                    future = self._calls.popleft()
+                    future = self._calls.pop(message.call_id)
                     if message.error is not None:
                         future.set_exception(message.error)
                     else:
@@ -125,9 +126,10 @@ class Replica:
         self._receive(self, None)
 
     def _end_calls(self) -> None:
-        with suppress(IndexError):
-            while True:
-                self._calls.popleft().set_exception(RuntimeError(self.exit_text()))
+        while self._calls:
+            with suppress(KeyError):
+                _, future = self._calls.popitem()
+                future.set_exception(RuntimeError(self.exit_text()))
 
 
 class ReplicatedEngine(Engine):

@@ -285,10 +285,15 @@ def _check_bits(values: Mapping[str, Any]) -> None:
     _require(bits == 4, f"bits={bits!r} is", "4")
 
 
+_TRANSFORMS = (
+    "is_marlin_format", "extra_config", "rotation", "rotation_config", "hadamard_config", "transform_config",
+)  # fmt: skip
+"""Values of GPTQ and AWQ that change what the stored weights mean. Most others say how they were made."""
+
+
 def _read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
     # `desc_act` alone says little: an index of groups that is not sorted is refused where it is read.
-    # Most of its many other values say how it was made.
-    _refuse({name: values.get(name) for name in ("is_marlin_format", "extra_config")})
+    _refuse({name: values.get(name) for name in _TRANSFORMS})
     _check_bits(values)
     # gptqmodel has both names, and packs words of other sizes if asked to.
     method, dtype = values.get("method", "gptq"), values.get("pack_dtype", "int32")
@@ -297,27 +302,28 @@ def _read_gptq(values: Mapping[str, Any]) -> QuantizationConfig:
     stored: Any = values.get("checkpoint_format") or values.get("format") or "gptq"
     _require(stored in ("gptq", "gptq_v2"), f"checkpoint_format={stored!r} is", "'gptq', 'gptq_v2'")
     four_bits = FourBits("int4", _group_size(values.get("group_size")), not values.get("sym", True), stored)
-    return QuantizationConfig("channel", True, ignored=_read_dynamic(values), four_bits=four_bits)
+    return QuantizationConfig("channel", True, ignored=_unquantized(values), four_bits=four_bits)
 
 
-def _read_dynamic(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the layers that gptqmodel's `dynamic` excludes; settings of a layer's own are refused."""
+def _unquantized(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the layers that GPTQ or AWQ leaves out, with gptqmodel's `dynamic`; a layer's own settings are refused."""
     dynamic = dict(values.get("dynamic") or {})
     excluded = [pattern for pattern in dynamic if pattern.startswith("-:")]
     for pattern in dynamic.keys() - excluded:
         if any(values.get(name) != value for name, value in (dynamic[pattern] or {}).items()):
             raise ValueError(f"quantization_config: dynamic={{{pattern!r}: {dynamic[pattern]!r}}} is not supported")
-    return tuple(f"re:{pattern[2:]}" for pattern in excluded)
+    return (*_module_names(values, "modules_to_not_convert"), *(f"re:{pattern[2:]}" for pattern in excluded))
 
 
 def _read_awq(values: Mapping[str, Any]) -> QuantizationConfig:
+    _refuse({name: values.get(name) for name in _TRANSFORMS})
     _check_bits(values)
-    version, has_zeros = str(values.get("version", "gemm")).lower(), values.get("zero_point", True)
+    stored = values.get("checkpoint_format") or values.get("format") or values.get("version") or "gemm"
+    version, has_zeros = str(stored).lower(), values.get("zero_point", True)
     found = f"version={version!r}, zero_point={has_zeros!r} is"
     _require(version == "gemm" and bool(has_zeros), found, "'gemm' with zeros")
     four_bits = FourBits("int4", _group_size(values.get("group_size")), True, "awq")
-    ignored = _module_names(values, "modules_to_not_convert")
-    return QuantizationConfig("channel", True, ignored=ignored, four_bits=four_bits)
+    return QuantizationConfig("channel", True, ignored=_unquantized(values), four_bits=four_bits)
 
 
 def _read_mxfp4(values: Mapping[str, Any]) -> QuantizationConfig:

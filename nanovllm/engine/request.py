@@ -83,6 +83,10 @@ class Request:
         """Whether outputs need a constraint; see `MakeConstraint`."""
         return self.grammar is not None or bool(self.bad_sequences)
 
+    def __reduce__(self) -> tuple[type[Request], tuple[Any, ...]]:
+        # Without the names of fields, in a third of the time.
+        return Request, tuple(getattr(self, field) for field in self.__slots__)
+
 
 StreamedToken = tuple[int, int, int, bool, bytes]
 """A token of a request that `reports_tokens`: the request's id, the index of the output in it, the token, whether it is

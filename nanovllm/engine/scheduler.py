@@ -418,7 +418,8 @@ class Scheduler:
                 self.block_manager.register(seq)
             self._free(seq)
         elif seq.status is SequenceStatus.WAITING:
-            _remove(self._held if seq in self._held else self.waiting, seq)
+            if not _remove(self.waiting, seq):
+                _remove(self._held, seq)
             self.block_manager.free(seq)
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
@@ -497,9 +498,12 @@ class Scheduler:
         seq.slot = -1
 
 
-def _remove(queue: list[Sequence], seq: Sequence) -> None:
-    """Remove a sequence from a sorted list."""
-    del queue[bisect_left(queue, seq.sort_key, key=sort_key)]
+def _remove(queue: list[Sequence], seq: Sequence) -> bool:
+    """Remove a sequence from a sorted list, and return whether it was there."""
+    index = bisect_left(queue, seq.sort_key, key=sort_key)
+    found = queue[index : index + 1] == [seq]
+    del queue[index : index + found]
+    return found
 
 
 def _take_logprobs(

@@ -18,7 +18,10 @@ _COLORS = "#3b6fb6", "#c46a2b"
 
 
 class StatsSample(NamedTuple):
-    """An engine's state at one time, in seconds since it began; `cache_use` is the fraction of blocks in use."""
+    """An engine's state at `time`, in seconds since it began; `cache_use` is the fraction of blocks in use.
+
+    The other fields count sequences, and tokens since the engine began.
+    """
 
     time: float
     num_running: int
@@ -63,7 +66,10 @@ class StatsHistory:
 
 
 def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> None:
-    """Plot batch size, cache use and tokens per second over time; the extension of the file sets its format."""
+    """Plot batch size, cache use and tokens per second over time; the extension of the file sets its format.
+
+    samples: oldest first. ImportError without matplotlib.
+    """
     try:
         # Not pyplot, which would choose a GUI backend.
         from matplotlib.figure import Figure  # noqa: PLC0415
@@ -151,13 +157,18 @@ def merged_histograms(several: Sequence[StepHistograms]) -> StepHistograms:
 
 @dataclass(frozen=True)
 class BlockUsage:
-    """The blocks of a KV cache, in cells of adjacent blocks, for display; the last cell may have fewer."""
+    """The blocks of a KV cache, in cells of adjacent blocks, for display; the last cell may have fewer.
+
+    Attributes:
+        block_size: tokens in a block.
+        num_blocks, blocks_per_cell: blocks in the cache, and in a cell.
+        used, cached, users, hits: by cell, blocks in use; blocks with a part of a findable prefix, in use or not; the
+            most sequences that share a block; prefix-cache hits since the engine began.
+    """
 
     block_size: int
     num_blocks: int
     blocks_per_cell: int
-    # By cell: blocks in use; blocks with a part of a findable prefix, in use or not; the most sequences that share a
-    # block; and prefix-cache hits since the engine began.
     used: list[int]
     cached: list[int]
     users: list[int]

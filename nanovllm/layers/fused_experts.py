@@ -125,7 +125,7 @@ class FusedExperts(nn.Module):
             shard.experts, MatrixShard({None: hidden}, size), config, quant_config, f"{prefix}.down_proj"
         )
         self.communicator = communicator
-        # In a tuple, since the first one's name differs.
+        # In a tuple, so that they are registered under their own names alone.
         self._products = first, self.down_proj
 
     @property

@@ -114,7 +114,7 @@ class RecurrentLayer(StateLayer, LoadableModule):
 
 
 def parts_of(name: str, key_heads: Shard, size: int, by_head: bool) -> dict[str | None, Shard]:
-    """Return a projection, of `size` outputs a key head, as parts of a matrix.
+    """Return a projection, of `size` outputs for each of this rank's key heads, as parts of a matrix.
 
     With `by_head` each head is a part, with its number after the name: checkpoints store several projections like that.
     """

@@ -144,7 +144,7 @@ class MLP(nn.Module):
         first = MergedColumnParallelLinear(hidden_size, outputs, quant_config=quant_config, prefix=f"{prefix}.{name}")
         self.add_module(name, first)
         self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
-        # In a tuple, since its name differs.
+        # In a tuple, so that it is registered under its own name alone.
         self._first = (first,)
 
     @property

@@ -43,7 +43,7 @@ _COARSE_TOLERANCE = 3e-2
 
 
 class TransformersForCausalLM(CausalLM):
-    """A transformers model over the paged KV cache; ValueError if transformers lacks it."""
+    """A transformers model over the paged KV cache; ValueError if transformers lacks it, or its attention's kind."""
 
     def __init__(self, config: ModelConfig, communicator: Communicator) -> None:
         super().__init__(config, communicator)

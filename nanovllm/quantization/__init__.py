@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def make_weight(
     quant_config: QuantizationConfig | None, prefix: str, shard: MatrixShard, has_bias: bool = False
 ) -> Weight:
-    """Return the weight of the layer with the name `prefix`, not yet filled; a model may not be quantised (None)."""
+    """Return the weight of the layer `prefix`, not yet filled; without a `quant_config` in 16 or 32 bits."""
     if quant_config is None or quant_config.ignores(prefix, shard.outputs):
         return DenseWeight(shard, has_bias)
     if quant_config.four_bits is not None:

@@ -10,6 +10,7 @@ from uuid import uuid4
 import torch
 from pydantic import BaseModel, Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.serve.errors import ERRORS, JsonResponse
@@ -24,7 +25,9 @@ class PoolingBody(Body):
     """Common fields of pooling requests."""
 
     model: str | None = None
-    pooling: Literal["last", "mean"] | None = Field(None, description="over tokens; None: as the model's folder says")
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="the last token's state, or the mean of all; None: as the model's folder says"
+    )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
     user: str | None = Field(None, description="without effect")
 
@@ -62,7 +65,73 @@ class RerankBody(PoolingBody):
     return_documents: bool = True
 
 
-@router.post("/v1/embeddings", response_model=None, responses=ERRORS)
+class PoolingUsage(TypedDict):
+    """Token counts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingItem(TypedDict):
+    """The embedding of one prompt, as numbers or as their bytes, float32 in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingAnswer(TypedDict):
+    """Embeddings in the order of the prompts."""
+
+    object: Literal["list"]
+    data: list[EmbeddingItem]
+    model: str
+    usage: PoolingUsage
+
+
+class ScoreItem(TypedDict):
+    """The score of one pair: a cosine, -1 ... 1, or a judge's probability, 0 ... 1."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreAnswer(TypedDict):
+    """Scores in the order of the pairs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: PoolingUsage
+
+
+class RerankItem(TypedDict):
+    """A document with its index in the request."""
+
+    index: int
+    document: RerankDocument | None
+    relevance_score: float
+
+
+class RerankAnswer(TypedDict):
+    """Documents by descending relevance."""
+
+    id: str
+    model: str
+    results: list[RerankItem]
+    usage: PoolingUsage
+
+
+# Described alone: answers are encoded without being validated, number by number.
+_EMBEDDINGS, _SCORES, _RANKS = (
+    {200: {"model": model}, **ERRORS} for model in (EmbeddingAnswer, ScoreAnswer, RerankAnswer)
+)
+
+
+@router.post("/v1/embeddings", response_model=None, responses=_EMBEDDINGS)
 async def embeddings(body: EmbeddingBody, service: ServiceDep) -> Response:
     """Return embeddings of prompts in their order."""
     service.check_model(body.model)
@@ -83,8 +152,8 @@ def _encoded(vector: torch.Tensor, encoding: str) -> list[float] | str:
     return values if encoding == "float" else base64.b64encode(vector.numpy().astype("<f4").tobytes()).decode()
 
 
-@router.post("/score", response_model=None, responses=ERRORS)
-@router.post("/v1/score", response_model=None, responses=ERRORS)
+@router.post("/score", response_model=None, responses=_SCORES)
+@router.post("/v1/score", response_model=None, responses=_SCORES)
 async def scores(body: ScoreBody, service: ServiceDep) -> Response:
     """Return the scores of pairs of texts: cosines, -1 ... 1, or a judge's probabilities, 0 ... 1."""
     service.check_model(body.model)
@@ -97,9 +166,9 @@ async def scores(body: ScoreBody, service: ServiceDep) -> Response:
     return JsonResponse({**head, "data": data, "usage": _usage(outputs)})
 
 
-@router.post("/rerank", response_model=None, responses=ERRORS)
-@router.post("/v1/rerank", response_model=None, responses=ERRORS)
-@router.post("/v2/rerank", response_model=None, responses=ERRORS)
+@router.post("/rerank", response_model=None, responses=_RANKS)
+@router.post("/v1/rerank", response_model=None, responses=_RANKS)
+@router.post("/v2/rerank", response_model=None, responses=_RANKS)
 async def rank(body: RerankBody, service: ServiceDep) -> Response:
     """Return documents by descending relevance to a query, with their index in the request."""
     service.check_model(body.model)

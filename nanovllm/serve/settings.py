@@ -26,8 +26,8 @@ class ServeSettings:
     Attributes:
         host: address to listen on; the default accepts only this machine.
         port: TCP port; 0 chooses a free one.
-        front_ends: number of HTTP processes; 1: the engine's process. None: a quarter of the cores, at most 4, and 1 if
-            the model is on the CPU, or with `uds`.
+        front_ends: number of HTTP processes, with the engines in processes of their own; 1: a single process does both.
+            None: a quarter of the cores, at most 4; 1 if the model is on the CPU, and with `uds`.
         uds: path of a Unix domain socket to listen on, instead of host and port.
         root_path: path prefix under which a proxy exposes the server.
         ssl_keyfile: private key for TLS, a PEM file.

@@ -53,7 +53,7 @@ def one_conversation(messages: Any) -> list[Message]:
     """Return a conversation in the form that `render_text` expects; several, or none, are a ValueError."""
     if isinstance(messages, (list, tuple)) and messages and all(map(_is_message, messages)):
         return [_normal_message(i, message) for i, message in enumerate(messages)]
-    raise ValueError(f"messages must be one conversation, a list of dicts, not {messages!r:.80}")
+    raise ValueError(f"messages must be a list of dicts, one conversation, not {messages!r:.80}")
 
 
 def plain_messages(messages: Iterable[Any]) -> list[Message]:

@@ -19,16 +19,21 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nanovllm.utils.processes import start_python
 
-MAX_SECONDS, MAX_BYTES = 2.0, 2**26
-"""Limits of a trial's CPU time and memory. Most grammars take milliseconds, 1 MB of choices 0.4 s."""
+T = TypeVar("T")
+
+QUICK_SECONDS, MAX_SECONDS = 0.1, 2.0
+"""CPU time limits of a grammar's first and last trial. Most grammars take milliseconds, 1 MB of choices 0.4 s."""
+MAX_BYTES = 2**26
+"""Memory limit of a trial."""
 _MAX_STARTS = 2
 """Maximum starts of the trial process for one grammar."""
 _MAX_REFUSED = 10_000
@@ -69,6 +74,10 @@ class GrammarError(ValueError):
     """A grammar that is invalid, or too complex for llguidance."""
 
 
+class SlowGrammarError(Exception):
+    """A grammar that exceeds `QUICK_SECONDS` on trial; to be retried by `patiently`, where no other request waits."""
+
+
 def with_advice(message: str) -> str:
     """Return llguidance's message, with advice on what to write instead."""
     advice = [text for refused, text in _INSTEAD.items() if refused in message]
@@ -76,6 +85,18 @@ def with_advice(message: str) -> str:
     shown = _MEANINGS.get(shown, shown)
     # The message quotes the grammar, which may be long.
     return "; ".join([f"structured_outputs cannot be used: {shown[:_MAX_MESSAGE]}", *advice])
+
+
+_trial_seconds: ContextVar[float] = ContextVar("trial_seconds", default=QUICK_SECONDS)
+
+
+def patiently(function: Callable[[], T]) -> T:
+    """Call a function, and allow the grammars that it compiles `MAX_SECONDS` on trial."""
+    token = _trial_seconds.set(MAX_SECONDS)
+    try:
+        return function()
+    finally:
+        _trial_seconds.reset(token)
 
 
 @dataclass(frozen=True)
@@ -152,15 +173,16 @@ class GrammarTrials:
 
         Raises:
             GrammarError: the grammar is invalid, or exceeds `MAX_SECONDS` or `MAX_BYTES`.
+            SlowGrammarError: it exceeds `QUICK_SECONDS`, outside of `patiently`.
             RuntimeError: the trial process was killed, twice.
         """
-        key = hash(text)
+        key, seconds = hash(text), _trial_seconds.get()
         if key in self._refused:
             raise GrammarError(_TOO_LARGE)
         for _ in range(_MAX_STARTS):
             process = self.start()
             with suppress(EOFError, ConnectionError):
-                found = process.try_grammar(text, is_choice)
+                found = process.try_grammar(text, is_choice, seconds)
                 if isinstance(found, str):
                     raise GrammarError(found)
                 return found
@@ -168,6 +190,8 @@ class GrammarTrials:
                 break
         else:
             raise RuntimeError("structured_outputs cannot be compiled: the process that compiles them was killed")
+        if seconds < MAX_SECONDS:
+            raise SlowGrammarError
         if len(self._refused) == _MAX_REFUSED:
             self._refused.clear()
         self._refused.add(key)
@@ -192,18 +216,19 @@ class _TrialProcess:
             self.process.wait(wait)
         return self.process.poll() is None
 
-    def try_grammar(self, text: str, is_choice: bool) -> int | str:
+    def try_grammar(self, text: str, is_choice: bool, seconds: float) -> int | str:
         """Return the bytes that a grammar takes, or why it is invalid; EOFError or ConnectionError at a limit."""
         own, other = socket.socketpair()
         with Connection(own.detach()) as trial:
             with other:
                 socket.send_fds(self._control, [b"t"], [other.fileno()])
-            trial.send((text, is_choice))
+            trial.send((text, is_choice, seconds))
             found: int | str = trial.recv()
             return found
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Kill the trial process."""
     control.close()
     process.kill()
     process.wait()
@@ -238,10 +263,10 @@ def _try_grammar(connection: Connection, compile_text: Callable[[str, bool], Any
 
     # Rust reports failed allocations there.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    text, is_choice = connection.recv()
+    text, is_choice, seconds = connection.recv()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        call_with_large_stack(partial(_compile_within_limits, partial(compile_text, text, is_choice)))
+        call_with_large_stack(partial(_compile_within_limits, partial(compile_text, text, is_choice), seconds))
     except GrammarError as error:
         connection.send(str(error))
     else:
@@ -249,14 +274,14 @@ def _try_grammar(connection: Connection, compile_text: Callable[[str, bool], Any
         connection.send((after - before) * _MAXRSS_BYTES)
 
 
-def _compile_within_limits(compile_text: Callable[[], Any]) -> None:
+def _compile_within_limits(compile_text: Callable[[], Any], seconds: float) -> None:
     """Compile a grammar in this process, which the system kills at the limits."""
     # Not on Windows.
     import resource  # noqa: PLC0415
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The limit of CPU time; its signal ends the process.
-    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     # Other systems do not limit memory. The current size includes this thread's stack.
     if _STATM.exists():
         now = int(_STATM.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")

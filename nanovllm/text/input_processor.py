@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -18,7 +18,7 @@ from nanovllm.utils.checks import check_int, token_list
 
 T = TypeVar("T")
 
-Work = Literal["short", "long", "grammar"]
+Work = Literal["short", "long", "grammar", "slow grammar"]
 """Kinds of input processing that do not wait for one another."""
 LONG_TEXT = 2**16
 """Number of characters or tokens that takes about 0.1 s to process, too long for other requests to wait."""
@@ -82,11 +82,12 @@ class InputProcessor:
         if pooling is None and not self.has_head:
             return [ValueError(_NO_HEAD)] * len(prompts)
         encoded = self._encode(prompts, add_special_tokens, max_prompt_tokens, template)
-        # Many prompts may share one object, or its error.
-        checked_params = {key: self._check(param) for key, param in {id(param): param for param in params}.items()}
+        keys = [_params_key(param) for param in params]
+        # Many prompts may have equal parameters, or the same error.
+        checked_params = {key: self._check(param) for key, param in dict(zip(keys, params, strict=True)).items()}
         found: list[Request | ValueError] = []
-        for index, (prompt, param) in enumerate(zip(encoded, params, strict=True)):
-            checked = checked_params[id(param)]
+        for index, (prompt, key) in enumerate(zip(encoded, keys, strict=True)):
+            checked = checked_params[key]
             if isinstance(prompt.token_ids, ValueError):
                 found.append(prompt.token_ids)
                 continue
@@ -275,6 +276,16 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if prompt.get("multi_modal_data"):
         raise ValueError("multi_modal_data is not supported: models run on text alone")
     raise ValueError(f"a prompt as a dict is {{'prompt': text}} or {{'prompt_token_ids': ids}}, not {prompt!r:.80}")
+
+
+def _params_key(params: Any) -> Hashable:
+    """Return a key of sampling parameters; with a list, or of a wrong type, they are equal to themselves alone."""
+    try:
+        key = tuple(vars(params).values())
+        hash(key)
+    except TypeError:
+        return id(params)
+    return key
 
 
 def work_of(prompts: list[Any], params: Any) -> Work:

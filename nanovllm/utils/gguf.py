@@ -82,9 +82,14 @@ def convert_gguf(file: Path, folder: Path, dtype: str) -> None:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     except BaseException as error:
-        shutil.rmtree(folder)
-        if was_there:
-            folder.mkdir()
+        # A folder of the user's may be a link, or a mount point.
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        if not was_there:
+            folder.rmdir()
         if isinstance(error, SafetensorError):
             # Such as a full disk.
             raise OSError(f"{os.fspath(folder)!r}: {error}") from error

@@ -100,7 +100,8 @@ def _advice(model: str, revision: str | None, error: Exception) -> str:
     command = f"`hf download {model}{'' if revision is None else f' --revision {revision}'}`"
     advice = {
         GatedRepoError: f"the Hub asks to accept its terms first: https://huggingface.co/{model}, then `hf auth login`",
-        RepositoryNotFoundError: "the Hub has no model of this name, or none for this account: check it, or log in",
+        RepositoryNotFoundError: "the Hub has no model of this name, or none for this account: check the name, or "
+        "`hf auth login`",
         RevisionNotFoundError: f"the Hub has no revision {revision!r} of it",
         OfflineModeIsEnabled: f"HF_HUB_OFFLINE allows no other place than {constants.HF_HUB_CACHE}: run {command} "
         "without it, or give a folder with the model",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from nanovllm.utils.display import shown
 from nanovllm.utils.folder_faults import no_weights, refuse_pointer
@@ -125,24 +126,29 @@ class TensorFiles:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for file in self.files:
-            yield from torch.load(file, mmap=True, weights_only=True)
+            with safe_open(file, "pt") as opened:
+                for key in sorted(opened.keys()):
+                    yield key.partition(" ")[2], opened.get_tensor(key)
 
 
 def write_tensors(folder: str, weights: Iterable[Any]) -> TensorFiles:
     """Write pairs of a name and a tensor to files; another item is a ValueError."""
     files: list[str] = []
-    gathered: list[tuple[str, torch.Tensor]] = []
+    gathered: dict[str, torch.Tensor] = {}
 
     def write() -> None:
-        files.append(str(Path(folder, f"{len(files)}.pt")))
-        torch.save(gathered, files[-1])
+        files.append(str(Path(folder, f"{len(files)}.safetensors")))
+        save_file(gathered, files[-1])
         gathered.clear()
 
+    num_bytes = 0
     for item in weights:
         name, tensor = weight_pair(item)
-        # A copy, even if tensors share memory.
-        gathered.append((name, tensor.to("cpu", copy=True).contiguous()))
-        if sum(tensor.nbytes for _, tensor in gathered) >= _FILE_BYTES:
+        # A copy, even if tensors share memory; numbered, since names may repeat.
+        gathered[f"{len(gathered):06d} {name}"] = tensor.to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+        if num_bytes >= _FILE_BYTES:
             write()
+            num_bytes = 0
     write()
     return TensorFiles(files)

@@ -46,7 +46,7 @@ class WeightSlice:
         shapes: other shapes that it may have.
         check: rejects values, given the tensor's name and a part of it; None if all can be stored.
         convert: from the checkpoint's values to the region's; None if these are the same but for their dtype.
-        is_used: whether values are stored; others are only checked.
+        is_used: whether values are stored, or only checked.
         is_plain: whether `store` copies values, but for `convert` and `factor`.
     """
 
@@ -130,9 +130,9 @@ class LoadableModule(nn.Module):
 
     @property
     def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
-        """Numbers of rows at which the choice of kernels or of their tiles changes, and of prompt tokens beside rows.
+        """Numbers of rows, and of prompt tokens beside decode rows, at which the choice of kernels or tiles changes.
 
-        The latter are those that engines of few sequences reach.
+        The latter go as far as engines of few sequences reach.
         """
         return (), ()
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -920,9 +921,11 @@ def test_rows_are_rounded_after_the_sum_of_the_ranks(
     for communicator in (Communicator(), TwoRanks()):
         norm = AllReduceRMSNorm(256, 1e-6, communicator)
         norm.weight.data.copy_(torch.linspace(0.5, 2, 256))
-        # Rows are rounded where they are normalised, not after it.
-        monkeypatch.setattr(communicator, "all_reduce_rms_norm", None)
+        normalise = Mock(wraps=communicator.all_reduce_rms_norm)
+        monkeypatch.setattr(communicator, "all_reduce_rms_norm", normalise)
         gated = not down.weight.takes_gate_up(rows, x.dtype)
         inner_rows, residual = gate_up(x.clone(), norm, gated=gated)
         results.append(torch.cat(down(inner_rows, residual)))
+        # Rows are rounded where they are normalised, not after it.
+        assert normalise.called and all(isinstance(call.args[3], Rounding) for call in normalise.call_args_list)
     assert torch.equal(*results)

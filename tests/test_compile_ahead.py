@@ -85,6 +85,9 @@ PROGRAM = """
     shared = CascadeGroups(torch.zeros(1, 4, dtype=torch.int32), ints[0], torch.zeros(3, 2, dtype=torch.int32))
     after_prefix = plan_decode(ints[0] + 1, 4, 2, 64, 64, 2, shared=shared)
     pages = KVPages(cache, cache)
+    # Plans have launched kernels of their own.
+    for seen in (launched, loaded, notes):
+        seen.clear()
     runs = [
         partial(splitk_gemm, half, half, True),
         partial(hopper_decode_attention, heads, pages, heads, ints, ints[0], whole, 1.0),

@@ -169,7 +169,7 @@ class EngineClient:
 
     def add(self, state: RequestState) -> None:
         """Queue a request, from any thread."""
-        with self._lock:
+        with deferred_signals(), self._lock:
             state.request_id = self.engine.enqueue(state.request)
             self._states[state.request_id] = state
 

@@ -271,7 +271,7 @@ class EngineThread:
             self.error = error
             self._is_closing = True
         states = self._client.unfinished()
-        for state in [*news.values(), *states, *(state for state, begins in self._messages if begins)]:
+        for state in [*news.values(), *states, *(state for state, begins in list(self._messages) if begins)]:
             if not state.is_done:
                 state.error = _closed_error(error)
             state.notify()

@@ -84,11 +84,13 @@ class Replica:
 
     def flush(self) -> None:
         """Send pending orders; from any thread. If the engine has exited, `has_ended` becomes true soon."""
-        with self._lock:
-            if self._orders:
-                orders, self._orders = self._orders, []
-                with suppress(OSError):
-                    self._connection.send(orders)
+        if not self._orders:
+            return
+        # A message that a signal's handler cuts off would spoil all later ones.
+        with deferred_signals(), self._lock:
+            orders, self._orders = self._orders, []
+            with suppress(OSError):
+                self._connection.send(orders)
 
     def call(self, function: Callable[..., T], args: tuple[Any, ...]) -> Future[T]:
         """Call a function with the engine and other arguments."""

@@ -186,7 +186,7 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 42_689,
+    "lines": 42_691,
     "files": 211,
     "loaded by `import nanovllm.llm`": 9_818,
     "the core with all that it imports": 7_928,

@@ -39,7 +39,10 @@ class Drafter(ABC):
 
 
 class NgramDrafter(Drafter):
-    """Drafts what followed the longest match of the newest tokens in prompt and output, the `history` of a slot."""
+    """Drafts what followed the longest match of the newest tokens in prompt and output.
+
+    history: [num_slots + 1, max_model_len + num_drafts + 1] int32, the tokens of each slot's sequence.
+    """
 
     def __init__(self, config: SpeculativeConfig, num_slots: int, max_model_len: int, device: torch.device) -> None:
         self.lookup = config.prompt_lookup_min, config.prompt_lookup_max

@@ -176,6 +176,8 @@ def test_a_pause_that_waits_runs_nothing_that_comes_later() -> None:
     llm.step()
     llm.pause("wait")
     late = llm.add_request([3], greedy(2), priority=-1)
+    dropped = llm.add_request([4], greedy(2))
     assert [request_id for _ in range(12) for request_id, _ in llm.step().finished] == [first]
+    llm.abort([dropped])
     llm.resume()
     assert list(run(llm)) == [late]

@@ -318,6 +318,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "mixed bits": (GPTQ | {"dynamic": {"-:.*attn.*": {}, "lm_head": {"bits": 8}}}, "dynamic={'lm_head': {'bits': 8}}"),
     "groups of 48": (GPTQ | {"group_size": 48}, "group_size=48"),
     "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version='gemv'"),
+    "gemv in a format's name": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "checkpoint_format": "gemv"}, "version='gemv'"
+    ),
+    "rotated": (GPTQ | {"rotation": "hadamard"}, "rotation='hadamard'"),
+    "rotated, AWQ": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "rotation": "hadamard"}, "rotation='hadamard'"
+    ),
     "order": (compressed("pack-quantized", strategy="group", group_size=128, actorder="group"), "actorder='group'"),
     "W4A8": (compressed("pack-quantized", {"num_bits": 8}, strategy="channel"), "input_activations="),
     "W4A8_AWQ": ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo='W4A8_AWQ'"),

@@ -6,14 +6,20 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 pytest.importorskip("uvicorn")
 
+from nanovllm import SamplingParams
+from nanovllm.outputs import CompletionOutput, RequestOutput
 from nanovllm.serve.answers import EventStream
+from nanovllm.serve.anthropic import _MessagesAnswer
 from nanovllm.serve.settings import ServeSettings
+from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from tests.server_process import ServerProcess, serving
+from tests.small_tokenizers import sentencepiece_tokenizer
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -93,6 +99,18 @@ def test_why_an_answer_ends(client: Any) -> None:
 def test_an_answer_in_json(client: Any) -> None:
     body = request(QUESTION, output_config={"format": {"type": "json_schema", "schema": SCHEMA}})
     assert json.loads(client.messages.create(**body).content[0].text)["city"] in ("Rome", "Paris")
+
+
+def test_calls_have_ids_of_their_own() -> None:
+    tokenizer = sentencepiece_tokenizer("a")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    (splitter,) = AnswerOptions.of(AnswerFormat(tokenizer), tools).splitters([], SamplingParams())
+    text = "".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>\n' for name in "fg")
+    answer = _MessagesAnswer(Mock(model="m"), [], splitter)
+    done = RequestOutput(0, None, [1], [CompletionOutput(0, text, [1], finish_reason="stop")], finished=True)
+    found = [(item["name"], item["id"]) for item in answer._whole([done])["content"] if item["type"] == "tool_use"]
+    ids = [f"toolu_{call_id.removeprefix('call_')}" for call_id in splitter.call_ids]
+    assert found == list(zip("fg", ids, strict=True)) and len(set(ids)) == 2
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])

@@ -320,11 +320,8 @@ def run(llm: LLM, work: Workload) -> float:
 
 def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
     """Print and return the better of a workload's rounds, after a warm-up; a workload of minutes has one round."""
-    num_rounds, results, gpus = (
-        (1 if name == LONG_WORKLOAD else ROUNDS),
-        list[Result](),
-        llm.config.tensor_parallel_size,
-    )
+    num_rounds = 1 if name == LONG_WORKLOAD else ROUNDS
+    results, gpus = list[Result](), llm.config.tensor_parallel_size
     if num_rounds > 1:
         run(llm, make_workload(name, "warm-up", llm))
     for number in range(num_rounds):

@@ -71,7 +71,7 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Owns every unfinished sequence, from `add` to the step that finishes it; each running one has a slot."""
+    """Owns each unfinished sequence, from `add` to its last step; running ones have the `max_num_running` slots."""
 
     def __init__(
         self, block_manager: BlockManager,
@@ -83,9 +83,8 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = eos_token_ids
-        # All three are sorted, see `sort_key`. Sequences added while the queue is held do not run. At most one sequence
-        # runs per slot.
-        self.waiting, self._held, self.running = list[Sequence](), list[Sequence](), list[Sequence]()
+        # Sorted by `sort_key`; `_held` has the sequences added since `hold_new`, which wait for `release_new`.
+        self.waiting, self.running, self._held = list[Sequence](), list[Sequence](), list[Sequence]()
         self._is_held = False
         # The running sequences that have caught up.
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, draft_costs)
@@ -239,7 +238,8 @@ class Scheduler:
 
     def _admit(self, batch: ScheduledBatch) -> Sequence | None:
         """Move the head of the queue to the running sequences, if budget, slots, blocks and pending loads allow."""
-        seq, manager = self._next_waiting() if self._free_slots and self._budget else None, self.block_manager
+        manager = self.block_manager
+        seq = self._next_waiting() if self._free_slots and self._budget else None
         # A preempted sequence waits for its token in flight, which is its next input.
         if seq is None or seq.num_in_flight or manager.must_wait_to_load(seq):
             return None
@@ -362,7 +362,7 @@ class Scheduler:
             self.steady.note_drafts(slots, counts, batch.number)
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
-        """Add the tokens of a row planned to compute `num_new` to its sequence; return how many of them count."""
+        """Add the tokens of a row, planned to compute `num_new`, to its sequence; return the number that counts."""
         seq = self._sequences.get(seq_id)
         # An EOS is seen one step late: the token sampled after it is dropped.
         if seq is None:

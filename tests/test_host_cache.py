@@ -20,7 +20,7 @@ import torch
 from nanovllm import LLM, SamplingParams, StepError
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_cache import ROOT_IDENTITY, Block, BlockKey
+from nanovllm.engine.prefix_cache import Block, BlockKey, next_hash
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StateCache
@@ -380,7 +380,7 @@ def ask(engine: LLMEngine, prompt: list[int]) -> list[int]:
 
 
 def saved_states(host: HostCache) -> set[BlockKey]:
-    return {key for key in host._copies if key[2].startswith(b"state")}
+    return {key for key in host._copies if key[1] == "state"}
 
 
 def test_states_that_a_later_one_replaces_leave_the_host_first() -> None:
@@ -447,11 +447,11 @@ def test_states_of_decoding_that_come_from_the_host_show_that_outputs_come_again
 
 def cached_blocks(token_ids: list[int]) -> list[Block]:
     """Blocks of four tokens, as they are cached."""
-    blocks, parent = list[Block](), ROOT_IDENTITY
+    blocks, prefix = list[Block](), b""
     for start in range(0, len(token_ids) - 3, 4):
         block = Block(start)
-        block.key, block.identity = (parent, array("i", token_ids[start : start + 4]).tobytes(), b""), 1000 + start
-        parent = block.identity
+        prefix = next_hash(prefix, array("i", token_ids[start : start + 4]))
+        block.key = prefix, "keys", 0
         blocks.append(block)
     return blocks
 
@@ -493,10 +493,10 @@ def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None
     cache.clear()
     num_ready = 2
     assert [save.destination for save in cache.plan_saves(blocks, set(), 0, 0)] == [0, 1]
-    check_host(cache, {})
+    check_host(cache)
     cache.drop(block.key for block in blocks[:2] if block.key is not None)
     assert len(cache.plan_saves(blocks, set(), 0, 0)) == 2
-    check_host(cache, {})
+    check_host(cache)
 
 
 def test_the_tail_of_a_prefix_is_dropped_before_its_head() -> None:

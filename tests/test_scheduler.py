@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from nanovllm import SamplingParams
 from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.prefix_cache import SPARE, SPENT, USUAL
+from nanovllm.engine.prefix_cache import SPARE, SPENT, USUAL, Block
 from nanovllm.engine.scheduler import _take_logprobs
 from nanovllm.engine.sequence import SteadyRows
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
 from nanovllm.runner.messages import DraftCosts, ScheduledBatch, StateCache, StepOutput
+from tests.cache_checks import check_blocks
 from tests.examples import num_examples
 from tests.mock_runner import (
     VOCAB_SIZE,
@@ -475,7 +476,7 @@ def test_an_abort_before_the_prompt_is_computed_returns_none_of_its_states(depth
 
 
 @DEPTHS
-def test_states_that_are_evicted_in_part_are_kept_again(depth: int) -> None:
+def test_a_state_is_evicted_as_a_whole_and_before_the_keys_at_its_end(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(2, 99))
     manager = engine.block_manager
 
@@ -483,14 +484,18 @@ def test_states_that_are_evicted_in_part_are_kept_again(depth: int) -> None:
         request_id = engine.add_request(list(range(14)), greedy(1))
         return int(run(engine)[request_id]["num_cached_tokens"])
 
+    def states() -> list[Block]:
+        return [block for block in manager.blocks if block.is_state]
+
     assert [num_cached(), num_cached()] == [0, 12]
-    manager._cache.remove(next(block for block in manager.blocks if block.key and block.key[2].startswith(b"state")))
+    manager._evict(states()[0])
+    assert not states()
+    check_blocks(manager)
     assert [num_cached(), num_cached()] == [0, 12]
     # Without the last block of its keys it is of no use.
-    manager._evict(
-        max((block for block in manager.blocks if block.key and not block.is_state), key=lambda b: b.identity)
-    )
-    assert {block.rank for block in manager.blocks if block.key and block.is_state} == {SPENT}
+    last = next(key for key, *_ in manager._cache.blocks if (key, "state", 0) in manager._cache.blocks)
+    manager._evict(manager._cache.blocks[last, "keys", 0])
+    assert {block.rank for block in states()} == {SPENT}
 
 
 @DEPTHS
@@ -577,7 +582,7 @@ def test_decoding_keeps_the_newest_block_end_where_there_is_room(depth: int) -> 
     engine.add_request(prompt, greedy(38))
     run(engine)
     manager = engine.block_manager
-    states = [block for block in manager.blocks if block.key is not None and block.key[2].startswith(b"state")]
+    states = [block for block in manager.blocks if block.is_state]
     # Earlier ones are there until something needs their blocks.
     assert sum(block.rank != SPENT for block in states) == 2
     again = engine.add_request([*prompt, *tokens], greedy(1))
@@ -863,26 +868,6 @@ def mock_dicts(token_ids: list[int], num_logprobs: int | None) -> list[dict[int,
     if num_logprobs is None:
         return None
     return [{t + i: Logprob(-(t + i + 1) / 64, i if i else t + 1) for i in range(num_logprobs + 1)} for t in token_ids]
-
-
-def test_a_block_that_two_outputs_share_is_found_by_one_key_alone() -> None:
-    # The second output is admitted in the second step.
-    engine, _ = make_engine(pipeline_depth=0, block_size=4, max_num_seqs=2, max_num_batched_tokens=9)
-    manager, prompt = engine.block_manager, list(range(9))
-    engine.add_request(prompt[:4], greedy(1))
-    run(engine)
-    cached = manager._cache.blocks[0, array("i", prompt[:4]).tobytes(), b""]
-    engine.add_request(prompt, SamplingParams(0.5, 4, ignore_eos=True, n=2, prompt_logprobs=0))
-    engine.step()
-    first, second = engine.scheduler.sequences
-    # The first output computes the prompt anew. Its second block is registered after another first one, which goes.
-    assert first.block_tables[0].held[0] != cached.block_id
-    manager._cache.remove(cached)
-    engine.step()
-    check_engine(engine)
-    assert second.block_tables[0].held[:2] == first.block_tables[0].held[:2]
-    run(engine)
-    check_engine(engine)
 
 
 def test_a_shared_prompt_is_computed_once_and_copied_on_write() -> None:

@@ -21,7 +21,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, filterfalse, islice, zip_longest
+from functools import partial
+from itertools import accumulate, chain, islice, zip_longest
 
 import numpy as np
 
@@ -29,17 +30,18 @@ from nanovllm.engine.cache_policy import CachePolicy, PagedPolicy, StatePolicy
 from nanovllm.engine.host_cache import HostCache
 from nanovllm.engine.prefix_cache import (
     OFTEN_USED,
-    ROOT_IDENTITY,
     SPARE,
     SPENT,
     USUAL,
     Block,
     BlockKey,
+    BlockKind,
     BlockTable,
     FoundBlock,
     FreeBlocks,
     HostBlock,
     PrefixCache,
+    next_hash,
 )
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.stats import BlockUsage
@@ -127,15 +129,13 @@ class BlockManager:
         # Computed tokens cannot be taken back from a state.
         self.has_states = self._state is not None
         self._num_state_blocks = 0 if self._state is None else self._state.num_blocks
-        # What tells the keys of a state's blocks apart.
-        self._state_extras = [b"state %d" % part for part in range(self._num_state_blocks)]
         # Groups with a block for every block of tokens; the first group's blocks tell which states are kept.
         self._num_growing = len(kinds) - self.has_states
         assert self._num_growing and all(isinstance(kind, PagedCache) for kind in kinds[: self._num_growing])
         self._windowed = [g for g, policy in enumerate(self.policies[: self._num_growing]) if policy.has_gaps]
         # A prefix can be usable with blocks missing, or become usable by a state.
         self._has_gaps = any(policy.has_gaps for policy in self.policies)
-        self._cache = PrefixCache(block_size, len(kinds), self._has_gaps)
+        self._cache = PrefixCache()
 
     @property
     def num_free_blocks(self) -> int:
@@ -234,14 +234,16 @@ class BlockManager:
         if not most:
             return [[]] * self._num_growing
         host, find_copy = self.host, None if self.host is None else self.host.find
-        for group in range(self._num_growing):
-            root = self._cache.root(seq.num_resets, group)
-            matched.append(self._cache.match(root, seq.token_ids, seq.request.cache_extra, most, find_copy))
+        for group, policy in enumerate(self.policies[: self._num_growing]):
+            hashes = map(partial(self._hash, seq), range(1, most + 1))
+            matched.append(self._cache.match(hashes, group, policy.has_gaps, find_copy))
             most = len(matched[-1])
         if self.has_states:
-            self._find_branch(seq, matched[0])
+            # Where it leaves the cached keys, or the last block end that leaves it a token to compute.
+            branch = min(len(matched[0]), (seq.num_tokens - 1) // self.block_size)
+            seq.num_branch_blocks = branch if branch and matched[0][branch - 1] is not None else 0
         if host is None:
-            length = self._usable_prefix(seq, matched, most, lambda n: self._has_states(matched[0][n - 1]))
+            length = self._usable_prefix(seq, matched, most, lambda n: self._has_states(self._hash(seq, n)))
         else:
             length = self._usable_with_copies(host, seq, matched[0])
         return [blocks[:length] for blocks in matched]
@@ -263,15 +265,15 @@ class BlockManager:
     def _usable_with_copies(self, host: HostCache, seq: Sequence, blocks: list[FoundBlock | None]) -> int:
         """Return the length of the longest prefix that is on the device, or worth loading where it is not."""
         cached = [block if isinstance(block, Block) else None for block in blocks]
-        least = self._usable_prefix(seq, [[*cached]], len(cached), lambda n: self._has_states(cached[n - 1]))
+        least = self._usable_prefix(seq, [[*cached]], len(cached), lambda n: self._has_states(self._hash(seq, n)))
         num_copies = list(accumulate((isinstance(block, HostBlock) for block in blocks), initial=0))
 
         def pays(length: int) -> bool:
             if length <= least:
                 return True
-            last, num_loads = blocks[length - 1], num_copies[length]
-            if self.has_states and not self._has_states(last):
-                if last is None or not host.find_all(self._state_keys(last.identity)):
+            num_loads = num_copies[length]
+            if self.has_states and not self._has_states(prefix := self._hash(seq, length)):
+                if not host.find_all(self._state_keys(prefix)):
                     return False
                 num_loads += self._num_state_blocks
             return host.pays(length - least, num_loads)
@@ -281,23 +283,24 @@ class BlockManager:
             length -= 1
         return length
 
-    def _find_branch(self, seq: Sequence, blocks: list[FoundBlock | None]) -> None:
-        """Note where a sequence leaves the cached keys, or the last block end that leaves it a token to compute."""
-        branch = min(len(blocks), (seq.num_tokens - 1) // self.block_size)
-        if branch and (last := blocks[branch - 1]) is not None:
-            seq.num_branch_blocks, seq.branch_identity = branch, last.identity
+    def _hash(self, seq: Sequence, num_blocks: int) -> bytes:
+        """Return the hash of a sequence's first blocks, whose tokens are known."""
+        hashes, size = seq.block_hashes, self.block_size
+        for start in range((len(hashes) - 1) * size, num_blocks * size, size):
+            hashes.append(next_hash(hashes[-1], seq.token_ids[start : start + size]))
+        return hashes[num_blocks]
 
-    def _has_states(self, block: FoundBlock | None) -> bool:
-        """Whether the states at the end of a block (in the first group) are cached on the device."""
-        return block is not None and self._are_cached(self._state_keys(block.identity))
+    def _has_states(self, prefix: bytes) -> bool:
+        """Whether the states at the end of a prefix are cached on the device."""
+        return self._are_cached(self._state_keys(prefix))
 
     def _are_cached(self, keys: list[BlockKey]) -> bool:
         """Whether states are cached; at least one key. The ones that the planned step computes are not yet."""
-        return bool(keys) and all(key in self._cache.blocks and key not in self._coming_states for key in keys)
+        return bool(keys) and keys[0] in self._cache.blocks and keys[0] not in self._coming_states
 
-    def _state_keys(self, parent: int, tokens: bytes = b"") -> list[BlockKey]:
-        """Return the keys of the state after the block with identity `parent` and the tokens that follow it."""
-        return [(parent, tokens, extra) for extra in self._state_extras]
+    def _state_keys(self, prefix: bytes, kind: BlockKind = "state") -> list[BlockKey]:
+        """Return the keys of the state at the end of a prefix."""
+        return [(prefix, kind, part) for part in range(self._num_state_blocks)]
 
     def _make_tables(self, seq: Sequence, fit: _Fit) -> None:
         """Give a sequence the blocks found for each group, and free ones for copies and the rest that it needs."""
@@ -309,22 +312,21 @@ class BlockManager:
         sources: list[FoundBlock] = []
         seq.source_state = None
         if fit.found and self.has_states:
-            parent = fit.found[0][-1].identity
-            sources = self._find_states(parent)
+            prefix = self._hash(seq, fit.num_matched)
+            sources = self._find_states(prefix)
             if not sources[0].num_uses:
                 self._note_repeat(sources[0].is_decoded or seq.num_branch_blocks > fit.num_matched)
             self._use_states(sources)
             # Where cached keys go on, other prompts may start here as well.
-            seq.source_state = parent if fit.num_matched == seq.num_branch_blocks else None
+            seq.source_state = prefix if fit.num_matched == seq.num_branch_blocks else None
         seq.block_tables.clear()
         for group, needed in enumerate(fit.needed):
-            block_ids, identity = [0] * needed.start, self._cache.root(seq.num_resets, group)
+            block_ids = [0] * needed.start
             if fit.found and group < self._num_growing:
                 found = fit.found[group]
                 block_ids += [block.block_id if isinstance(block, Block) else self._place(block) for block in found]
-                identity = found[-1].identity
             block_ids += [self._take_free_block() for _ in range(needed.stop - len(block_ids))]
-            seq.block_tables.append(BlockTable(block_ids, needed.start, identity))
+            seq.block_tables.append(BlockTable(block_ids, needed.start))
         if self.has_states:
             self._copy_states(seq, sources)
         if self.host is not None:
@@ -350,7 +352,7 @@ class BlockManager:
                 continue
             block.num_hits += 1
             # A state within a block serves the outputs of one request.
-            is_often_used = block.num_uses > 1 and block.key is not None and not block.key[1]
+            is_often_used = block.num_uses > 1 and block.key is not None and block.key[1] != "inner"
             block.rank = OFTEN_USED if is_often_used else USUAL
             if block.ref_count == 0:
                 self._free.move(block)
@@ -366,33 +368,29 @@ class BlockManager:
                 self._copies.append(BlockTransfer("copy", source.block_id, block_id))
 
     def _can_fork(self, source: Sequence, seq: Sequence) -> bool:
-        """Whether `source` holds all that a sequence will attend to, and has registered nothing past the prompt."""
+        """Whether `source` holds all that a sequence will attend to."""
         if self.has_states and not self._are_cached(source.fork_states):
             # The last token of the prompt is computed again, and the state of `source` is already past it.
             return False
-        num_released = [table.num_released for table in source.block_tables]
-        if not any(num_released):
-            return True
-        firsts = [policy.num_released(seq.num_tokens - 1) for policy in self.policies]
-        is_held = all(released <= first for released, first in zip(num_released, firsts, strict=True))
-        return is_held and source.num_registered_blocks <= seq.num_tokens // self.block_size
+        tables = zip(source.block_tables, self.policies, strict=True)
+        return all(table.num_released <= policy.num_released(seq.num_tokens - 1) for table, policy in tables)
 
     def _fork(self, source: Sequence, seq: Sequence) -> None:
         """Share all blocks of a prompt; the last one, if not full, is copied before it is written to."""
-        num_blocks, has_released = self.num_blocks_for(seq.num_tokens), any(t.num_released for t in source.block_tables)
+        num_blocks = self.num_blocks_for(seq.num_tokens)
         seq.num_resets = source.num_resets
-        seq.num_registered_blocks = source.num_registered_blocks if has_released else 0
+        # The source may have registered blocks past the prompt.
+        seq.num_registered_blocks = min(source.num_registered_blocks, seq.num_tokens // self.block_size)
         states: list[FoundBlock] = [self._cache.blocks[key] for key in source.fork_states]
         self._use_states(states)
         seq.block_tables.clear()
-        for group, table in enumerate(source.block_tables[: self._num_growing]):
-            identity = table.registered_identity if has_released else self._cache.root(seq.num_resets, group)
-            seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released, identity))
-            for block_id in seq.block_tables[group].held:
+        for table in source.block_tables[: self._num_growing]:
+            seq.block_tables.append(BlockTable(table[:num_blocks], table.num_released))
+            for block_id in seq.block_tables[-1].held:
                 self.blocks[block_id].ref_count += 1
         if self.has_states:
             block_ids = [self._take_free_block() for _ in range(self._num_state_blocks)]
-            seq.block_tables.append(BlockTable(block_ids, 0, ROOT_IDENTITY))
+            seq.block_tables.append(BlockTable(block_ids))
         self._copy_states(seq, states)
         seq.num_computed_tokens, seq.num_shared_tokens = seq.num_tokens - 1, seq.num_tokens
 
@@ -500,7 +498,7 @@ class BlockManager:
 
         Returns whether these states, or later ones (`is_often_used`), are often used. The block is kept as long.
         """
-        keys = [] if block.key is None else self._state_keys(block.identity)
+        keys = [] if block.key is None else self._state_keys(block.key[0])
         for state in (self._cache.blocks[key] for key in keys if key in self._cache.blocks):
             is_often_used |= state.rank == OFTEN_USED
             if state.ref_count == 0 and state.rank >= USUAL:
@@ -512,16 +510,10 @@ class BlockManager:
         block = self.blocks[block_id]
         block.ref_count -= 1
         if block.ref_count == 0:
-            if self._precedes_reset(seq):
-                self._cache.remove(block)
             self._free.add(block)
             self._num_gained += 1
             if self.host is not None and block.key is not None:
                 self.host.touch(block.key)
-
-    def _precedes_reset(self, seq: Sequence) -> bool:
-        """Whether a sequence got its first blocks before the last `reset`, so that they cannot be found."""
-        return seq.num_resets != self._cache.num_resets
 
     def _take_free_block(self) -> int:
         block = self.blocks[self._free.pop()]
@@ -534,10 +526,14 @@ class BlockManager:
     def _evict(self, block: Block) -> None:
         """Forget a block's content. A state is of no use without all its parts, and the keys before it."""
         if self.has_states and block.key is not None:
-            has_copy = self.host is not None and self.host.find(block.key) is not None
-            parent, tokens, _ = block.key if block.is_state else (block.identity, b"", b"")
-            if block.is_state or not has_copy:
-                self._spend(parent, tokens)
+            prefix, kind, _ = block.key
+            if kind != "keys":
+                for part in [self._cache.blocks[key] for key in self._state_keys(prefix, kind)]:
+                    self._cache.remove(part)
+                    if part.block_id in self._free:
+                        self._free.move(part)
+            elif self.host is None or self.host.find(block.key) is None:
+                self._spend(prefix)
         self._cache.remove(block)
 
     def take_loads(self) -> list[BlockTransfer]:
@@ -581,16 +577,20 @@ class BlockManager:
         The states at a block's end may be cached as well. The sequence then needs another block, and `own_states`.
         """
         num_full = min(len(seq.token_ids), seq.num_computed_tokens) // self.block_size
-        if not self.enable_prefix_caching or num_full <= seq.num_registered_blocks:
+        if not self._can_register(seq) or num_full <= seq.num_registered_blocks:
             return
         for i in range(seq.num_registered_blocks, num_full):
             self._register_block(seq, i)
-        if num_full * self.block_size == seq.num_computed_tokens:
+        if self.has_states and num_full * self.block_size == seq.num_computed_tokens:
             self._register_states(seq, num_full)
+
+    def _can_register(self, seq: Sequence) -> bool:
+        """Whether later requests may find a sequence's blocks: not if it got its first ones before the last `reset`."""
+        return self.enable_prefix_caching and seq.num_resets == self._cache.num_resets
 
     def register_chunk(self, seq: Sequence, start: int) -> list[KeptState]:
         """Cache the blocks that a chunk (computed from `start` on) fills; return states to keep within it."""
-        if not (self.has_states and self.enable_prefix_caching):
+        if not (self.has_states and self._can_register(seq)):
             self.register(seq)
             return []
         kept: list[KeptState] = []
@@ -598,9 +598,8 @@ class BlockManager:
         while (num_blocks + 1) * self.block_size < num_tokens:
             self._register_block(seq, num_blocks)
             num_blocks += 1
-            # A fork registers blocks of its source again.
-            if num_blocks * self.block_size > start and self._keeps_states(seq, num_blocks):
-                keys = self._state_keys(seq.block_tables[0].registered_identity)
+            if self._keeps_states(seq, num_blocks):
+                keys = self._state_keys(self._hash(seq, num_blocks))
                 if block_ids := self._take_state_blocks(keys):
                     kept.append(KeptState(num_blocks * self.block_size, block_ids))
                     self._on_kept(seq, num_blocks, block_ids)
@@ -609,20 +608,20 @@ class BlockManager:
         is_inside = start < last < num_tokens and num_blocks * self.block_size <= last
         if seq.siblings and is_inside:
             # The other outputs of the request go on from the state before the last token.
-            tokens = seq.token_ids[num_blocks * self.block_size : last].tobytes()
-            seq.fork_states = self._state_keys(seq.block_tables[0].registered_identity, tokens)
+            prefix, tokens = self._hash(seq, num_blocks), seq.token_ids[num_blocks * self.block_size : last]
+            inner = self._state_keys(next_hash(prefix, tokens), "inner")
+            seq.fork_states = inner if tokens else self._state_keys(prefix)
             if block_ids := self._take_state_blocks(seq.fork_states):
                 kept.append(KeptState(last, block_ids))
         self.register(seq)
         return kept
 
     def _register_block(self, seq: Sequence, index: int) -> None:
-        tokens, extra = self._cache.block_tokens(seq.token_ids, index), b"" if index else seq.request.cache_extra
-        for table in seq.block_tables[: self._num_growing]:
-            key = table.registered_identity, tokens, extra
+        for group, table in enumerate(seq.block_tables[: self._num_growing]):
+            key: BlockKey = self._hash(seq, index + 1), "keys", group
             # If two sequences compute the same block, others find the first one's.
-            block = self._cache.blocks.get(key) or self._register(self.blocks[table[index]], key)
-            table.registered_identity = block.identity
+            if key not in self._cache.blocks:
+                self._register(self.blocks[table[index]], key)
         seq.num_registered_blocks = index + 1
 
     def _keeps_states(self, seq: Sequence, num_blocks: int) -> bool:
@@ -632,24 +631,15 @@ class BlockManager:
 
     def _take_state_blocks(self, keys: list[BlockKey]) -> list[int]:
         """Return free blocks for states, now in the cache; none if they are cached already, or too few are free."""
-        if len(self._free) < len(keys) or self._are_whole(keys):
+        if len(self._free) < len(keys) or keys[0] in self._cache.blocks:
             return []
         block_ids = [self._take_free_block() for _ in keys]
         for key, block_id in zip(keys, block_ids, strict=True):
-            self._register(self.blocks[block_id], key, is_state=True)
+            self._register(self.blocks[block_id], key)
         self._coming_states.update(keys)
         # Nothing else that this step plans may take them.
         self._kept_blocks += block_ids
         return block_ids
-
-    def _are_whole(self, keys: list[BlockKey]) -> bool:
-        """Whether all blocks of states are cached; forgets what eviction has left of them."""
-        cached = [self._cache.blocks[key] for key in keys if key in self._cache.blocks]
-        if len(cached) == len(keys):
-            return True
-        for block in cached:
-            self._cache.remove(block)
-        return False
 
     def _register_states(self, seq: Sequence, num_blocks: int) -> None:
         """Cache the states of a sequence that has computed exactly `num_blocks` blocks, if they are worth keeping.
@@ -657,24 +647,24 @@ class BlockManager:
         Of a prompt see `_keeps_states`. In decoding each block end replaces the one before, where there is room.
         Where prompts leave out earlier outputs, such a state is room itself until it is used.
         """
-        parent = seq.block_tables[0].registered_identity
+        prefix = self._hash(seq, num_blocks)
         is_prompt = num_blocks * self.block_size < seq.num_prompt_tokens
         if not is_prompt:
             if not self._keeps_decoded_states:
                 return
             if seq.decode_state is not None:
                 self._replace(seq.decode_state)
-            seq.decode_state = parent
+            seq.decode_state = prefix
             if self._free.num_spare < self._num_state_blocks:
                 return
         elif not self._keeps_states(seq, num_blocks):
             return
-        keys = self._state_keys(parent)
-        if self._are_whole(keys):
+        keys = self._state_keys(prefix)
+        if keys[0] in self._cache.blocks:
             return
         block_ids = seq.block_tables[-1]
         for key, block_id in zip(keys, block_ids, strict=True):
-            block = self._register(self.blocks[block_id], key, is_state=True)
+            block = self._register(self.blocks[block_id], key)
             block.rank, block.is_decoded = USUAL if is_prompt or self._num_repeats >= 0 else SPARE, not is_prompt
         self._coming_states.update(keys)
         if is_prompt:
@@ -693,22 +683,22 @@ class BlockManager:
                 self._replace(seq.source_state)
             seq.source_state = None
 
-    def _find_states(self, parent: int) -> list[FoundBlock]:
-        """Return the blocks of the states after the block with identity `parent`, or all their copies on the host."""
-        if self._are_cached(keys := self._state_keys(parent)):
+    def _find_states(self, prefix: bytes) -> list[FoundBlock]:
+        """Return the blocks of the states at the end of a prefix, or all their copies on the host."""
+        if self._are_cached(keys := self._state_keys(prefix)):
             return [self._cache.blocks[key] for key in keys]
         return [] if self.host is None else [*self.host.find_all(keys)]
 
-    def _replace(self, parent: int) -> None:
-        """Evict first, on the device and in host memory, states after the block with identity `parent`."""
-        self._spend(parent)
+    def _replace(self, prefix: bytes) -> None:
+        """Evict first, on the device and in host memory, the states at the end of a prefix."""
+        self._spend(prefix)
         if self.host is not None:
-            for key in self._state_keys(parent):
+            for key in self._state_keys(prefix):
                 self.host.spend(key)
 
-    def _spend(self, parent: int, tokens: bytes = b"") -> None:
-        """Evict first the cached states after the block with identity `parent` and the tokens that follow it."""
-        for key in self._state_keys(parent, tokens):
+    def _spend(self, prefix: bytes) -> None:
+        """Evict first the cached states at the end of a prefix."""
+        for key in self._state_keys(prefix):
             block = self._cache.blocks.get(key)
             if block is not None:
                 block.rank = SPENT
@@ -725,13 +715,10 @@ class BlockManager:
         num_matched = len(self._match_prefix(seq)[0])
         if seq.num_branch_blocks <= num_matched:
             return False
-        return not self._coming_states.isdisjoint(self._state_keys(seq.branch_identity))
+        return not self._coming_states.isdisjoint(self._state_keys(self._hash(seq, seq.num_branch_blocks)))
 
-    def _register(self, block: Block, key: BlockKey, is_state: bool = False) -> Block:
-        # A fork may share a block whose parent was evicted after it was registered.
-        self._cache.remove(block)
-        copy = None if self.host is None else self.host.find(key)
-        self._cache.add(block, key, None if copy is None else copy.identity, is_state)
+    def _register(self, block: Block, key: BlockKey) -> Block:
+        self._cache.add(block, key)
         self._unconfirmed[-1].registered.append(block.block_id)
         self._num_gained += 1
         return block
@@ -767,33 +754,33 @@ class BlockManager:
         self._coming_states.clear()
 
     def reset(self) -> bool:
-        """Forget the prefix cache, and what running sequences add to it; return whether none holds blocks from it."""
+        """Forget the prefix cache, and what running sequences add to it; return whether none holds blocks."""
         if self.host is not None:
             self.host.clear()
             for step in self._unconfirmed:
                 step.saved.clear()
         self._cache.reset()
-        return not self._cache.blocks
+        return not self.num_used_blocks
 
     def must_wait_to_load(self, seq: Sequence) -> bool:
         """Whether a waiting sequence would load blocks in a step that already loads enough."""
         if self.host is None or not self.host.is_enough(self._num_loading):
             return False
         matched = self._match_prefix(seq)[0]
-        lacks_states = bool(matched and self.has_states) and not self._has_states(matched[-1])
+        lacks_states = bool(matched and self.has_states) and not self._has_states(self._hash(seq, len(matched)))
         return lacks_states or any(isinstance(block, HostBlock) for block in matched)
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
         """Yield the blocks that steps overwrite first: free ones, then blocks of the next sequences to be preempted.
 
         If few blocks are free, a finishing sequence's may be reused in the same step, so blocks of all sequences are
-        included. They are saved in order: if the last has a copy, all have. Blocks that cannot be found are skipped.
+        included. They are saved in order: if the last has a copy, all have.
         """
         for block_id in islice(self._free, self._num_clean_blocks):
             yield self.blocks[block_id]
         if len(self._free) >= self._num_clean_blocks:
             return
-        for seq in filterfalse(self._precedes_reset, reversed(running)):
+        for seq in reversed(running):
             block_ids = seq.block_tables[0][: seq.num_registered_blocks]
             registered = [self.blocks[block_id] for block_id in block_ids]
             if registered and host.lacks(registered[-1]):

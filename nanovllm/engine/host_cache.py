@@ -1,7 +1,7 @@
 """Blocks of the prefix cache in host memory: their slots, and the decisions to save and load.
 
-A copy has its block's key and identity, so that one chain finds blocks wherever they are. It may outlive the block on
-the device, or be dropped before it. Correctness follows from the order of transfers: a step's loads come before its
+A copy has its block's key, so that blocks are found wherever they are. It may outlive the block on the device, or be
+dropped before it. Correctness follows from the order of transfers: a step's loads come before its
 saves, and a later step's after both.
 
 Deals in slots and keys only, and knows nothing of the device.
@@ -104,7 +104,7 @@ class HostCache:
                 continue
             if (slot := self._take_slot()) is None:
                 break
-            self._copies[block.key] = HostBlock(block.key, slot, block.identity, block.is_decoded, block.num_uses)
+            self._copies[block.key] = HostBlock(block.key, slot, block.is_decoded, block.num_uses)
             saves.append(BlockTransfer("save", block.block_id, slot))
             if len(saves) == most:
                 break

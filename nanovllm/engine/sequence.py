@@ -14,11 +14,12 @@ from array import array
 from bisect import bisect_left, insort
 from dataclasses import replace
 from enum import Enum, auto
+from hashlib import sha256
 from operator import attrgetter
 
 import numpy as np
 
-from nanovllm.engine.prefix_cache import ROOT_IDENTITY, BlockKey, BlockTable
+from nanovllm.engine.prefix_cache import BlockKey, BlockTable
 from nanovllm.engine.request import Request, TokenConstraint
 from nanovllm.outputs import CompletionOutput, Logprob, Logprobs, RequestMetrics, RequestOutput, record_bytes
 from nanovllm.runner.messages import NO_DRAFTS, NO_ROWS, DraftCosts, NewRequest, PromptScores, Rows, TokenLogprobs
@@ -102,7 +103,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_tables", "branch_identity",
+        "__weakref__", "_num_computed_tokens", "_num_tokens", "_token_ids", "block_hashes", "block_tables",
         "constraint", "decode_state", "end_token_ids", "finish_reason", "fits_from", "fork_states", "has_extra",
         "index", "is_watched", "logprobs", "metrics", "most_tokens", "num_admissions", "num_branch_blocks",
         "num_cached_tokens", "num_prompt_tokens", "num_registered_blocks", "num_resets", "num_shared_tokens",
@@ -157,14 +158,16 @@ class Sequence:
         self.block_tables: list[BlockTable] = []
         # Leading blocks of each table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
-        # Leading blocks whose keys were cached at the last admission, and the identity of the last of them.
-        self.num_branch_blocks, self.branch_identity = 0, ROOT_IDENTITY
+        # Hashes of its prefixes of 0, 1, ... blocks, as far as they were needed; see `prefix_cache`.
+        self.block_hashes = [sha256(request.cache_extra).digest()]
+        # Leading blocks whose keys were cached at the last admission.
+        self.num_branch_blocks = 0
         # Keys of the cached states before the last token of the prompt, from which the request's other outputs go on.
         self.fork_states: list[BlockKey] = []
-        # The identity of the last block at whose end its state was kept in decoding.
-        self.decode_state: int | None = None
-        # The identity of the block at whose end it found its first state, if all keys that it found end there.
-        self.source_state: int | None = None
+        # The hash of the last prefix at whose end its state was kept in decoding.
+        self.decode_state: bytes | None = None
+        # The hash of the prefix with its first state, if all keys that it found end there.
+        self.source_state: bytes | None = None
         # Number of prefix cache resets when the first blocks were given.
         self.num_resets = 0
         # Leading tokens stored in blocks of a sibling.

@@ -17,22 +17,20 @@ if TYPE_CHECKING:
     from nanovllm.integrations.async_llm_engine import AsyncLLMEngine
     from nanovllm.llm import LLM
     from nanovllm.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
         CompletionOutput,
         Logprob,
         Logprobs,
-        RankedDocument,
         RequestMetrics,
         RequestOutput,
-        ScoreOutput,
         StepError,
         StepResult,
-        TextPrompt,
-        TokensPrompt,
         ToolCall,
     )
     from nanovllm.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+    from nanovllm.tasks.beam_search import BeamSearchOutput, BeamSearchSequence
+    from nanovllm.tasks.ranking import RankedDocument
+    from nanovllm.tasks.scoring import ScoreOutput
+    from nanovllm.text.input_processor import TextPrompt, TokensPrompt
 
 _MODULES = {
     "LLM": "llm",
@@ -40,6 +38,10 @@ _MODULES = {
     "QueueFullError": "client.async_llm",
     "AsyncLLMEngine": "integrations.async_llm_engine",
     **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "sampling_params"),
+    **dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "tasks.beam_search"),
+    "RankedDocument": "tasks.ranking",
+    "ScoreOutput": "tasks.scoring",
+    **dict.fromkeys(("TextPrompt", "TokensPrompt"), "text.input_processor"),
 }
 """The modules of public names; of others `outputs`."""
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
@@ -209,34 +209,3 @@ class Config:
     def most_logprobs(self, vocab_size: int) -> int:
         """Return the maximum log-probabilities at a position, for a model with this vocabulary."""
         return vocab_size if self.max_logprobs == -1 else min(self.max_logprobs, vocab_size)
-
-
-class EngineSettings(TypedDict, total=False):
-    """Keyword arguments of `LLM` for type checkers and editors: the fields of `Config` except the model."""
-
-    tokenizer: str | None
-    device: str
-    dtype: Dtype
-    tensor_parallel_size: int
-    data_parallel_size: int
-    enable_expert_parallel: bool
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    enforce_eager: bool
-    kvcache_block_size: int
-    kv_cache_dtype: KVCacheDtype
-    num_kvcache_blocks: int
-    swap_space: float
-    enable_prefix_caching: bool
-    attention_backend: AttentionBackendName
-    load_format: LoadFormat
-    quantization: Quantization | None
-    model_impl: ModelImpl
-    revision: str | None
-    trust_remote_code: bool
-    logprobs_mode: LogprobsMode
-    max_logprobs: int
-    seed: int | None
-    speculative_config: Mapping[str, Any] | None

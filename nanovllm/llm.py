@@ -12,17 +12,9 @@ import torch
 from nanovllm.client.engine_client import News, RequestState
 from nanovllm.client.jobs import Done, Job, JobRun, Progress, Schedule, as_prompts, check_priorities, expand_params
 from nanovllm.client.loading import load_model
-from nanovllm.client.model_client import ModelClient
-from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.stats import plot_stats
-from nanovllm.outputs import (
-    BeamSearchOutput,
-    Prompts,
-    RankedDocument,
-    RequestOutput,
-    ScoreOutput,
-    TokenIds,
-)
+from nanovllm.client.model_client import EngineSettings, ModelClient
+from nanovllm.config import Config, Pooling
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.chat_template import (
     ChatTemplateOptions,
@@ -32,7 +24,7 @@ from nanovllm.text.chat_template import (
     render_text,
     template_options,
 )
-from nanovllm.text.input_processor import pooling_params
+from nanovllm.text.input_processor import Prompts, TokenIds, pooling_params
 from nanovllm.utils.checks import check_bool
 from nanovllm.utils.display import format_count
 
@@ -40,8 +32,9 @@ if TYPE_CHECKING:
     # Part of `typing` since Python 3.11.
     from typing_extensions import Unpack
 
-    from nanovllm.tasks.beam_search import BeamSearch
-    from nanovllm.tasks.ranking import RankBy
+    from nanovllm.tasks.beam_search import BeamSearch, BeamSearchOutput
+    from nanovllm.tasks.ranking import RankBy, RankedDocument
+    from nanovllm.tasks.scoring import ScoreOutput
 
 Self = TypeVar("Self", bound="LLM")
 
@@ -384,11 +377,13 @@ class LLM(ModelClient):
                 progress.update(len(news))
 
     def plot_stats(self, file: str | os.PathLike[str]) -> None:
-        """Plot batch size, cache use and tokens per second since the engine started; see `stats.plot_stats`.
+        """Plot batch size, cache use and tokens per second since the engine started; see `trace.plot_stats`.
 
         Example:
             >>> llm.plot_stats("run.png")
         """
+        from nanovllm.client.trace import plot_stats  # noqa: PLC0415
+
         plot_stats(self.stats_history(), file)
 
     @contextmanager

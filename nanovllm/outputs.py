@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar, Union, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
-
-# `typing` has both since Python 3.11.
-from typing_extensions import NotRequired, TypedDict
 
 At_co = TypeVar("At_co", bound="dict[int, Logprob] | None", covariant=True)
 
@@ -164,51 +160,6 @@ class Logprobs(Sequence[At_co]):
         return found
 
 
-class _TokenArray(Protocol):
-    """Token ids as an array or a tensor, which are not a `Sequence`."""
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions: 2 for several prompts of equal length."""
-
-    def tolist(self) -> Any:
-        """Return the ids as lists."""
-
-
-TokenIds = Union[Sequence[int], _TokenArray]  # noqa: UP007 (Python 3.10 evaluates it)
-
-
-class TextPrompt(TypedDict):
-    """A prompt as text. It shares prefix cache blocks only with prompts of the same `cache_salt`.
-
-    Example:
-        >>> outputs = llm.generate(TextPrompt(prompt="Hello", cache_salt="of one user"))
-    """
-
-    prompt: str
-    cache_salt: NotRequired[str]
-
-
-class TokensPrompt(TypedDict):
-    """A prompt as token ids; its optional text is only for display.
-
-    Example:
-        >>> outputs = llm.generate([TokensPrompt(prompt_token_ids=[5, 6]), TokensPrompt(prompt_token_ids=[7])])
-    """
-
-    prompt_token_ids: Sequence[int]
-    prompt: NotRequired[str]
-    cache_salt: NotRequired[str]
-
-
-Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007
-"""A single prompt, other than a sequence of token ids."""
-
-# Any other iterable of prompts, such as a generator, is accepted too.
-Prompts = Union[Prompt, Iterable[Union[Prompt, TokenIds]], Iterable[Any], _TokenArray]  # noqa: UP007
-"""Prompts for `LLM.generate`: one, or several."""
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """A function call requested by the model."""
@@ -323,66 +274,6 @@ def _prompt_token_ids(output: RequestOutput) -> list[int]:
 
 
 setattr(RequestOutput, "prompt_token_ids", property(_prompt_token_ids, _given_token_ids.__set__))  # noqa: B010 (a field)
-
-
-def failed_output(
-    request_id: int, error: Exception, prompt: str | None, prompt_token_ids: array[int] | None = None
-) -> RequestOutput:
-    """Return the output of a failed request."""
-    item = CompletionOutput(0, "", [], finish_reason="error")
-    # The field takes an array as well.
-    tokens: Any = [] if prompt_token_ids is None else prompt_token_ids
-    return RequestOutput(request_id, prompt, tokens, [item], True, error=str(error))
-
-
-@dataclass
-class ScoreOutput:
-    """Log-probabilities of a continuation.
-
-    Attributes:
-        token_ids: the continuation's tokens.
-        token_logprobs: their log-probabilities.
-        logprob: sum of the log-probabilities.
-        is_greedy: whether every token is the most likely one at its position.
-    """
-
-    token_ids: list[int]
-    token_logprobs: list[float]
-    logprob: float
-    is_greedy: bool
-
-
-@dataclass
-class RankedDocument:
-    """A document with its relevance to a query.
-
-    Attributes:
-        index: its index in the given documents.
-        score: a cosine, -1 ... 1, or a probability, 0 ... 1.
-        document: its text.
-    """
-
-    index: int
-    score: float
-    document: str
-
-
-@dataclass
-class BeamSearchSequence:
-    """One beam: its tokens without the prompt's, its text, and its score with length penalty."""
-
-    token_ids: list[int]
-    text: str
-    cumulative_logprob: float
-    score: float
-    finish_reason: str
-
-
-@dataclass
-class BeamSearchOutput:
-    """The best beams of one prompt, best first."""
-
-    sequences: list[BeamSearchSequence]
 
 
 class StepResult(NamedTuple):

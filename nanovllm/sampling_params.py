@@ -14,7 +14,6 @@ from nanovllm.utils.checks import (
     check_int,
     check_number,
     check_strings,
-    read_json,
     strict_keywords,
     token_list,
 )
@@ -269,6 +268,8 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
 
 def recommended_values(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the unchecked sampling parameters in `generation_config.json` of a model's folder, by name."""
+    from nanovllm.utils.folder_faults import read_json  # noqa: PLC0415
+
     path = os.path.join(os.fspath(folder), "generation_config.json")
     config = read_json(path) if os.path.isfile(path) else {}
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}

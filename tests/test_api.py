@@ -20,8 +20,8 @@ import torch
 import nanovllm
 from nanovllm import LLM, AsyncLLM, AsyncLLMEngine, SamplingParams, StepError, StructuredOutputsParams, outputs
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.client.model_client import ModelClient
-from nanovllm.config import Config, EngineSettings, SpeculativeConfig
+from nanovllm.client.model_client import EngineSettings, ModelClient
+from nanovllm.config import Config, SpeculativeConfig
 from nanovllm.outputs import RequestOutput, ToolCall
 
 GREEDY = SamplingParams(0, 4, ignore_eos=True)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.stats import StatsHistory, StatsSample, token_rates
+from nanovllm.client.trace import token_rates
+from nanovllm.engine.stats import StatsHistory, StatsSample
 
 STATS = {"num_running": 2, "num_waiting": 3, "num_used_blocks": 1, "num_free_blocks": 3}
 

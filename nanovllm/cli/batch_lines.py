@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput, TokensPrompt
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.openai_format import (
     ENDPOINTS,
@@ -29,7 +29,7 @@ from nanovllm.serve.openai_format import (
 )
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from nanovllm.text.chat_template import ChatTemplateOptions, one_conversation, render_text, template_options
-from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.input_processor import InputProcessor, TokensPrompt
 from nanovllm.utils.checks import check_bool, check_int
 
 IDS = ("id", "custom_id")

@@ -16,16 +16,16 @@ import torch
 from nanovllm.client.engine_client import RequestState
 from nanovllm.client.engine_thread import EngineThread, Mailbox, RequestStream
 from nanovllm.client.loading import load_model
-from nanovllm.client.model_client import ModelClient, Weights, warn_of_nans
-from nanovllm.config import Config, EngineSettings, Pooling
+from nanovllm.client.model_client import EngineSettings, ModelClient, Weights, warn_of_nans
+from nanovllm.config import Config, Pooling
 from nanovllm.engine.engine import PauseMode, Unpicklable
 from nanovllm.engine.request import Request
-from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
+from nanovllm.tasks.ranking import Judge, RankBy, RankedDocument, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
-from nanovllm.text.input_processor import Work, work_of, work_of_size
+from nanovllm.text.input_processor import Prompt, TokenIds, TokensPrompt, Work, work_of, work_of_size
 from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -21,7 +22,7 @@ from tqdm.auto import tqdm
 from nanovllm.client.engine_client import EngineClient, News, RequestState
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.request import Request
-from nanovllm.outputs import RequestOutput, StepError, failed_output
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.text.output_processor import OutputProcessor
@@ -128,6 +129,16 @@ class ReadAhead(Generic[T, U]):
             chunk = self._prepare(items)
         self._room.acquire()
         self._chunks.put(chunk)
+
+
+def failed_output(
+    request_id: int, error: Exception, prompt: str | None, prompt_token_ids: array[int] | None = None
+) -> RequestOutput:
+    """Return the output of a failed request."""
+    item = CompletionOutput(0, "", [], finish_reason="error")
+    # The field takes an array as well.
+    tokens: Any = [] if prompt_token_ids is None else prompt_token_ids
+    return RequestOutput(request_id, prompt, tokens, [item], True, error=str(error))
 
 
 @dataclass(frozen=True)

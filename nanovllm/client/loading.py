@@ -17,8 +17,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import RequestSeeds
 from nanovllm.text.constraints import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.utils.checks import read_json
 from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.folder_faults import read_json
 from nanovllm.utils.host import check_swap_space
 from nanovllm.utils.hub import resolve_model
 

@@ -7,19 +7,29 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
-from nanovllm.config import Config, Pooling
+from nanovllm.config import (
+    AttentionBackendName,
+    Config,
+    Dtype,
+    KVCacheDtype,
+    LoadFormat,
+    LogprobsMode,
+    ModelImpl,
+    Pooling,
+    Quantization,
+)
 from nanovllm.configs.model import folder_pooling
 from nanovllm.engine.engine import SLEEP_TAGS, EngineRunningError, PauseMode, Unpicklable
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.stats import BlockUsage, StatsSample, StepHistograms, joined_usage, merged_histograms
-from nanovllm.outputs import Prompt, StepResult, TokenIds
+from nanovllm.engine.stats import BlockUsage, StatsSample, StepHistograms
+from nanovllm.outputs import StepResult
 from nanovllm.sampling_params import SamplingParams, recommended_values
 from nanovllm.text.chat_template import ChatTemplateOptions
-from nanovllm.text.input_processor import InputProcessor
+from nanovllm.text.input_processor import InputProcessor, Prompt, TokenIds
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
 from nanovllm.utils.interrupt import deferred_signals
@@ -32,6 +42,37 @@ _POLL_SECONDS = 0.005
 Weights = Iterable[tuple[str, Any]] | Mapping[str, Any] | str | os.PathLike[str]
 _MOST_QUEUED = 4000
 """Requests that a job holds ready for several replicas."""
+
+
+class EngineSettings(TypedDict, total=False):
+    """Keyword arguments of `LLM` for type checkers and editors: the fields of `Config` except the model."""
+
+    tokenizer: str | None
+    device: str
+    dtype: Dtype
+    tensor_parallel_size: int
+    data_parallel_size: int
+    enable_expert_parallel: bool
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    kvcache_block_size: int
+    kv_cache_dtype: KVCacheDtype
+    num_kvcache_blocks: int
+    swap_space: float
+    enable_prefix_caching: bool
+    attention_backend: AttentionBackendName
+    load_format: LoadFormat
+    quantization: Quantization | None
+    model_impl: ModelImpl
+    revision: str | None
+    trust_remote_code: bool
+    logprobs_mode: LogprobsMode
+    max_logprobs: int
+    seed: int | None
+    speculative_config: Mapping[str, Any] | None
 
 
 class ModelClient(Unpicklable):
@@ -306,7 +347,7 @@ class ModelClient(Unpicklable):
     def block_usage(self, most_cells: int = 2048) -> BlockUsage:
         """Return the state of the cache's blocks, of all replicas, in at most `most_cells` cells; see `BlockUsage`."""
         share = max(1, most_cells // self.config.data_parallel_size)
-        return joined_usage(self._engine.call(LLMEngine.block_usage, share))
+        return _joined_usage(self._engine.call(LLMEngine.block_usage, share))
 
     def stats_history(self) -> list[StatsSample]:
         """Return the counters since the engine began, over time; see `LLMEngine.stats_history`."""
@@ -314,7 +355,11 @@ class ModelClient(Unpicklable):
 
     def step_histograms(self) -> StepHistograms:
         """Return histograms of step sizes, and of the times between tokens of an output."""
-        return merged_histograms(self._engine.call(LLMEngine.histograms))
+        merged = StepHistograms()
+        for histograms in self._engine.call(LLMEngine.histograms):
+            merged.step_tokens.merge(histograms.step_tokens)
+            merged.inter_token_seconds.merge(histograms.inter_token_seconds)
+        return merged
 
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""
@@ -325,3 +370,12 @@ def warn_of_nans(names: list[str]) -> None:
     """Warn the caller of the calling function of tensors that have NaN."""
     if names:
         warnings.warn(f"{len(names)} tensors that were loaded have NaN, such as {names[0]!r}", stacklevel=3)
+
+
+def _joined_usage(usages: Sequence[BlockUsage]) -> BlockUsage:
+    """Return the blocks of several engines' caches of about one size, concatenated."""
+    first = usages[0]
+    cells = {
+        name: [n for usage in usages for n in getattr(usage, name)] for name in ("used", "cached", "users", "hits")
+    }
+    return BlockUsage(first.block_size, sum(usage.num_blocks for usage in usages), first.blocks_per_cell, **cells)

@@ -26,7 +26,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken, check_request_ids
-from nanovllm.engine.stats import StatsHistory, StatsSample, add_stats
+from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
@@ -440,3 +440,12 @@ class ReplicatedEngine(Engine):
         for request_id in left:
             self._end(request_id)
         self._results.fail(StepError(cause, left, RuntimeError(cause)))
+
+
+def add_stats(total: dict[str, Any], stats: Mapping[str, Any]) -> None:
+    """Add an engine's counters to a total; lists are added position by position."""
+    for name, value in stats.items():
+        if isinstance(value, list):
+            total[name] = [a + b for a, b in zip(total.get(name, [0] * len(value)), value, strict=True)]
+        else:
+            total[name] = total.get(name, 0) + value

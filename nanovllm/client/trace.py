@@ -1,6 +1,7 @@
-"""Timeline of an engine's steps and requests, in Chrome's trace event format, which ui.perfetto.dev opens.
+"""Pictures of a run: a plot of the engine's counters, and a timeline of its steps and requests.
 
-During recording, the engine's runner is one that records times; otherwise this code does not run.
+The timeline is in Chrome's trace event format, which ui.perfetto.dev opens. During recording, the engine's runner is
+one that records times; otherwise this code does not run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import IO, Any
 
 import numpy as np
@@ -18,11 +20,47 @@ import numpy as np
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.stats import StatsSample
 from nanovllm.runner.messages import Runner, ScheduledBatch, StepHandle, StepOutput
+from nanovllm.utils.display import install_hint
 
 # Process numbers in Chrome's format, and threads of the first.
 _ENGINE, _REQUESTS = 1, 2
 _HOST, _DEVICE = 1, 2
+_COLORS = "#3b6fb6", "#c46a2b"
+
+
+def plot_stats(samples: list[StatsSample], file: str | os.PathLike[str]) -> None:
+    """Plot batch size, cache use and tokens per second over time; the extension of the file sets its format.
+
+    samples: oldest first. ImportError without matplotlib.
+    """
+    try:
+        # Not pyplot, which would choose a GUI backend.
+        from matplotlib.figure import Figure  # noqa: PLC0415
+    except ImportError as error:
+        raise ImportError(f"plot_stats needs matplotlib: {install_hint('plot')}") from error
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    batch, cache, rate = figure.subplots(3, sharex=True)
+    times = [sample.time for sample in samples]
+    # A sample is valid until the next.
+    steps = {"drawstyle": "steps-post"}
+    batch.plot(times, [sample.num_running for sample in samples], color=_COLORS[0], label="running", **steps)
+    batch.plot(times, [sample.num_waiting for sample in samples], color=_COLORS[1], label="waiting", **steps)
+    cache.plot(times, [100 * sample.cache_use for sample in samples], color=_COLORS[0], **steps)
+    for name, color in zip(("output", "prompt"), _COLORS, strict=True):
+        rate.stairs(token_rates(samples, f"num_{name}_tokens"), times, color=color, label=name)
+    batch.set(ylabel="sequences")
+    cache.set(ylabel="cache in use, %", ylim=(0, 100))
+    rate.set(ylabel="tokens/s", xlabel="seconds since the engine began")
+    batch.legend()
+    rate.legend()
+    figure.savefig(file, dpi=150)
+
+
+def token_rates(samples: list[StatsSample], counter: str) -> list[float]:
+    """Return the tokens per second between each sample and the next, by the counter of this name."""
+    return [(getattr(b, counter) - getattr(a, counter)) / max(b.time - a.time, 1e-9) for a, b in pairwise(samples)]
 
 
 @dataclass

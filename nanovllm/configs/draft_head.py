@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.configs.model import Architecture, ModelConfig
-from nanovllm.utils.checks import check_int, read_json
+from nanovllm.utils.checks import check_int
+from nanovllm.utils.folder_faults import read_json
 
 _EAGLE3 = Architecture("LlamaForCausalLMEagle3", windows="none", model="draft_head.Eagle3Head")
 _EAGLE3_NAMES = (_EAGLE3.name, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")

@@ -16,8 +16,8 @@ from typing import Any, Literal
 from nanovllm.config import ModelImpl, Pooling, Quantization
 from nanovllm.configs.quantization import FourBits, QuantizationConfig, modelopt_config
 from nanovllm.configs.rope import RopeConfig, read_rope, yarn_length
-from nanovllm.utils.checks import UnsupportedError, check_int, read_json, read_json_list, refuse_remote_code
-from nanovllm.utils.folder_faults import no_model
+from nanovllm.utils.checks import UnsupportedError, check_int
+from nanovllm.utils.folder_faults import no_model, read_json, read_json_list, refuse_remote_code
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
-
-from nanovllm.utils.display import install_hint
 
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-_COLORS = "#3b6fb6", "#c46a2b"
 
 
 class StatsSample(NamedTuple):
@@ -65,48 +61,6 @@ class StatsHistory:
         )  # fmt: skip
 
 
-def plot_stats(samples: Sequence[StatsSample], file: str | os.PathLike[str]) -> None:
-    """Plot batch size, cache use and tokens per second over time; the extension of the file sets its format.
-
-    samples: oldest first. ImportError without matplotlib.
-    """
-    try:
-        # Not pyplot, which would choose a GUI backend.
-        from matplotlib.figure import Figure  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError(f"plot_stats needs matplotlib: {install_hint('plot')}") from error
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    batch, cache, rate = figure.subplots(3, sharex=True)
-    times = [sample.time for sample in samples]
-    # A sample is valid until the next.
-    steps = {"drawstyle": "steps-post"}
-    batch.plot(times, [sample.num_running for sample in samples], color=_COLORS[0], label="running", **steps)
-    batch.plot(times, [sample.num_waiting for sample in samples], color=_COLORS[1], label="waiting", **steps)
-    cache.plot(times, [100 * sample.cache_use for sample in samples], color=_COLORS[0], **steps)
-    for name, color in zip(("output", "prompt"), _COLORS, strict=True):
-        rate.stairs(token_rates(samples, f"num_{name}_tokens"), times, color=color, label=name)
-    batch.set(ylabel="sequences")
-    cache.set(ylabel="cache in use, %", ylim=(0, 100))
-    rate.set(ylabel="tokens/s", xlabel="seconds since the engine began")
-    batch.legend()
-    rate.legend()
-    figure.savefig(file, dpi=150)
-
-
-def token_rates(samples: Sequence[StatsSample], counter: str) -> list[float]:
-    """Return the tokens per second between each sample and the next, by the counter of this name."""
-    return [(getattr(b, counter) - getattr(a, counter)) / max(b.time - a.time, 1e-9) for a, b in pairwise(samples)]
-
-
-def add_stats(total: dict[str, Any], stats: Mapping[str, Any]) -> None:
-    """Add an engine's counters to a total; lists are added position by position."""
-    for name, value in stats.items():
-        if isinstance(value, list):
-            total[name] = [a + b for a, b in zip(total.get(name, [0] * len(value)), value, strict=True)]
-        else:
-            total[name] = total.get(name, 0) + value
-
-
 class Histogram:
     """Counts of values by ascending, inclusive upper bounds, as in Prometheus; and the sum of the values, `total`."""
 
@@ -146,15 +100,6 @@ class StepHistograms:
         self._last_time = now
 
 
-def merged_histograms(several: Sequence[StepHistograms]) -> StepHistograms:
-    """Return the sum of several engines' histograms."""
-    merged = StepHistograms()
-    for histograms in several:
-        merged.step_tokens.merge(histograms.step_tokens)
-        merged.inter_token_seconds.merge(histograms.inter_token_seconds)
-    return merged
-
-
 @dataclass(frozen=True)
 class BlockUsage:
     """The blocks of a KV cache, in cells of adjacent blocks, for display; the last cell may have fewer.
@@ -173,12 +118,3 @@ class BlockUsage:
     cached: list[int]
     users: list[int]
     hits: list[int]
-
-
-def joined_usage(usages: Sequence[BlockUsage]) -> BlockUsage:
-    """Return the blocks of several engines' caches of about one size, concatenated."""
-    first = usages[0]
-    cells = {
-        name: [n for usage in usages for n in getattr(usage, name)] for name in ("used", "cached", "users", "hits")
-    }
-    return BlockUsage(first.block_size, sum(usage.num_blocks for usage in usages), first.blocks_per_cell, **cells)

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 from nanovllm.client.async_llm import AsyncLLM
 from nanovllm.client.engine_thread import RequestStream
-from nanovllm.config import EngineSettings
+from nanovllm.client.model_client import EngineSettings
 from nanovllm.engine.engine import Unpicklable
-from nanovllm.outputs import CompletionOutput, Logprobs, Prompt, RequestOutput, TokenIds
+from nanovllm.outputs import CompletionOutput, Logprobs, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.input_processor import Prompt, TokenIds
 
 if TYPE_CHECKING:
     # Part of `typing` since Python 3.11.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.request import Request
-from nanovllm.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import BeamSearchParams, SamplingParams
 from nanovllm.text.output_processor import Detokenizer
 
@@ -92,6 +92,24 @@ def _continuations(output: RequestOutput, count: int) -> list[tuple[int, float]]
     (logprobs,) = output.outputs[0].logprobs or [{}]
     # The sampled token may not be among the most likely ones.
     return [(token_id, item.logprob) for token_id, item in logprobs.items() if (item.rank or 0) <= count]
+
+
+@dataclass
+class BeamSearchSequence:
+    """One beam: its tokens without the prompt's, its text, and its score with length penalty."""
+
+    token_ids: list[int]
+    text: str
+    cumulative_logprob: float
+    score: float
+    finish_reason: str
+
+
+@dataclass
+class BeamSearchOutput:
+    """The best beams of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 def beam_search_output(search: BeamSearch, tokenizer: Any) -> BeamSearchOutput:

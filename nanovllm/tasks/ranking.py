@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from nanovllm.outputs import RankedDocument, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor
 
@@ -65,6 +66,21 @@ def cosines(vectors: torch.Tensor, num_queries: int) -> list[float]:
     """Return cosine similarities; vectors: embeddings of the queries, then of the documents."""
     values: list[float] = (vectors[:num_queries] * vectors[num_queries:]).sum(1).tolist()
     return values
+
+
+@dataclass
+class RankedDocument:
+    """A document with its relevance to a query.
+
+    Attributes:
+        index: its index in the given documents.
+        score: a cosine, -1 ... 1, or a probability, 0 ... 1.
+        document: its text.
+    """
+
+    index: int
+    score: float
+    document: str
 
 
 def ranked(scores: Sequence[float], documents: Sequence[str], top_n: int | None = None) -> list[RankedDocument]:

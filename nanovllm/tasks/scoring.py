@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.outputs import Logprobs, RequestOutput, ScoreOutput
+from nanovllm.outputs import Logprobs, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.utils.checks import token_list
@@ -46,6 +47,23 @@ def split_pairs(processor: InputProcessor, prompts: Any, continuations: Any) -> 
 def score_params(num_prompt_tokens: int) -> SamplingParams:
     """Return the parameters of a request that scores the tokens after the first `num_prompt_tokens`."""
     return SamplingParams(0, 1, prompt_logprobs=0, prompt_logprobs_start=num_prompt_tokens, detokenize=False)
+
+
+@dataclass
+class ScoreOutput:
+    """Log-probabilities of a continuation.
+
+    Attributes:
+        token_ids: the continuation's tokens.
+        token_logprobs: their log-probabilities.
+        logprob: sum of the log-probabilities.
+        is_greedy: whether every token is the most likely one at its position.
+    """
+
+    token_ids: list[int]
+    token_logprobs: list[float]
+    logprob: float
+    is_greedy: bool
 
 
 def score_output(output: RequestOutput, num_prompt_tokens: int) -> ScoreOutput:

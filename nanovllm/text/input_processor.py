@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, Union, get_args
+
+# `typing` has both since Python 3.11.
+from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.config import Pooling
 from nanovllm.engine.request import Grammar, PromptTooLongError, Request, RequestLimits, RequestSeeds
-from nanovllm.outputs import TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.chat_template import Message, render_text
 from nanovllm.text.constraints import ConstraintFactory, encode_bad_words
@@ -24,6 +26,51 @@ LONG_TEXT = 2**16
 """Number of characters or tokens that takes about 0.1 s to process, too long for other requests to wait."""
 
 _NO_HEAD = "the model's folder has no LM head (lm_head.weight): it makes embeddings alone, by embed and rank"
+
+
+class _TokenArray(Protocol):
+    """Token ids as an array or a tensor, which are not a `Sequence`."""
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions: 2 for several prompts of equal length."""
+
+    def tolist(self) -> Any:
+        """Return the ids as lists."""
+
+
+TokenIds = Union[Sequence[int], _TokenArray]  # noqa: UP007 (Python 3.10 evaluates it)
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. It shares prefix cache blocks only with prompts of the same `cache_salt`.
+
+    Example:
+        >>> outputs = llm.generate(TextPrompt(prompt="Hello", cache_salt="of one user"))
+    """
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; its optional text is only for display.
+
+    Example:
+        >>> outputs = llm.generate([TokensPrompt(prompt_token_ids=[5, 6]), TokensPrompt(prompt_token_ids=[7])])
+    """
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompt = Union[str, TextPrompt, TokensPrompt]  # noqa: UP007
+"""A single prompt, other than a sequence of token ids."""
+
+# Any other iterable of prompts, such as a generator, is accepted too.
+Prompts = Union[Prompt, Iterable[Union[Prompt, TokenIds]], Iterable[Any], _TokenArray]  # noqa: UP007
+"""Prompts for `LLM.generate`: one, or several."""
 
 
 class CheckedParams(NamedTuple):

@@ -8,8 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from nanovllm.utils.checks import read_json, refuse_remote_code
-from nanovllm.utils.folder_faults import refuse_pointer
+from nanovllm.utils.folder_faults import read_json, refuse_pointer, refuse_remote_code
 
 _CONFIG, _FAST, _TEKKEN = "tokenizer_config.json", "tokenizer.json", "tekken.json"
 _TEMPLATE = "chat_template.jinja"

@@ -12,9 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanovllm.utils.checks import read_json
 from nanovllm.utils.display import shown
-from nanovllm.utils.folder_faults import ADAPTER_CONFIG, refuse_pointer
+from nanovllm.utils.folder_faults import ADAPTER_CONFIG, read_json, refuse_pointer
 
 _WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.weight")

@@ -26,7 +26,6 @@ from nanovllm.config import Config
 from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken, check_request_ids
-from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import StepError
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
@@ -183,7 +182,6 @@ class ReplicatedEngine(Engine):
         self._num_repeated: dict[tuple[int, int], int] = {}
         # Outputs that met a stop string, at their last reported token.
         self._stopped: set[tuple[int, int]] = set()
-        self._history = StatsHistory()
         # Requests come from any thread.
         self._lock = threading.RLock()
         self.call(LLMEngine.is_finished)
@@ -334,10 +332,6 @@ class ReplicatedEngine(Engine):
         for index in list(self._placement.shares):
             add_stats(total, self._replicas[index].stats)
         return total
-
-    @override
-    def stats_history(self) -> list[StatsSample]:
-        return self._history.samples(self.stats(now=True))
 
     def __del__(self) -> None:
         # A constructor that raised leaves nothing behind.

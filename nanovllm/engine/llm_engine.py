@@ -41,7 +41,7 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from nanovllm.engine.stats import BlockUsage, StatsHistory, StatsSample, StepHistograms
+from nanovllm.engine.stats import BlockUsage, StepHistograms
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Runner, ScheduledBatch, StateCache, StepHandle
 from nanovllm.sampling_params import SamplingParams
@@ -77,7 +77,6 @@ class LLMEngine(Engine):
         self._runner: Runner | None = runner
         self._weights_control = weights
         self._state = EngineState()
-        self._holds_steps = False
         memory = runner.host_memory
         states = [kind.num_blocks for kind in runner.cache_kinds if isinstance(kind, StateCache)]
         num_growing = len(runner.cache_kinds) - len(states)
@@ -120,7 +119,6 @@ class LLMEngine(Engine):
         self._make_constraint = make_constraint
         # Tokens of the steps that the last `run_step` collected.
         self._step_tokens = NewTokens()
-        self._history = StatsHistory()
         self._histograms = StepHistograms()
 
     def add_request(
@@ -191,7 +189,7 @@ class LLMEngine(Engine):
         self._empty_inbox()
         tokens = self._step_tokens = NewTokens()
         self._history.sample_if_due(self.stats)
-        if self._holds_steps and not self.is_draining():
+        if self.state.holds_steps and not self.is_draining():
             self._collect(0)
             # A paused engine must not spin.
             time.sleep(_REST_SECONDS)
@@ -363,10 +361,6 @@ class LLMEngine(Engine):
         """Return the state of the cache's blocks, in at most `most_cells` cells."""
         return self.block_manager.usage(most_cells)
 
-    @override
-    def stats_history(self) -> list[StatsSample]:
-        return self._history.samples(self.stats())
-
     @property
     @override
     def is_open(self) -> bool:
@@ -398,7 +392,6 @@ class LLMEngine(Engine):
             try:
                 yield
             finally:
-                self._holds_steps = self.state.holds_steps
                 self._empty_inbox()
 
     @override
@@ -491,11 +484,6 @@ class LLMEngine(Engine):
         """Run steps by another runner, from the next one on; does nothing if the engine is closed."""
         if self._runner is not None:
             self._runner = runner
-
-    @override
-    def wake(self) -> None:
-        # No step waits for requests.
-        pass
 
     @override
     def _close(self) -> None:

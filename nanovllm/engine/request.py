@@ -74,11 +74,6 @@ class Request:
         return self.is_streamed or self.params.stop is not None
 
     @property
-    def cache_extra(self) -> bytes:
-        """Content of the cache keys besides tokens; see `PrefixCache`."""
-        return b"" if self.cache_salt is None else b"salt " + self.cache_salt.encode()
-
-    @property
     def is_constrained(self) -> bool:
         """Whether outputs need a constraint; see `MakeConstraint`."""
         return self.grammar is not None or bool(self.bad_sequences)

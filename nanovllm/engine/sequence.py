@@ -159,7 +159,8 @@ class Sequence:
         # Leading blocks of each table that are in the prefix cache, or were found there to be duplicates.
         self.num_registered_blocks = 0
         # Hashes of its prefixes of 0, 1, ... blocks, as far as they were needed; see `prefix_cache`.
-        self.block_hashes = [sha256(request.cache_extra).digest()]
+        # The first is of the salt, hashed twice: no prefix of other requests, whatever its tokens, has this input.
+        self.block_hashes = [sha256(sha256((request.cache_salt or "").encode()).digest()).digest()]
         # Leading blocks whose keys were cached at the last admission.
         self.num_branch_blocks = 0
         # Keys of the cached states before the last token of the prompt, from which the request's other outputs go on.

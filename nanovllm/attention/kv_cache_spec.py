@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,10 +66,3 @@ class StateLayout:
 
 
 NO_STATES = StateLayout((), 0)
-
-
-def common_window(specs: Iterable[Paged]) -> int | None:
-    """Return how many tokens some layer sees at most; None if one sees all."""
-    windows = [spec.window for spec in specs]
-    known = [window for window in windows if window is not None]
-    return max(known) if known and len(known) == len(windows) else None

@@ -85,7 +85,6 @@ class WorkerProcesses:
         self._ranks: list[WorkerProcess] = []
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._stopped = False
         try:
             # An interrupt between start and append would leave a process that nothing ends.
             with deferred_signals():
@@ -182,9 +181,7 @@ class WorkerProcesses:
     def stop(self) -> None:
         """Kill every rank, end the watching thread, and close channel and pipes; a second call does nothing."""
         with deferred_signals():
-            if self._stopped:
-                return
-            self._stopped = True
+            # First, so that no rank that is killed here counts as one that failed.
             self._stopping.set()
             for rank in self._ranks:
                 rank.process.kill()

@@ -17,18 +17,18 @@ from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommun
 from tests import quick_interpreter
 
 NUM_RANKS = 2
-SIZE, MAX_ROWS = 64, 16
+SIZE = 64
 ROW_BYTES = 2**17
 CALLS = 5
 """Of a step."""
-LIMITS = StepLimits(CALLS, 0, MAX_ROWS, SIZE, max_candidates=4, num_gathers=1, max_gathered_rows=4, vocab_size=100)
+LIMITS = StepLimits(CALLS, max_candidates=4)
 
 
 class Move(NamedTuple):
-    """A step: the rows of each call, and the step's number if it does not follow the one before; -1 for the last."""
+    """A step: the rows of each call, and whether it is the last one before the buffers are cleared."""
 
     rows: tuple[int, ...]
-    number: int | None = None
+    is_last: bool = False
 
 
 class HostMemory:
@@ -66,16 +66,9 @@ def part_of(rank: int, step: int, call: int, num_rows: int) -> torch.Tensor:
     return torch.randint(-99, 99, (NUM_RANKS, num_rows, SIZE), generator=generator).float()[rank]
 
 
-def run_rank(rank: int, ports: list[int], memory: torch.Tensor, runs: list[list[Move]], file: str) -> None:
-    """Be a rank in one run after the other, each with memory of its own, and write down all that it gets."""
+def run_rank(rank: int, port: int, memory: torch.Tensor, moves: list[Move], file: str) -> None:
+    """Be a rank, and write down all that it gets."""
     quick_interpreter.install()
-    results = []
-    for port, part, moves in zip(ports, memory, runs, strict=True):
-        results.append(_run(rank, port, part, moves))
-    torch.save(results, file)
-
-
-def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[torch.Tensor]:
     replaced: dict[str, Any] = {
         "PeerMemory": lambda *_: HostMemory(memory, rank),
         "_WORD_BYTES": 2**12,
@@ -87,9 +80,8 @@ def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[
     assert communicator._buffer.num_bytes <= memory.shape[1]
     weight, results = torch.ones(SIZE), []
     for step, move in enumerate(moves):
-        if move.number is not None:
-            number = communicator._buffer.max_steps if move.number == -1 else move.number
-            communicator._num_steps = number - 1
+        if move.is_last:
+            communicator._num_steps = communicator._buffer.max_steps - 1
             communicator._buffer.step.fill_(communicator._num_steps)
         communicator.prepare_step()
         communicator.begin_step()
@@ -109,4 +101,4 @@ def _run(rank: int, port: int, memory: torch.Tensor, moves: list[Move]) -> list[
             results.append(communicator.all_reduce_rows(part_of(rank, 0, 0, 8)[:, :2].contiguous()))
     sent = broadcast_tensor()
     results.append(communicator.broadcast(sent if rank == 0 else torch.zeros_like(sent)))
-    return results
+    torch.save(results, file)

@@ -138,7 +138,7 @@ class FirstRank(SymmetricCommunicator):
     """Rank 0 of several; the others do not exist."""
 
     def __init__(self, size: int, device: torch.device, limits: StepLimits) -> None:
-        self.size, self._forward_calls = size, limits.forward_calls(size)
+        self.size, self._forward_calls = size, limits.forward_calls
         self._buffer = make_buffer(0, size, device, limits)
 
     def prepare_step(self) -> None:

@@ -31,7 +31,7 @@ from nanovllm.parallel.symmetric_communicator import StepLimits, SymmetricCommun
 from nanovllm.runner import model_runner, step_outputs
 from nanovllm.runner.worker import step_limits
 from tests import symmetric_buffer_ranks
-from tests.call_number_ranks import CALLS, LIMITS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
+from tests.call_number_ranks import CALLS, NUM_RANKS, Move, broadcast_tensor, part_of, run_rank
 from tests.conftest import MakeCheckpoint
 from tests.draft_heads import eagle3_tensors, write_eagle3
 from tests.forked_python import CONTEXT
@@ -234,60 +234,47 @@ def test_what_goes_to_another_gpu_needs_no_atomics() -> None:
     assert "tl.atomic" not in Path(all_reduce.__file__).read_text()
 
 
-MANY, FEW = Move((8,) * CALLS), Move((1,) * CALLS)
-# If numbers had 32 bits, 65,535 for each step, call 1 of step 65,537 would have number 0, and call 3 of step 65,540 the
-# same as call 2 of step 3, which was the last to send the rows that it receives.
-AFTER_MANY = [
-    *[MANY, MANY, Move((8, 8, 8, 1, 1)), Move(FEW.rows, number=65_530), *[FEW] * 6],
-    *[Move((1, 16, 1, 1, 1)), FEW, FEW, Move((1, 1, 1, 8, 1))],
-]
+MANY = Move((8,) * CALLS)
 # After the last number comes the first again.
-AT_THE_LAST = [*[MANY] * 2, Move(FEW.rows, number=-1), *[MANY] * 2]
+MOVES = [MANY, MANY, Move((1,) * CALLS, is_last=True), Move((1, 16, 1, 8, 1)), MANY]
 
 
 @pytest.mark.skipif(GPU, reason="kernels are compiled where there is a GPU, and run there alone")
 def test_words_of_old_calls_are_not_taken_for_new(tmp_path: Path) -> None:
-    runs = [AFTER_MANY, AT_THE_LAST]
-    stores: list[TCPStore] = [open_store(NUM_RANKS) for _ in runs]
-    memory = torch.zeros(len(runs), NUM_RANKS, 2**21, dtype=torch.uint8).share_memory_()
+    store: TCPStore = open_store(NUM_RANKS)
+    memory = torch.zeros(NUM_RANKS, 2**21, dtype=torch.uint8).share_memory_()
     processes: list[BaseProcess] = []
     files = [str(tmp_path / f"{rank}") for rank in range(NUM_RANKS)]
     for rank, file in enumerate(files):
-        args = rank, [store.port for store in stores], memory, runs, file
+        args = rank, store.port, memory, MOVES, file
         processes.append(CONTEXT.Process(target=run_rank, args=args, daemon=True))
         processes[-1].start()
     for process in processes:
         process.join(PATIENCE_SECONDS)
         assert process.exitcode == 0
-    for moves, results in zip(runs, zip(*map(torch.load, files), strict=True), strict=True):
-        found = [iter(result) for result in results]
-        for step, move in enumerate(moves):
-            for call, num_rows in enumerate(move.rows):
-                exact = part_of(0, step, call, num_rows) + part_of(1, step, call, num_rows)
-                for rank, result in enumerate(found):
-                    assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
-            for result in found:
-                assert next(result).tolist() == [step + 10, step]
-        narrow = part_of(0, 0, 0, 8)[:, :2] + part_of(1, 0, 0, 8)[:, :2]
+    found = [iter(torch.load(file)) for file in files]
+    for step, move in enumerate(MOVES):
+        for call, num_rows in enumerate(move.rows):
+            exact = part_of(0, step, call, num_rows) + part_of(1, step, call, num_rows)
+            for rank, result in enumerate(found):
+                assert torch.equal(next(result), exact), f"step {step}, call {call}, rank {rank}"
         for result in found:
-            assert torch.equal(next(result), narrow) and torch.equal(next(result), narrow)
-            assert torch.equal(next(result), broadcast_tensor())
+            assert next(result).tolist() == [step + 10, step]
+    narrow = part_of(0, 0, 0, 8)[:, :2] + part_of(1, 0, 0, 8)[:, :2]
+    for result in found:
+        assert torch.equal(next(result), narrow) and torch.equal(next(result), narrow)
+        assert torch.equal(next(result), broadcast_tensor())
 
 
 def test_call_numbers_are_positive_and_consecutive() -> None:
-    for limits in (
-        LIMITS,
-        StepLimits(73, 14, 33_280, 4096, 1024, 40, 18_432, 151_936),
-        StepLimits(3, 0, 1, 8, 1, 2, 1, 9),
-        StepLimits(4, 2, 1, 8, 1, 2, 1, 9),
-    ):
-        for num_ranks in (2, 3, 8):
-            calls, forward = limits.calls_per_step(num_ranks), limits.forward_calls(num_ranks)
-            assert calls % 2 == forward % 2 == limits.num_reductions % 2 and limits.num_reductions <= forward < calls
-            max_steps = replace(make_buffer(word_bytes=8, row_bytes=8, max_rows=1), calls_per_step=calls).max_steps
-            last_number = max_steps * calls + calls - 1
-            assert last_number < 2**31 <= last_number + calls
-            assert max_steps > 400_000, "the buffers are cleared once in half an hour at most"
+    for num_reductions in (3, 4, 73):
+        limits = StepLimits(num_reductions, max_candidates=1)
+        calls, forward = limits.calls_per_step, limits.forward_calls
+        assert calls % 2 == forward % 2 == num_reductions % 2 and forward < calls
+        max_steps = replace(make_buffer(word_bytes=8, row_bytes=8, max_rows=1), calls_per_step=calls).max_steps
+        last_number = max_steps * calls + calls - 1
+        assert last_number < 2**31 <= last_number + calls
+        assert max_steps > 16_000, "the buffers are cleared once in half a minute at most"
 
 
 class Counting(SymmetricCommunicator):
@@ -298,8 +285,8 @@ class Counting(SymmetricCommunicator):
         self._limits = limits
         self._call = self._end_call = self._choice = 0
         self.all_have_read = True
-        self._forward_calls = limits.forward_calls(2)
-        self.prepared = self.steps = self.most_calls = 0
+        self._forward_calls = limits.forward_calls
+        self.prepared = self.steps = 0
 
     @property
     def _buffer(self) -> Any:  # type: ignore[override]
@@ -307,7 +294,7 @@ class Counting(SymmetricCommunicator):
 
     @property
     def calls_per_step(self) -> int:
-        return self._limits.calls_per_step(2)
+        return self._limits.calls_per_step
 
     @property
     def step(self) -> Any:
@@ -330,7 +317,7 @@ class Counting(SymmetricCommunicator):
         super().begin_sampling()
 
     def all_reduce_argmax(self, scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        self.most_calls, self.all_have_read = max(self.most_calls, self._call), True
+        self.all_have_read = True
         return token_ids
 
     def all_reduce_min(self, value: int) -> int:
@@ -339,7 +326,7 @@ class Counting(SymmetricCommunicator):
 
 @pytest.mark.parametrize("has_head", [False, True])
 @pytest.mark.parametrize("model", [{}, {"architecture": "Olmo2", "pad_token_id": 0, "num_hidden_layers": 3}])
-def test_no_step_makes_more_calls_than_it_has_numbers(
+def test_calls_that_follow_one_another_take_turns_in_every_step(
     model: dict[str, Any], has_head: bool, make_checkpoint: MakeCheckpoint, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -356,8 +343,8 @@ def test_no_step_makes_more_calls_than_it_has_numbers(
             super().__init__(config, model_config, *args, **kwargs | {"communicator": made[0]})
 
     def all_reduce_rms_norm(x: torch.Tensor, norm: Any, residual: Any, *args: Any) -> None:
-        _, call, _, (normed, total) = args
-        made[0].most_calls, made[0].all_have_read = max(made[0].most_calls, call + 1), False
+        *_, (normed, total) = args
+        made[0].all_have_read = False
         total.copy_(x if residual is None else x + residual)
         normed.copy_(total)
 
@@ -379,6 +366,4 @@ def test_no_step_makes_more_calls_than_it_has_numbers(
         llm.generate([[i + 1] * 40 for i in range(3)], SamplingParams(0, max_tokens=9), use_tqdm=False)
         assert not has_head or llm.stats()["num_draft_tokens"] > 0
     (communicator,) = made
-    limits = communicator._limits
     assert communicator.steps == communicator.prepared > 3
-    assert limits.forward_calls(2) < communicator.most_calls < limits.calls_per_step(2)

@@ -206,9 +206,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_rows_go_where_they_belong(driver: SimpleNamespace, dtype: torch.dtype) -> None:
     blocks = torch.arange(3 * 5 * 4).to(dtype).view(3, 5, 4)
     content, before = torch.zeros(3, 4, dtype=dtype), blocks.clone()
-    device.copy_rows(content, blocks[:, 2])
+    host_blocks.copy_rows(content, blocks[:, 2])
     assert torch.equal(content, before[:, 2])
-    device.copy_rows(blocks[:, 4], content)
+    host_blocks.copy_rows(blocks[:, 4], content)
     before[:, 4] = before[:, 2]
     assert torch.equal(blocks, before)
 
@@ -216,4 +216,4 @@ def test_rows_go_where_they_belong(driver: SimpleNamespace, dtype: torch.dtype) 
 def test_a_refusal_is_an_error(driver: SimpleNamespace) -> None:
     driver.cuMemcpy3DAsync_v2 = lambda *_: 700
     with pytest.raises(RuntimeError, match="cuMemcpy3DAsync_v2 failed with CUDA error 700 on cuda:1"):
-        device.copy_rows(torch.zeros(2, 3), torch.zeros(2, 3))
+        host_blocks.copy_rows(torch.zeros(2, 3), torch.zeros(2, 3))

@@ -199,7 +199,7 @@ class States:
     """States of one layer in a pool of small parts, which begins as NaN."""
 
     def __init__(self, layer: StateLayer, dtype: torch.dtype, count: int) -> None:
-        self.layer, tensors = layer, layer.state_spec(dtype).tensors
+        self.layer, tensors = layer, layer.state_spec(dtype)
         sizes = {name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in tensors.items()}
         places, end = {}, 64
         for name, size in sizes.items():

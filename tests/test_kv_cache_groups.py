@@ -53,6 +53,9 @@ def test_groups_are_of_one_size_and_little_of_them_is_padding() -> None:
     # Mostly without a window; two windows.
     assert sizes([*[None] * 21, *[64] * 7]) == [*[(None, 7)] * 3, (64, 7)]
     assert sizes([None, 32, 64, 32, 64, None]) == [(None, 2), (32, 2), (64, 2)]
+    # Kinds of nearly one number; one layer of its kind among many.
+    assert sizes([*[64] * 10, *[None] * 9]) == [(None, 9), (64, 10)]
+    assert sizes([*[64] * 39, None]) == [(None, 1), *[(64, 3)] * 13]
 
 
 def test_one_group_where_several_would_save_nothing() -> None:

@@ -11,10 +11,9 @@ import torch
 from nanovllm.attention import AttentionSetup, make_backend
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.runner.batch import BatchBuilder, PromptArrays, StateSizes, StepShape, make_prompt_arrays
+from nanovllm.runner.batch import BatchBuilder, PromptLayout, StepShape
 from nanovllm.runner.messages import Chunk, KeptState, NewRequest, Rows, ScheduledBatch
 
-NO_STATES = StateSizes(0, 16)
 LENS = [1, QUERY_TILE - 1, QUERY_TILE, QUERY_TILE + 1, 3 * QUERY_TILE, 2 * QUERY_TILE + 5]
 
 
@@ -39,8 +38,9 @@ def test_tiles_and_sample_tiles(padding: int, samples: list[bool]) -> None:
     ]
     num_tokens, num_chunks = sum(LENS) + 50 * padding, len(chunks) + padding
     state = np.zeros((len(chunks) + 1, 1, 64), dtype=np.int32)
-    arrays = make_prompt_arrays(chunks, num_tokens, num_chunks, state, len(chunks), 16, NO_STATES)
-    assert sum(map(len, arrays)) == PromptArrays.total_size(num_tokens, num_chunks, 1)
+    layout = PromptLayout(state, block_size=16)
+    arrays = layout.arrays(chunks, num_tokens, num_chunks)
+    assert [len(array) for array in arrays] == [len(array) for array in layout.arrays([], num_tokens, num_chunks)]
     tiled = rows_of(arrays.tiles, arrays.cu_seqlens_q)
     assert sorted(row for rows in tiled for row in rows) == list(range(sum(LENS)))
     sampled_rows = arrays.sample_indices[: sum(samples)].tolist()
@@ -52,15 +52,14 @@ def test_tiles_and_sample_tiles(padding: int, samples: list[bool]) -> None:
 
 def test_padding_alone_and_nothing_at_all() -> None:
     state = np.zeros((3, 1, 2), dtype=np.int32)
-    arrays = make_prompt_arrays([], 4, 2, state, 2, 16, NO_STATES)
+    layout = PromptLayout(state, block_size=16)
+    arrays = layout.arrays([], 4, 2)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
         "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "slots": [2, 2], "seq_lens": [1, 1],
         "cu_seqlens_q": [0, 0, 0], "sample_indices": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
         "sample_tiles": [-1, -1, 0, 0], "successors": [], "state_tiles": [], "state_chunks": [], "kept_states": [],
     }  # fmt: skip
-    assert all(
-        array.dtype == np.int32 and not len(array) for array in make_prompt_arrays([], 0, 0, state, 2, 16, NO_STATES)
-    )
+    assert all(array.dtype == np.int32 and not len(array) for array in layout.arrays([], 0, 0))
 
 
 def test_states_are_kept_at_ends_of_tiles() -> None:
@@ -70,25 +69,25 @@ def test_states_are_kept_at_ends_of_tiles() -> None:
         Chunk(1, 10, array("i", [1] * 150), True, False, kept_states=kept),
         Chunk(0, 0, array("i", [2] * 3), True, True),
     ]
-    sizes = StateSizes(num_blocks=2, block_size=64)
-    found = sizes.arrays(chunks, 160, 3)
-    tiles = found["state_tiles"].reshape(-1, 4).tolist()
+    layout = PromptLayout(np.zeros((3, 1, 4), dtype=np.int32), 64, num_state_blocks=2)
+    found = layout.arrays(chunks, 160, 3)
+    tiles = found.state_tiles.reshape(-1, 4).tolist()
     # First token, tokens, chunk, and the row of the tables that is written: the chunks' own come first.
     assert tiles[:5] == [[0, 54, 0, 3], [54, 64, 0, 4], [118, 32, 0, 0], [150, 3, 1, 1], [0, 0, 0, -1]]
     assert all(tile == [0, 0, 0, -1] for tile in tiles[5:])
     # First token, position, the row that is read, first tile, and tiles.
-    assert found["state_chunks"].reshape(-1, 5).tolist() == [[0, 10, 0, 0, 3], [150, 0, -1, 3, 1], [0, 0, -1, 0, 0]]
-    assert found["kept_states"].tolist() == [5, 6, 7, 8, *[0] * 12]
-    assert sum(map(len, found.values())) == sizes.total_size(160, 3)
+    assert found.state_chunks.reshape(-1, 5).tolist() == [[0, 10, 0, 0, 3], [150, 0, -1, 3, 1], [0, 0, -1, 0, 0]]
+    assert found.kept_states.tolist() == [5, 6, 7, 8, *[0] * 12]
+    assert [len(array) for array in found] == [len(array) for array in layout.arrays([], 160, 3)]
 
 
 def test_a_short_chunk_may_keep_two_states() -> None:
     # At a block end, and before the prompt's last token, for its other outputs.
     kept = [KeptState(64, [1]), KeptState(65, [2])]
     chunk = Chunk(0, 63, array("i", [1] * 3), True, True, kept_states=kept)
-    found = StateSizes(num_blocks=1, block_size=64).arrays([chunk], 3, 1)
-    assert found["kept_states"].tolist() == [1, 2]
-    assert found["state_tiles"].reshape(-1, 4).tolist()[:3] == [[0, 1, 0, 1], [1, 1, 0, 2], [2, 1, 0, 0]]
+    found = PromptLayout(np.zeros((2, 1, 4), dtype=np.int32), 64, num_state_blocks=1).arrays([chunk], 3, 1)
+    assert found.kept_states.tolist() == [1, 2]
+    assert found.state_tiles.reshape(-1, 4).tolist()[:3] == [[0, 1, 0, 1], [1, 1, 0, 2], [2, 1, 0, 0]]
 
 
 def test_padding_has_no_state() -> None:

@@ -392,7 +392,7 @@ def test_a_script_needs_no_main_guard_exit_or_joined_threads(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("real_ranks")
 def test_a_rank_that_never_starts_times_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.runner.worker_processes._START_SECONDS", 0.5)
+    monkeypatch.setattr("nanovllm.runner.parallel_runner.START_SECONDS", 0.5)
 
     def stop_soon() -> None:
         while not rank_pids():

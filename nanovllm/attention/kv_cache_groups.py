@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nanovllm.attention.kv_cache_spec import Paged, common_window
+from nanovllm.attention.kv_cache_spec import Paged
 
-_GROUP_COST = 0.03
-"""What a block table more is worth, as a share of the cache that padding takes."""
+_MOST_PADDING = 1.25
+"""Layers of the kind with most, divided by layers of the kind with fewest, below which each kind is one group."""
+_MOST_GROUPS = 16
+"""Groups that the layers would make without padding."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ def have_equal_pages(specs: Sequence[Paged]) -> bool:
 
 def single_group(specs: Sequence[Paged]) -> list[KVCacheGroup]:
     """Return all layers as one group."""
-    return [KVCacheGroup(common_window(specs), tuple(range(len(specs))))]
+    windows = [spec.window for spec in specs if spec.window is not None]
+    window = max(windows) if windows and len(windows) == len(specs) else None
+    return [KVCacheGroup(window, tuple(range(len(specs))))]
 
 
 def make_groups(specs: Sequence[Paged], block_size: int, max_blocks: int) -> list[KVCacheGroup]:
@@ -43,7 +47,8 @@ def make_groups(specs: Sequence[Paged], block_size: int, max_blocks: int) -> lis
     """
     counts = Counter(spec.window for spec in specs)
     windows = sorted(counts, key=lambda window: (window is not None, window or 0))
-    size = min(range(1, len(specs) + 1), key=lambda size: _cost(counts, size))
+    fewest, most = min(counts.values()), max(counts.values())
+    size = most if most < _MOST_PADDING * fewest else max(fewest, -(-len(specs) // _MOST_GROUPS))
     groups = []
     for window in windows:
         layers = [i for i, spec in enumerate(specs) if spec.window == window]
@@ -51,11 +56,3 @@ def make_groups(specs: Sequence[Paged], block_size: int, max_blocks: int) -> lis
     spans = [max_blocks if group.window is None else (group.window - 2) // block_size + 2 for group in groups]
     is_less = size * sum(min(span, max_blocks) for span in spans) < len(specs) * max_blocks
     return groups if len(windows) > 1 and is_less else single_group(specs)
-
-
-def _cost(counts: Counter[int | None], size: int) -> float:
-    """Rate a group's size: by the memory of short sequences, of long ones, and the number of block tables."""
-    num_groups = {window: -(-count // size) for window, count in counts.items()}
-    num_all, num_full = sum(num_groups.values()), num_groups.get(None, 0)
-    long = num_full * size / counts[None] if num_full else 0.0
-    return num_all * size / counts.total() + long + _GROUP_COST * num_all

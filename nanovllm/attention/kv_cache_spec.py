@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,15 +30,8 @@ class Paged:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class State:
-    """The state that one layer keeps of each sequence on this rank.
-
-    Attributes:
-        tensors: their shapes and dtypes, by name.
-    """
-
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+StateSpec = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""The state that one layer keeps of each sequence on this rank: shapes and dtypes of its tensors, by name."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +47,7 @@ class StateLayout:
     num_bytes: int
 
     @classmethod
-    def of(cls, specs: Sequence[State]) -> StateLayout:
+    def of(cls, specs: Sequence[StateSpec]) -> StateLayout:
         """Lay out the tensors of layers; the widest elements come first, so that all are aligned.
 
         Of equal width, each layer's first tensor comes before all second ones: one row is as long as another there.
@@ -62,7 +55,7 @@ class StateLayout:
         tensors = [
             (-tensor[1].itemsize, number, i, name, tensor)
             for i, spec in enumerate(specs)
-            for number, (name, tensor) in enumerate(spec.tensors.items())
+            for number, (name, tensor) in enumerate(spec.items())
         ]
         places: list[dict[str, int]] = [{} for _ in specs]
         end = 0
@@ -73,10 +66,3 @@ class StateLayout:
 
 
 NO_STATES = StateLayout((), 0)
-
-
-def common_window(specs: Iterable[Paged]) -> int | None:
-    """Return how many tokens some layer sees at most; None if one sees all."""
-    windows = [spec.window for spec in specs]
-    known = [window for window in windows if window is not None]
-    return max(known) if known and len(known) == len(windows) else None

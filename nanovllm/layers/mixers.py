@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.attention.kv_cache_spec import State
+from nanovllm.attention.kv_cache_spec import StateSpec
 from nanovllm.kernels.mixers.causal_conv import causal_conv, causal_conv_rows, store_rings
 from nanovllm.kernels.mixers.states import StatePool, StateRows, StateTiles
 from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm
@@ -91,8 +91,8 @@ class RecurrentLayer(StateLayer, LoadableModule):
         }
 
     @override
-    def state_spec(self, dtype: torch.dtype) -> State:
-        return State({"recurrent": (self.state_shape, torch.float32), **super().state_spec(dtype).tensors})
+    def state_spec(self, dtype: torch.dtype) -> StateSpec:
+        return {"recurrent": (self.state_shape, torch.float32), **super().state_spec(dtype)}
 
     @abstractmethod
     def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:

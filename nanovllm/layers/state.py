@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.attention.kv_cache_spec import State
+from nanovllm.attention.kv_cache_spec import StateSpec
 from nanovllm.attention.metadata import get_step_metadata
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.linear import RowParallelLinear
@@ -67,9 +67,9 @@ class StateLayer(nn.Module, ABC):
     conv: ConvState
     o_proj: RowParallelLinear
 
-    def state_spec(self, dtype: torch.dtype) -> State:
+    def state_spec(self, dtype: torch.dtype) -> StateSpec:
         """Return the spec of the layer's state; dtype: of the activations."""
-        return State({"conv": ((self.conv1d.width + self.num_drafts, self.conv1d.channels), dtype)})
+        return {"conv": ((self.conv1d.width + self.num_drafts, self.conv1d.channels), dtype)}
 
     @abstractmethod
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:

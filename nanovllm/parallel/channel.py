@@ -53,9 +53,10 @@ class Sender:
         _wait(write, check)
 
     def close(self) -> None:
-        """Close every pipe."""
-        for descriptor in (*self._writers, *self.receivers):
-            os.close(descriptor)
+        """Close every pipe; a second call does nothing."""
+        for descriptors in (self._writers, self.receivers):
+            while descriptors:
+                os.close(descriptors.pop())
 
 
 class Receiver:

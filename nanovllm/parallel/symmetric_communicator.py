@@ -23,58 +23,35 @@ _WORD_BYTES = 2**19
 _ROW_BYTES = 2**25
 _MAX_ROWS = 4096
 _SUM_COLUMNS = 4096
-_LARGEST_ITEM_BYTES = 4
-"""Size of float32, whose rows need the most calls."""
+_FORWARD_CALLS = 2**16
+"""More than any pass makes: with 80 layers of 8192 elements, one of 400,000 prompt tokens. Sampling has the same number.
+
+Call numbers run out after 16,000 steps, which costs a millisecond.
+"""
 _CHOICE_KEY = "symmetric"
 
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Upper bounds on the data that ranks exchange in one step.
+    """The data that ranks exchange in one step.
 
     Attributes:
-        num_reductions: all-reduces of a forward pass.
-        num_head_reductions: all-reduces of a drafting head, an even number of them before the first draft.
-        max_rows, hidden_size: of each of them.
-        max_candidates: rows of `all_reduce_argmax`.
-        num_gathers: calls of `all_gather_columns` after the forward pass.
-        max_gathered_rows, vocab_size: total rows of these calls, and columns of their results.
+        num_reductions: all-reduces of a forward pass, or an even number more or less.
+        max_candidates: most rows of `all_reduce_argmax`.
     """
 
     num_reductions: int
-    num_head_reductions: int
-    max_rows: int
-    hidden_size: int
     max_candidates: int
-    num_gathers: int
-    max_gathered_rows: int
-    vocab_size: int
 
-    def forward_calls(self, num_ranks: int) -> int:
-        """Return a bound on the sending kernels of a pass, with drafts, which get the first indices of a step.
+    @property
+    def forward_calls(self) -> int:
+        """Indices for the sending kernels of a pass, with drafts; odd if and only if a pass makes an odd number."""
+        return _FORWARD_CALLS + self.num_reductions % 2
 
-        It is odd if and only if their number is.
-        """
-        return (self.num_reductions + self.num_head_reductions) * self._most_parts(num_ranks)
-
-    def _most_parts(self, num_ranks: int) -> int:
-        """Return a bound on the sending kernels of an all-reduce, an odd number."""
-        row_bytes = self.hidden_size * _LARGEST_ITEM_BYTES
-        return max(
-            num_parts(num_ranks, row_bytes, num_ranks, one_shot=True),
-            num_parts(self.max_rows, row_bytes, num_ranks, one_shot=False),
-        )
-
-    def calls_per_step(self, num_ranks: int) -> int:
-        """Return a bound on the sending kernels of a step, which is odd if and only if `forward_calls` is."""
-        # Each rank's columns are padded, by less than 64 (`shard_of`), and each half to whole rows.
-        columns = self.vocab_size + 64 * num_ranks
-        half_rows = -(-self.max_gathered_rows * columns // (2 * _SUM_COLUMNS)) + self.num_gathers
-        row_bytes = _SUM_COLUMNS * _LARGEST_ITEM_BYTES
-        # A gather's number of parts is rounded up twice, to a whole and to an odd number.
-        parts = num_parts(half_rows, row_bytes, num_ranks, one_shot=False) + 2 * self.num_gathers
-        # The head may run after the forward pass or after gathers.
-        return self.forward_calls(num_ranks) + self.num_head_reductions * self._most_parts(num_ranks) + 2 * parts
+    @property
+    def calls_per_step(self) -> int:
+        """Indices for the sending kernels of a step, odd if and only if `forward_calls` is."""
+        return 2 * _FORWARD_CALLS + self.num_reductions % 2
 
 
 def num_parts(num_rows: int, row_bytes: int, num_ranks: int, one_shot: bool) -> int:
@@ -101,7 +78,7 @@ def make_buffer(rank: int, size: int, device: torch.device, limits: StepLimits) 
         max_candidates=limits.max_candidates,
         addresses=torch.zeros(size, dtype=torch.int64, device=device),
         step=torch.zeros(1, dtype=torch.int32, device=device),
-        calls_per_step=limits.calls_per_step(size),
+        calls_per_step=limits.calls_per_step,
         abort=torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda"),
     )
 
@@ -117,7 +94,7 @@ class SymmetricCommunicator(DistributedCommunicator):
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Store, limits: StepLimits) -> None:
         super().__init__(rank, size, device, store, uses_nccl=False)
-        self._forward_calls = limits.forward_calls(size)
+        self._forward_calls = limits.forward_calls
         self._buffer = buffer = make_buffer(rank, size, device, limits)
         self.device_bytes = buffer.num_bytes
         self._memory = PeerMemory(buffer.num_bytes, rank, size, device, store)

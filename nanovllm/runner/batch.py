@@ -46,6 +46,11 @@ class StepShape:
         """Tokens of the decode rows."""
         return self.num_decodes * (1 + self.num_drafts)
 
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits, of all tokens of the decode rows, and one for each chunk."""
+        return self.num_row_tokens + self.num_chunks
+
 
 @dataclass
 class StepInputs:
@@ -145,87 +150,77 @@ class PromptArrays(NamedTuple):
     state_chunks: Any
     kept_states: Any
 
-    @staticmethod
-    def num_tiles(num_tokens: int, num_chunks: int, tile: int = QUERY_TILE) -> int:
-        """Return the most tiles that `num_tokens` tokens in `num_chunks` chunks can take."""
-        return num_tokens // tile + num_chunks
 
-    @classmethod
-    def total_size(cls, num_tokens: int, num_chunks: int, num_groups: int) -> int:
-        """Return the number of elements of all arrays together."""
-        return (2 + num_groups) * num_tokens + 7 * num_chunks + 1 + 2 * cls.num_tiles(num_tokens, num_chunks)
-
-
-_NO_PROMPTS = PromptArrays._make([np.empty(0, dtype=np.int32)] * len(PromptArrays._fields))
+_NO_PROMPTS = PromptArrays._make([NO_ROWS.slots] * len(PromptArrays._fields))
 """Empty arrays, so that nothing has to be sent."""
 
 
-def make_prompt_arrays(
-    chunks: list[Chunk], num_tokens: int, num_chunks: int, block_tables: np.ndarray, padding_slot: int,
-    block_size: int, states: StateSizes,
-    *, has_drafts: bool = False,
-) -> PromptArrays:  # fmt: skip
-    """Lay out chunks, padded. block_tables: [num_slots + 1, G, max_blocks]; of all slots, on the host."""
-    if not num_chunks:
-        return _NO_PROMPTS
-    lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
-    starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
-    slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
-    cu_seqlens_q = np.concatenate(([0], lens.cumsum())).astype(np.int32)
-    token_ids = np.concatenate([np.asarray(chunk.token_ids) for chunk in chunks] or [slots])
-    positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens_q[:-1], lens)
-    slot_mapping = np.full((block_tables.shape[1], num_tokens), -1, dtype=np.int32)
-    blocks = block_tables[np.repeat(slots, lens), :, positions // block_size].T
-    slot_mapping[:, : len(positions)] = blocks * block_size + positions % block_size
-    for chunk, (first, end) in zip(chunks, pairwise(cu_seqlens_q), strict=True):
-        if not chunk.store:
-            slot_mapping[:, first:end] = -1
-    samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
-    successors = np.array([chunk.successor for chunk in chunks], dtype=np.int32)
-    return PromptArrays(
-        token_ids=_pad(token_ids, num_tokens, 0),
-        positions=_pad(positions, num_tokens, 0),
-        slot_mapping=slot_mapping.reshape(-1),
-        slots=_pad(slots, num_chunks, padding_slot),
-        seq_lens=_pad(starts + lens, num_chunks, 1),
-        cu_seqlens_q=_pad(cu_seqlens_q, num_chunks + 1, int(cu_seqlens_q[-1])),
-        sample_indices=_pad(cu_seqlens_q[1:][samples] - 1, num_chunks, 0),
-        sample_slots=_pad(slots[samples], num_chunks, padding_slot),
-        tiles=_tiles(lens, starts, PromptArrays.num_tiles(num_tokens, num_chunks)),
-        sample_tiles=np.concatenate(
-            (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
-        ),
-        successors=_pad(successors, num_chunks, -1) if has_drafts else NO_ROWS.slots,
-        **states.arrays(chunks, num_tokens, num_chunks),
-    )
-
-
 @dataclass(frozen=True)
-class StateSizes:
-    """Sizes for the arrays of states: blocks of a state, 0 if no layer keeps any, and tokens per block."""
+class PromptLayout:
+    """Lays out prompt chunks as arrays.
 
-    num_blocks: int
+    Attributes:
+        block_tables: [num_slots + 1, G, max_blocks] int32; of all slots, on the host. The last slot is for padding.
+        block_size: tokens in a block.
+        num_state_blocks: blocks of a state; 0 if no layer keeps any.
+        has_drafts: whether the engine drafts.
+    """
+
+    block_tables: np.ndarray
     block_size: int
+    num_state_blocks: int = 0
+    has_drafts: bool = False
 
-    def most_kept(self, num_tokens: int, num_chunks: int) -> int:
-        """Return the most states that chunks keep: at block ends within, and before a prompt's last token."""
-        return num_tokens // self.block_size + 2 * num_chunks
+    def arrays(self, chunks: list[Chunk], num_tokens: int, num_chunks: int) -> PromptArrays:
+        """Return the arrays of chunks, padded for `num_tokens` tokens and `num_chunks` chunks."""
+        if not num_chunks:
+            return _NO_PROMPTS
+        tables, block_size, padding_slot = self.block_tables, self.block_size, len(self.block_tables) - 1
+        lens = np.array([len(chunk.token_ids) for chunk in chunks], dtype=np.int32)
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
+        slots = np.array([chunk.slot for chunk in chunks], dtype=np.int32)
+        cu_seqlens_q = np.concatenate(([0], lens.cumsum())).astype(np.int32)
+        token_ids = np.concatenate([np.asarray(chunk.token_ids) for chunk in chunks] or [slots])
+        positions = np.arange(cu_seqlens_q[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens_q[:-1], lens)
+        slot_mapping = np.full((tables.shape[1], num_tokens), -1, dtype=np.int32)
+        blocks = tables[np.repeat(slots, lens), :, positions // block_size].T
+        slot_mapping[:, : len(positions)] = blocks * block_size + positions % block_size
+        for chunk, (first, end) in zip(chunks, pairwise(cu_seqlens_q), strict=True):
+            if not chunk.store:
+                slot_mapping[:, first:end] = -1
+        samples = np.array([chunk.samples for chunk in chunks], dtype=bool)
+        successors = np.array([chunk.successor for chunk in chunks], dtype=np.int32)
+        state_tiles, state_chunks, kept_states = self._state_arrays(chunks, num_tokens, num_chunks)
+        return PromptArrays(
+            token_ids=_pad(token_ids, num_tokens, 0),
+            positions=_pad(positions, num_tokens, 0),
+            slot_mapping=slot_mapping.reshape(-1),
+            slots=_pad(slots, num_chunks, padding_slot),
+            seq_lens=_pad(starts + lens, num_chunks, 1),
+            cu_seqlens_q=_pad(cu_seqlens_q, num_chunks + 1, int(cu_seqlens_q[-1])),
+            sample_indices=_pad(cu_seqlens_q[1:][samples] - 1, num_chunks, 0),
+            sample_slots=_pad(slots[samples], num_chunks, padding_slot),
+            tiles=_tiles(lens, starts, num_tokens // QUERY_TILE + num_chunks),
+            sample_tiles=np.concatenate(
+                (_pad(np.flatnonzero(samples), num_chunks, -1), _pad((lens[samples] - 1) // QUERY_TILE, num_chunks, 0))
+            ),
+            successors=_pad(successors, num_chunks, -1) if self.has_drafts else NO_ROWS.slots,
+            state_tiles=state_tiles,
+            state_chunks=state_chunks,
+            kept_states=kept_states,
+        )
 
-    def total_size(self, num_tokens: int, num_chunks: int) -> int:
-        """Return the number of elements of all arrays together."""
-        num_kept = self.most_kept(num_tokens, num_chunks)
-        num_tiles = PromptArrays.num_tiles(num_tokens, num_chunks, TILE) + num_kept
-        return 4 * num_tiles + 5 * num_chunks + num_kept * self.num_blocks
-
-    def arrays(self, chunks: list[Chunk], num_tokens: int, num_chunks: int) -> dict[str, np.ndarray]:
-        """Return the fields of `StateTiles`, flat, padded for `num_tokens` tokens and `num_chunks` chunks.
+    def _state_arrays(
+        self, chunks: list[Chunk], num_tokens: int, num_chunks: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the fields of `StateTiles`, flat.
 
         Each chunk starts from its slot's state and leaves its own there. The tables have a row for each chunk,
         then one for each kept state.
         """
-        if not self.num_blocks:
-            return dict.fromkeys(("state_tiles", "state_chunks", "kept_states"), NO_ROWS.slots)
-        num_kept = self.most_kept(num_tokens, num_chunks)
+        num_blocks = self.num_state_blocks
+        if not num_blocks:
+            return NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots
         tiles: list[tuple[int, int, int, int]] = []
         rows: list[tuple[int, int, int, int, int]] = []
         kept: list[int] = []
@@ -237,18 +232,20 @@ class StateSizes:
                 for start in range(done, end, TILE):
                     stop, write = min(start + TILE, end), -1
                     if stop == end:
-                        write = number if block_ids is None else num_chunks + len(kept) // self.num_blocks
+                        write = number if block_ids is None else num_chunks + len(kept) // num_blocks
                     tiles.append((first + start, stop - start, number, write))
                 kept += block_ids or ()
                 done = end
             rows.append((first, chunk.start, number if chunk.start else -1, first_tile, len(tiles) - first_tile))
             first += length
-        most_tiles = PromptArrays.num_tiles(num_tokens, num_chunks, TILE) + num_kept
-        return {
-            "state_tiles": _pad_rows(tiles, most_tiles, (0, 0, 0, -1)),
-            "state_chunks": _pad_rows(rows, num_chunks, (0, 0, -1, 0, 0)),
-            "kept_states": _pad(np.array(kept, dtype=np.int32), num_kept * self.num_blocks, 0),
-        }
+        # States are kept at block ends within chunks, and before a prompt's last token.
+        most_kept = num_tokens // self.block_size + 2 * num_chunks
+        most_tiles = num_tokens // TILE + num_chunks + most_kept
+        return (
+            _pad_rows(tiles, most_tiles, (0, 0, 0, -1)),
+            _pad_rows(rows, num_chunks, (0, 0, -1, 0, 0)),
+            _pad(np.array(kept, dtype=np.int32), most_kept * num_blocks, 0),
+        )
 
 
 def _pad_rows(rows: Sequence[tuple[int, ...]], size: int, padding: tuple[int, ...]) -> np.ndarray:
@@ -307,7 +304,7 @@ class BatchBuilder:
         *, num_groups: int, num_state_blocks: int = 0, num_drafts: int = 0,
     ) -> None:  # fmt: skip
         self.block_size, self.num_drafts = block_size, num_drafts
-        self._states = StateSizes(num_state_blocks, block_size)
+        self._num_state_blocks = num_state_blocks
         self.slots = SlotState(num_slots, max(max_blocks, num_state_blocks), num_groups, device, num_drafts)
         # [num_slots + 1]; accepted tokens of each slot that are not in its state yet, see `StateRows`.
         self.num_pending: torch.Tensor | None = None
@@ -320,10 +317,9 @@ class BatchBuilder:
         self._decode_slots = torch.full((num_slots,), self.slots.padding_slot, dtype=torch.int32, device=device)
         self._num_new = torch.ones_like(self._decode_slots)
         self._sent_decode_slots = self._sent_num_new = self._sent_plan = NO_ROWS.slots
+        self._layout = PromptLayout(self.slots.block_tables, block_size, num_state_blocks, num_drafts > 0)
         # The most that a step sends: padded prompts; decode slots; attention's plan; indices and values of all slots.
-        num_tokens, num_chunks = 2 * max_num_batched_tokens, 2 * num_slots
-        prompts = PromptArrays.total_size(num_tokens, num_chunks, num_groups)
-        prompts += self._states.total_size(num_tokens, num_chunks) + (num_chunks if num_drafts else 0)
+        prompts = sum(map(len, self._layout.arrays([], 2 * max_num_batched_tokens, 2 * num_slots)))
         self._staging = Staging(prompts + 2 * self.slots.size + 2 * num_slots + len(backend.plan_buffer), device)
 
     def plan(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray]:
@@ -347,10 +343,7 @@ class BatchBuilder:
         """
         slots, chunks = self.slots, batch.chunks
         changed_index, changed_values = slots.update_host(batch)
-        prompts = make_prompt_arrays(
-            chunks, shape.num_prompt_tokens, shape.num_chunks, slots.block_tables, slots.padding_slot, self.block_size,
-            self._states, has_drafts=self.num_drafts > 0,
-        )  # fmt: skip
+        prompts = self._layout.arrays(chunks, shape.num_prompt_tokens, shape.num_chunks)
         num_padding = shape.num_decodes - len(batch.rows)
         decode_slots = batch.rows.slots
         if num_padding:
@@ -403,7 +396,7 @@ class BatchBuilder:
         else:
             decodes = gather_decode_rows(state, slots, self.block_size)
         metadata = self._metadata(step, decodes)
-        if self._states.num_blocks:
+        if self._num_state_blocks:
             metadata.states = self._state_metadata(slots, is_new, decodes, prompts)
         token_ids, positions, sample_slots, sample_indices = decodes.token_ids, decodes.positions, slots, None
         sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -469,7 +462,7 @@ class BatchBuilder:
         self, slots: torch.Tensor, is_new: torch.Tensor | None, decodes: DecodeRows, prompts: PromptArrays
     ) -> StateMetadata:
         """Return the states of a step; sequences own the states in their tables, and overwrite them."""
-        num_blocks = self._states.num_blocks
+        num_blocks = self._num_state_blocks
         tables = decodes.block_tables[-1][:, :num_blocks]
         kept = prompts.kept_states.view(len(prompts.kept_states) // num_blocks, num_blocks)
         prompt_tables = torch.cat((self.slots.tensors.block_tables[prompts.slots, -1, :num_blocks], kept))

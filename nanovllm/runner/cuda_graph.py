@@ -76,15 +76,8 @@ def drafted_sizes(config: Config, backend: AttentionBackend, undrafted: list[Ste
     for rows, num_tokens in product(_up_to([8], most), _MIXED_TOKENS):
         if num_tokens < 2 * config.max_num_batched_tokens:
             found.append(StepShape(rows, num_tokens, chunks, variant, num_drafts))
-    # Steps of more rows make no drafts: of the sizes from there on, the smallest of each kind is enough.
-    few = [
-        shape
-        for shape in undrafted
-        if not any(
-            most <= size.num_decodes < shape.num_decodes and replace(size, num_decodes=shape.num_decodes) == shape
-            for size in undrafted
-        )
-    ]
+    # Steps of more rows make no drafts.
+    few = dict.fromkeys(replace(shape, num_decodes=min(shape.num_decodes, most)) for shape in undrafted)
     return found + [replace(shape, drafts=True) for shape in (*few, *found)]
 
 

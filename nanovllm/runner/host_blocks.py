@@ -13,6 +13,7 @@ on the device:
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 import warnings
@@ -23,7 +24,7 @@ import torch
 from typing_extensions import override
 
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
-from nanovllm.utils.device import copy_rows
+from nanovllm.utils.device import call_driver
 
 _CHUNK_BYTES = 2**30
 
@@ -222,3 +223,52 @@ class CudaBlockCopies(BlockCopies):
     @override
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         copy_rows(destination, source)
+
+
+class _Place(ctypes.Structure):
+    """Source or destination in CUDA_MEMCPY3D."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t), ("level", ctypes.c_size_t),
+        ("memory_type", ctypes.c_int), ("host", ctypes.c_void_p), ("address", ctypes.c_uint64),
+        ("array", ctypes.c_void_p), ("reserved", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+class _Copy3D(ctypes.Structure):
+    """CUDA_MEMCPY3D."""
+
+    _fields_ = (
+        ("source", _Place), ("destination", _Place),
+        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t), ("depth", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+_HOST, _DEVICE = 1, 2
+"""CU_MEMORYTYPE_HOST, pinned or pageable, and CU_MEMORYTYPE_DEVICE."""
+
+
+def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """Queue a copy on the current stream with one call, done by copy engines without occupying multiprocessors.
+
+    Args:
+        destination, source: [rows, numbers] of one dtype, on the GPU or in host memory. With pageable memory the call
+            returns after the copy. Rows are contiguous, and the row stride is a multiple of the row size.
+    """
+    rows, numbers = source.shape
+    row_bytes = numbers * source.itemsize
+    # One plane per row, whose height gives the row stride: with a 2D copy's pitch of over 2 GiB the driver would copy
+    # rows one by one.
+    from_place, to_place = (
+        _Place(pitch=row_bytes, height=side.stride(0) // numbers, **_address(side)) for side in (source, destination)
+    )
+    copy = _Copy3D(source=from_place, destination=to_place, width=row_bytes, height=1, depth=rows)
+    stream = torch.cuda.current_stream().cuda_stream
+    call_driver("cuMemcpy3DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))
+
+
+def _address(side: torch.Tensor) -> dict[str, int]:
+    if side.is_cuda:
+        return {"memory_type": _DEVICE, "address": side.data_ptr()}
+    return {"memory_type": _HOST, "host": side.data_ptr()}

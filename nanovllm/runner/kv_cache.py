@@ -19,6 +19,7 @@ from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.state import StateLayer
 from nanovllm.runner.host_blocks import BlockCopies
 from nanovllm.runner.messages import ScheduledBatch, StateCache
+from nanovllm.utils.device import to_device
 
 _INTERVAL = 16
 """Blocks of a prompt from one kept state to the next."""
@@ -152,9 +153,7 @@ class KVCache:
         copies = [(transfer.source, transfer.destination) for transfer in batch.transfers if transfer.kind == "copy"]
         if not copies:
             return
-        pairs = torch.tensor(copies)
-        on_device = (pairs.pin_memory() if self._device.type == "cuda" else pairs).to(self._device, non_blocking=True)
-        sources, destinations = on_device.unbind(1)
+        sources, destinations = to_device(torch.tensor(copies), self._device).unbind(1)
         # Layer by layer, since all layers' blocks of many sequences would be gigabytes at once.
         for layer in self.pages():
             pages = layer.view(torch.uint8) if self.num_clipped is not None else layer

@@ -14,6 +14,7 @@ from nanovllm.runner.cuda_graph import max_draft_rows
 from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
 from nanovllm.runner.step_outputs import LOGITS_BYTES
 from nanovllm.sampling.state import pool_rows
+from nanovllm.utils.host import available_memory
 
 _CPU_MEMORY_SHARE = 0.1
 _CPU_MEMORY_LIMIT = 2**30
@@ -112,12 +113,9 @@ def most_extra_bytes(config: Config, vocab_size: int, copied_bytes_per_row: int)
 
 def cpu_cache_budget() -> int:
     """Return the bytes for a KV cache in host memory: a tenth of the free memory, at most 1 GiB."""
-    # Windows has no `sysconf`.
-    if not hasattr(os, "sysconf"):
-        return _CPU_MEMORY_LIMIT
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT)
+    # Windows has no `sysconf`, by which memory is measured.
+    is_known = hasattr(os, "sysconf")
+    return min(int(available_memory() * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT) if is_known else _CPU_MEMORY_LIMIT
 
 
 def profiling_batch(config: Config, max_blocks: int, num_groups: int, max_model_len: int) -> ScheduledBatch:

@@ -338,14 +338,11 @@ class ModelRunner:
         self.communicator.begin_step()
         inputs = self.batch_builder.gather(step)
         if part is _Part.WHOLE_CHUNKS:
-            first, last = step.shape.num_row_tokens, self.model_config.num_layers
-            # No layer takes the states after the last norm.
             asked = {number for chunk in step.batch.chunks for number in chunk.hidden_states}
-            hidden, found = self._compute_hidden_states(inputs, asked - {last})
-            logits = self.model.project_logits(hidden[inputs.sample_indices])
-            found[last] = hidden
-            return Unsampled(inputs, logits, {number: states[first:] for number, states in found.items()})
-        logits = self._compute_logits(inputs)
+            logits, states = self._run_model(inputs, {*asked, self.model_config.num_layers})
+            first = step.shape.num_row_tokens
+            return Unsampled(inputs, logits, {number: tensor[first:] for number, tensor in states.items()})
+        logits = self._run_model(inputs)[0]
         if part is _Part.FORWARD:
             return Unsampled(inputs, logits)
         with_logprobs = part is _Part.SAMPLED_WITH_LOGPROBS
@@ -354,42 +351,33 @@ class ModelRunner:
         self._scatter(inputs, sampled.token_ids)
         return sampled
 
-    def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Run the model; return the logits, [num_samples, tokens of this rank]."""
-        if not self._reads_last:
-            return self.model.compute_logits(*self._run_model(inputs, inputs.sample_indices)[0])
-        (hidden, _), rows = self._compute_hidden_states(inputs), inputs.sample_indices
-        return self.model.project_logits(hidden if rows is None else hidden[rows])
-
-    def _compute_hidden_states(
+    def _run_model(
         self, inputs: StepInputs, layer_ids: Collection[int] = ()
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Return all tokens' states after the last norm, and the inputs of layers, [num_tokens, hidden_size] each."""
-        states, found = self._run_model(inputs, None, layer_ids)
-        hidden = self.model.hidden_states(*states)
-        if self._reads_last:
-            inputs.hidden_states = hidden
-        return hidden, found
+        """Run the model, and hand the drafter what it reads; `layer_ids`: of further states to return.
 
-    @property
-    def _reads_last(self) -> bool:
-        """Whether the drafter reads the states after the last norm."""
-        return self.drafter is not None and self.drafter.layer_ids == (self.model_config.num_layers,)
-
-    def _run_model(
-        self, inputs: StepInputs, rows: torch.Tensor | None, layer_ids: Collection[int] = ()
-    ) -> tuple[Stream, dict[int, torch.Tensor]]:
-        drafter_ids = () if self.drafter is None or self._reads_last else self.drafter.layer_ids
+        Returns the logits, [num_samples, tokens of this rank], and all tokens' states, [num_tokens, hidden_size]: by
+        layer what it takes, and by the number of layers those after the last norm.
+        """
+        model, last, rows = self.model, self.model_config.num_layers, inputs.sample_indices
+        drafter_ids = () if self.drafter is None else self.drafter.layer_ids
+        asked, found = {*layer_ids, *drafter_ids}, dict[int, torch.Tensor]()
         self.backend.plan(inputs.metadata)
         with set_step_metadata(inputs.metadata):
-            if not layer_ids and not drafter_ids:
-                states: Stream = self.model(inputs.token_ids, inputs.positions, rows)
-                return states, {}
-            asked = {*layer_ids, *drafter_ids}
-            states, found = self.model.forward_tapped(inputs.token_ids, inputs.positions, rows, asked)
+            needed = None if last in asked else rows
+            if asked <= {last}:
+                states: Stream = model(inputs.token_ids, inputs.positions, needed)
+            else:
+                states, found = model.forward_tapped(inputs.token_ids, inputs.positions, needed, asked - {last})
+        if last in asked:
+            hidden = found[last] = model.hidden_states(*states)
+            logits = model.project_logits(hidden if rows is None else hidden[rows])
+        else:
+            logits = model.compute_logits(*states)
         if drafter_ids:
-            inputs.hidden_states = torch.cat([found[number] for number in drafter_ids], 1)
-        return states, found
+            parts = [found[number] for number in drafter_ids]
+            inputs.hidden_states = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        return logits, found
 
     def sample(self, step: DeviceStep, masks: np.ndarray | None = None) -> PendingStep:
         """Queue the rest of a step: its sampling, and the copy of its tokens to the host; see `Runner`."""

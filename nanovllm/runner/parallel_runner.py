@@ -27,8 +27,8 @@ from nanovllm.runner.batch import DeviceStep
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch, StepOutput
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_outputs import PendingStep
-from nanovllm.runner.worker import READY, STARTED, CallOrder, StepOrder, WorkerPlan, step_limits
-from nanovllm.runner.worker_processes import WorkerError, WorkerProcesses
+from nanovllm.runner.worker import CallOrder, StepOrder, WorkerPlan, step_limits
+from nanovllm.runner.worker_processes import START_SECONDS, WorkerError, WorkerProcesses
 from nanovllm.utils.device import resolve_device
 from nanovllm.weights.model_weights import ModelWeights, WeightsLoader
 from nanovllm.weights.report import MissingWeights
@@ -77,7 +77,7 @@ class ParallelRunner:
         with self.one_fails_all_fail():
             store = open_store(size)
             self._ranks.send(WorkerPlan(config, model_config, folder, max_model_len, store.port))
-            self._ranks.wait_for(STARTED)
+            self._ranks.replies(START_SECONDS)
             join = partial(connect, 0, size, device, store, step_limits(config, model_config))
             # The group waits up to its timeout for a rank that has died.
             self._communicator = communicator = self._ranks.call_watched(join)
@@ -86,7 +86,7 @@ class ParallelRunner:
             self._runner = runner = ModelRunner(
                 config, model_config, folder, max_model_len=max_model_len, communicator=communicator
             )
-            self._ranks.wait_for(READY)
+            self._ranks.replies(START_SECONDS)
         self.pipeline_depth = runner.pipeline_depth
         self.num_drafts, self.draft_costs = runner.num_drafts, runner.draft_costs
         self.num_kvcache_blocks, self.cache_kinds = runner.num_kvcache_blocks, runner.cache_kinds

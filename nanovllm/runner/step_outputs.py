@@ -11,6 +11,7 @@ from nanovllm.models.base import CausalLM
 from nanovllm.runner.batch import DeviceStep, StepShape
 from nanovllm.runner.messages import Chunk, PromptScores, StepOutput, TokenLogprobs
 from nanovllm.sampling.sampler import DeviceLogprobs, Sampler
+from nanovllm.utils.device import to_device, to_host
 
 LOGITS_BYTES = 2**28
 """Most bytes of a prompt's float32 logits at a time."""
@@ -48,11 +49,6 @@ def _layers_to_host(states: list[torch.Tensor]) -> torch.Tensor:
     return host
 
 
-def scored_rows_at_once(vocab_size: int) -> int:
-    """Return the number of prompt rows whose logits are computed at a time."""
-    return max(1, LOGITS_BYTES // (4 * vocab_size))
-
-
 def _score(
     model: CausalLM, sampler: Sampler, hidden: torch.Tensor, scored: list[tuple[int, PromptScores]]
 ) -> list[DeviceLogprobs]:
@@ -60,10 +56,10 @@ def _score(
     if not scored:
         return []
     indices = [range(start + scores.first, start + scores.first + len(scores.token_ids)) for start, scores in scored]
-    rows = torch.tensor([index for part in indices for index in part]).to(hidden.device)
-    targets = torch.tensor([token_id for _, scores in scored for token_id in scores.token_ids]).to(hidden.device)
+    rows = to_device(torch.tensor([index for part in indices for index in part]), hidden.device)
+    targets = to_device(torch.tensor([token for _, scores in scored for token in scores.token_ids]), hidden.device)
     num_logprobs = max(scores.num_logprobs for _, scores in scored)
-    size = scored_rows_at_once(sampler.vocab.total)
+    size = max(1, LOGITS_BYTES // (4 * sampler.vocab.total))
     found = [
         sampler.score(model.project_logits(hidden[part]), part_targets, num_logprobs)
         for part, part_targets in zip(rows.split(size), targets.split(size), strict=True)
@@ -74,13 +70,6 @@ def _score(
         (v[:, : 1 + scores.num_logprobs], t[:, : 1 + scores.num_logprobs], r)
         for v, t, r, (_, scores) in zip(values, token_ids, ranks, scored, strict=True)
     ]
-
-
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Queue a copy to the host; on the CPU return the tensor itself."""
-    if not tensor.is_cuda:
-        return tensor
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _copy(tensors: DeviceLogprobs) -> DeviceLogprobs:
@@ -122,8 +111,8 @@ class PendingStep:
         if self.copied is not None:
             self.copied.synchronize()
         values, shape, rows = self.sampled.numpy(), self.shape, self.num_rows
-        num_logits = shape.num_row_tokens + shape.num_chunks
-        logprobs, offsets, ready = None if self.logprobs is None else _numpy(self.logprobs), None, values[num_logits:]
+        logprobs = None if self.logprobs is None else _numpy(self.logprobs)
+        offsets, ready = None, values[shape.num_logits :]
         if shape.num_drafts:
             counts, num_real = ready[:rows], ready[shape.num_decodes :][:rows]
             ready = ready[2 * shape.num_decodes :]
@@ -177,11 +166,9 @@ class OutputBuffers:
     ) -> PendingStep:  # fmt: skip
         """Queue the copies of the results of the last queued step; see `PendingStep` for the arguments."""
         shape, num_samples = step.shape, sum(chunk.samples for chunk in step.batch.chunks)
-        sampled = self._sampled[: shape.num_decodes + num_samples]
-        if shape.num_drafts or shape.drafts:
-            num_counts = 2 * shape.num_decodes if shape.num_drafts else 0
-            num_counts += shape.num_decodes + shape.num_chunks if shape.drafts else 0
-            sampled = self._sampled[: shape.num_row_tokens + shape.num_chunks + num_counts]
+        num_counts = 2 * shape.num_decodes if shape.num_drafts else 0
+        num_counts += shape.num_decodes + shape.num_chunks if shape.drafts else 0
+        sampled = self._sampled[: shape.num_logits + num_counts]
         if sampled.is_cuda:
             self._turn ^= 1
             buffer = self._buffers[self._turn][: len(sampled)]

@@ -1,8 +1,8 @@
 """The process of a rank other than 0.
 
-It joins the group, loads its shard, and executes orders from the channel until shutdown. Over a pipe it reports its
-progress at start-up, the results of calls, and the exception that ends it to rank 0. It ends with rank 0's process, and
-ignores Ctrl-C.
+It joins the group, loads its shard, and executes orders from the channel until shutdown. Over a pipe it replies to rank
+0: once it has started, once it is ready, to each call, and with the exception that ends it. It ends with rank 0's
+process, and ignores Ctrl-C.
 """
 
 from __future__ import annotations
@@ -28,12 +28,9 @@ from nanovllm.parallel.symmetric_communicator import StepLimits, connect
 from nanovllm.runner.cuda_graph import max_draft_rows
 from nanovllm.runner.messages import NO_ROWS, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.step_outputs import scored_rows_at_once
 from nanovllm.utils.device import resolve_device
 from nanovllm.utils.processes import end_with_parent
 
-STARTED, READY = "started", "ready"
-"""Progress reports: the device is set and the store is connected; the model is loaded and the cache allocated."""
 _MOST_CHARACTERS = 16000
 """Of a traceback; a pipe buffers this much without a reader."""
 
@@ -74,7 +71,7 @@ class CallOrder:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a call, or the traceback of the exception that it raised."""
+    """The result of a call, or the traceback of the exception that it raised; empty when the rank starts."""
 
     result: Any = None
     traceback: str | None = None
@@ -106,12 +103,12 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None
         torch.cuda.set_device(device)
     store = find_store(plan.port, size)
     # Before `connect`, because rank 0 does not read reports while it connects.
-    reports.send(STARTED)
+    reports.send(Reply())
     communicator = connect(rank, size, device, store, step_limits(plan.config, plan.model_config))
     runner = ModelRunner(
         plan.config, plan.model_config, plan.folder, max_model_len=plan.max_model_len, communicator=communicator
     )
-    reports.send(READY)
+    reports.send(Reply())
     rows = NO_ROWS
     # `runner.check` raises while the channel waits if the last step failed on the device.
     while (order := channel.receive(runner.check)) is not None:
@@ -136,27 +133,14 @@ def _serve(rank: int, size: int, channel: Receiver, reports: Connection) -> None
 
 
 def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
-    """Return the limits of an engine's steps; None for a model whose collectives are not counted."""
+    """Return what ranks exchange in a step; None for a model whose collectives are not counted."""
     if model_config.hf is not None:
         return None
-    max_tokens, max_samples = config.max_num_batched_tokens, 2 * config.max_num_running
-    speculation = config.speculation
-    num_drafts = 0 if speculation is None else speculation.num_speculative_tokens
-    max_drafts = max_draft_rows(config) * num_drafts
-    max_samples += max_drafts
-    # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding. And two, of a half
-    # each, for hidden states that are asked for.
-    per_layer = (3 if model_config.architecture.qk_norm == "projections" else 2) + 2
+    num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+    # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding. In pairs: for hidden
+    # states that are asked for, and for a drafting head before its first draft.
+    per_layer = 3 if model_config.architecture.qk_norm == "projections" else 2
     return StepLimits(
         num_reductions=per_layer * model_config.num_layers + 1,
-        # Two to store keys, and of each draft for its embedding, before its layer, in it, and after it.
-        num_head_reductions=0 if speculation is None or speculation.method == "ngram" else 2 + 4 * num_drafts,
-        # A capture size has fewer than twice the prompt tokens of a step, plus its decode rows.
-        max_rows=2 * max_tokens + config.max_num_running + max_drafts,
-        hidden_size=model_config.hidden_size,
-        max_candidates=max_samples,
-        # Edited rows, rows with log-probabilities, and scored prompts.
-        num_gathers=2 + -(-max_tokens // scored_rows_at_once(model_config.vocab_size)),
-        max_gathered_rows=2 * max_samples + max_tokens,
-        vocab_size=model_config.vocab_size,
+        max_candidates=2 * config.max_num_running + max_draft_rows(config) * num_drafts,
     )

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from nanovllm.parallel.channel import Sender
-from nanovllm.runner.worker import STARTED, Reply, WorkerFailure
+from nanovllm.runner.worker import Reply, WorkerFailure
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.processes import PythonProcess, describe_exit, start_python
 
 _T = TypeVar("_T")
-_START_SECONDS = 300.0
+START_SECONDS = 300.0
 """Limit for a rank's imports, and for the excess of its loading time over rank 0's."""
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 1.0
@@ -28,12 +29,12 @@ _EXIT_SECONDS = 5.0
 
 @dataclass
 class WorkerProcess:
-    """One rank's process, the reports it has sent, and its failure if it sent one."""
+    """One rank's process, its reply if one has come, and its failure if it sent one; has_started: it ever replied."""
 
     rank: int
     process: PythonProcess
     reports: Connection
-    stages: set[str] = field(default_factory=set)
+    has_started: bool = False
     failure: WorkerFailure | None = None
     reply: Reply | None = None
 
@@ -44,10 +45,8 @@ class WorkerProcess:
                 report = self.reports.recv()
                 if isinstance(report, WorkerFailure):
                     self.failure = report
-                elif isinstance(report, Reply):
-                    self.reply = report
                 else:
-                    self.stages.add(report)
+                    self.reply, self.has_started = report, True
                 # Usually this is the awaited report.
                 timeout = 0.0
         except (EOFError, OSError):  # it exited, perhaps within a report; its exit code tells more
@@ -58,8 +57,7 @@ class WorkerProcess:
         if self.failure is not None:
             return f"rank {self.rank} failed:\n{self.failure.traceback}"
         code = self.process.exit_code or 0
-        is_explained = code < 0 or STARTED in self.stages
-        hint = "" if is_explained else " before it had started; its own output says why"
+        hint = "" if code < 0 or self.has_started else " before it had started; its own output says why"
         return f"rank {self.rank} {describe_exit(code)}{hint}"
 
 
@@ -87,7 +85,6 @@ class WorkerProcesses:
         self._ranks: list[WorkerProcess] = []
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._stopped = False
         try:
             # An interrupt between start and append would leave a process that nothing ends.
             with deferred_signals():
@@ -102,14 +99,21 @@ class WorkerProcesses:
         self.check()
         self._channel.send(order, self.check)
 
-    def replies(self) -> list[Any]:
-        """Wait for the results of a call, in rank order; a `WorkerError` if one failed, or a rank has exited."""
+    def replies(self, seconds: float = math.inf) -> list[Any]:
+        """Wait for every rank's next reply, and return the results of their calls in rank order.
+
+        A `WorkerError` if a call failed, or a rank has exited, or does not reply in time.
+        """
+        deadline = time.monotonic() + seconds
         replies: list[Reply] = []
         for rank in self._ranks:
             while rank.reply is None:
                 rank.read_reports(_POLL_SECONDS)
                 if rank.reply is None:
                     self.check()
+                    if time.monotonic() > deadline:
+                        stage = "ready" if rank.has_started else "started"
+                        raise WorkerError(f"rank {rank.rank} is not {stage} after {seconds:.0f} s")
             replies.append(rank.reply)
             rank.reply = None
         for number, reply in enumerate(replies, 1):
@@ -134,17 +138,6 @@ class WorkerProcesses:
 
         self._watcher = threading.Thread(target=poll, daemon=True)
         self._watcher.start()
-
-    def wait_for(self, stage: str) -> None:
-        """Wait until every rank has reported `stage`; a `WorkerError` if one exited before, or did not in time."""
-        deadline = time.monotonic() + _START_SECONDS
-        for rank in self._ranks:
-            while stage not in rank.stages:
-                rank.read_reports(_POLL_SECONDS)
-                if stage not in rank.stages:
-                    self.check()
-                    if time.monotonic() > deadline:
-                        raise WorkerError(f"rank {rank.rank} is not {stage} after {_START_SECONDS:.0f} s")
 
     def call_watched(self, call: Callable[[], _T]) -> _T:
         """Return the result of a function that waits for the other ranks, in a thread that is left if one exits."""
@@ -188,9 +181,7 @@ class WorkerProcesses:
     def stop(self) -> None:
         """Kill every rank, end the watching thread, and close channel and pipes; a second call does nothing."""
         with deferred_signals():
-            if self._stopped:
-                return
-            self._stopped = True
+            # First, so that no rank that is killed here counts as one that failed.
             self._stopping.set()
             for rank in self._ranks:
                 rank.process.kill()

@@ -15,6 +15,7 @@ from nanovllm.config import LogprobsMode
 from nanovllm.kernels.logits import CutoffParams, LogitsEdits
 from nanovllm.sampling.sampler import ExtraRows
 from nanovllm.sampling_params import SamplingExtra
+from nanovllm.utils.device import to_device
 
 _LEAST_ROWS = 8
 
@@ -102,7 +103,7 @@ class SamplingState:
     def add_masks(self, extra: ExtraRows, masked: list[int], masks: np.ndarray) -> None:
         """Add the host's masks of some rows of the logits to the result of `rows_of`; see `Runner.sample`."""
         index = {row: i for i, row in enumerate(masked)}
-        extra.edits.bitmask = self._to_device(torch.from_numpy(masks))
+        extra.edits.bitmask = to_device(torch.from_numpy(masks), self.device)
         extra.edits.bitmask_rows = self._tensor([index.get(row, -1) for row in extra.edited], torch.int32)
 
     def count(self, extra: ExtraRows, token_ids: torch.Tensor) -> None:
@@ -187,7 +188,4 @@ class SamplingState:
         return self._tensor(list(zip(*pairs, strict=True)), torch.int64) if pairs else None
 
     def _tensor(self, values: object, dtype: torch.dtype) -> torch.Tensor:
-        return self._to_device(torch.tensor(values, dtype=dtype))
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return to_device(torch.tensor(values, dtype=dtype), self.device)

@@ -1,4 +1,4 @@
-"""Resolves the device and dtype settings, and calls the CUDA driver for what torch does not offer."""
+"""Resolves the device and dtype settings, and copies; calls the CUDA driver for what torch does not offer."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ def resolve_dtype(name: str, checkpoint: str, is_cuda: bool) -> torch.dtype:
     return dtype
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Queue a copy of a host's tensor to a device, through pinned memory; on the CPU return the tensor itself."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Queue a copy to the host; on the CPU return the tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -47,52 +59,3 @@ def call_driver(name: str, *args: Any) -> None:
     error = getattr(_driver(), name)(*args)
     if error:
         raise RuntimeError(f"{name} failed with CUDA error {error} on cuda:{torch.cuda.current_device()}")
-
-
-class _Place(ctypes.Structure):
-    """Source or destination in CUDA_MEMCPY3D."""
-
-    _fields_ = (
-        ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("z", ctypes.c_size_t), ("level", ctypes.c_size_t),
-        ("memory_type", ctypes.c_int), ("host", ctypes.c_void_p), ("address", ctypes.c_uint64),
-        ("array", ctypes.c_void_p), ("reserved", ctypes.c_void_p),
-        ("pitch", ctypes.c_size_t), ("height", ctypes.c_size_t),
-    )  # fmt: skip
-
-
-class _Copy3D(ctypes.Structure):
-    """CUDA_MEMCPY3D."""
-
-    _fields_ = (
-        ("source", _Place), ("destination", _Place),
-        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t), ("depth", ctypes.c_size_t),
-    )  # fmt: skip
-
-
-_HOST, _DEVICE = 1, 2
-"""CU_MEMORYTYPE_HOST, pinned or pageable, and CU_MEMORYTYPE_DEVICE."""
-
-
-def copy_rows(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Queue a copy on the current stream with one call, done by copy engines without occupying multiprocessors.
-
-    Args:
-        destination, source: [rows, numbers] of one dtype, on the GPU or in host memory. With pageable memory the call
-            returns after the copy. Rows are contiguous, and the row stride is a multiple of the row size.
-    """
-    rows, numbers = source.shape
-    row_bytes = numbers * source.itemsize
-    # One plane per row, whose height gives the row stride: with a 2D copy's pitch of over 2 GiB the driver would copy
-    # rows one by one.
-    from_place, to_place = (
-        _Place(pitch=row_bytes, height=side.stride(0) // numbers, **_address(side)) for side in (source, destination)
-    )
-    copy = _Copy3D(source=from_place, destination=to_place, width=row_bytes, height=1, depth=rows)
-    stream = torch.cuda.current_stream().cuda_stream
-    call_driver("cuMemcpy3DAsync_v2", ctypes.byref(copy), ctypes.c_void_p(stream))
-
-
-def _address(side: torch.Tensor) -> dict[str, int]:
-    if side.is_cuda:
-        return {"memory_type": _DEVICE, "address": side.data_ptr()}
-    return {"memory_type": _HOST, "host": side.data_ptr()}

@@ -63,10 +63,6 @@ class EngineProcess(PythonProcess):
             send_handle(self._control, other.fileno(), self.pid)
         return own
 
-    def has_ended(self) -> bool:
-        """Whether the process has exited."""
-        return self.exit_code is not None
-
     def exit_text(self) -> str:
         """Return how it exited, once its connections are closed."""
         code = self.wait(_GRACE_SECONDS)

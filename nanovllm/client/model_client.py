@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
+
 from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
 from nanovllm.config import Config, Pooling
@@ -22,8 +24,8 @@ from nanovllm.text.chat_template import ChatTemplateOptions
 from nanovllm.text.input_processor import InputProcessor
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
-from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
+from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:
     from nanovllm.text.answers import AnswerFormat, AnswerOptions
@@ -42,13 +44,14 @@ class ModelClient(Unpicklable):
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
-        files = loaded.files
+        files, info = loaded.files, loaded.info
         self.config, self._folder = config, files.folder
-        self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
+        self.device, self.device_name = torch.device(info.device), info.device_name
+        self.dtype: torch.dtype = getattr(torch, info.dtype)
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.limits = loaded.engine.limits
         self.input_processor = InputProcessor(
-            self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
+            self.tokenizer, self.limits, files.constraints, loaded.engine.seeds, files.model_config.has_head
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
@@ -128,11 +131,12 @@ class ModelClient(Unpicklable):
         """
         self.require_awake()
         params = SamplingParams() if sampling_params is None else sampling_params
-        (request,) = self.input_processor.process([prompt], [params], [priority])
+        # An engine in another process tells `step` the tokens of streamed requests alone.
+        streams = not self._engine.is_in_process
+        (request,) = self.input_processor.process([prompt], [params], [priority], streams=streams)
         state = RequestState(request, self.output_processor)
         state.awaits_step = True
-        with deferred_signals():
-            self.engine_client.add(state)
+        self.engine_client.add(state)
         return state.request_id
 
     def step(self) -> StepResult:
@@ -175,16 +179,16 @@ class ModelClient(Unpicklable):
             >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
             1
         """
-        loaded = self._engine.load_weights(self.checked_weights(weights, strict), strict)
+        loaded = self.load_and_report(weights, strict=strict)
         warn_of_nans(loaded.nan_names)
         return loaded.count
 
-    def checked_weights(self, weights: Weights, strict: bool) -> Any:
-        """Return weights, or the whole path of their folder, that can be loaded now; raises as `load_weights` does."""
+    def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
+        """Like `load_weights`, and return which tensors have NaN instead of warning."""
         check_bool("strict", strict)
-        given = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
+        given: Any = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
         self._engine.state.require_no_requests("load_weights", self._engine.request_ids)
-        return given
+        return self._engine.load_weights(given, strict)
 
     def unload_adapter(self) -> bool:
         """Remove the adapter that `load_weights` has merged; the weights are restored bit for bit.

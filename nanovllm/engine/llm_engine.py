@@ -112,7 +112,7 @@ class LLMEngine(Engine):
             num_layers=num_layers,
         )
         self.seeds = RequestSeeds(config.seed)
-        self._request_ids = count()
+        self._request_ids, self._arrivals = count(), count()
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         # Unfinished requests, by the id of each of their sequences.
         self._groups: dict[int, SequenceGroup] = {}
@@ -136,19 +136,22 @@ class LLMEngine(Engine):
         return self.enqueue(Request(token_ids, params, priority=priority, seed=seed))
 
     @override
-    def enqueue(self, request: Request) -> int:
+    def enqueue(self, request: Request, request_id: int | None = None) -> int:
+        # The caller may choose an id, which is free with those of further outputs after it.
         self.require_open()
         params = request.params
         make = self._make_constraint if request.is_constrained else lambda _: None
         constraints = [make(request) for _ in range(params.n)]
         seed = request.seed if params.seed is None else params.seed
+        ids = self._request_ids if request_id is None else count(request_id)
         group = SequenceGroup(
-            Sequence(next(self._request_ids), request, (seed + index * GOLDEN_RATIO_64) % 2**64, index, constraint)
+            Sequence(next(ids), request, (seed + index * GOLDEN_RATIO_64) % 2**64, index, constraint)
             for index, constraint in enumerate(constraints)
         )
         most_tokens = len(request.token_ids) + self.limits.max_tokens(len(request.token_ids), params)
         for seq in group:
             seq.most_tokens, seq.request_id, seq.siblings = most_tokens, group.request_id, group if params.n > 1 else ()
+            seq.sort_key = request.priority, next(self._arrivals)
         self._groups.update({seq.seq_id: group for seq in group})
         self._inbox.extend(group)
         return group.request_id
@@ -178,7 +181,7 @@ class LLMEngine(Engine):
             return self._results.take_step(tokens)
 
     @override
-    def run_step(self, wants_tokens: bool = False) -> NewTokens:
+    def run_step(self) -> NewTokens:
         # A signal within a step would leave the scheduler's state inconsistent.
         with deferred_signals():
             # Calls that wait for the gap between two steps come first.

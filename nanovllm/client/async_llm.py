@@ -25,7 +25,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
-from nanovllm.text.input_processor import Work, work_of, work_of_size
+from nanovllm.text.input_processor import Work, pooling_params, work_of, work_of_size
 from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:
@@ -115,14 +115,14 @@ class AsyncLLM(Unpicklable):
             StepError: the request's step failed; it is a RuntimeError.
             RuntimeError: the engine is closed.
         """
-        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=False)
+        (stream,) = await self._submit([prompt], sampling_params, priority, request_id)
         return await stream.whole()
 
     async def generate_all(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> list[RequestOutput]:
         """Complete prompts that share their parameters, all or none; see `generate`."""
-        return await self.gather(await self._submit(prompts, sampling_params, priority, None, is_streamed=False))
+        return await self.gather(await self._submit(prompts, sampling_params, priority))
 
     async def embed(self, prompts: list[Any], pooling: Pooling | None = None, *, priority: int = 0) -> torch.Tensor:
         """Return normalised hidden states of prompts, all or none; see `LLM.embed` and `generate`."""
@@ -134,8 +134,7 @@ class AsyncLLM(Unpicklable):
     ) -> list[RequestOutput]:
         """Return the outputs from which `embed` makes embeddings."""
         pooling = self.llm.default_pooling if pooling is None else pooling
-        process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
-        return await self.gather(await self.enqueue(len(prompts), process, work_of(prompts, None), None))
+        return await self.gather(await self._submit(prompts, pooling_params(pooling), priority, pooling=pooling))
 
     async def rank(
         self,
@@ -192,7 +191,7 @@ class AsyncLLM(Unpicklable):
         request_id: int | str | None = None,
     ) -> RequestStream:
         """Queue a request and return the outputs that `stream` yields, to be read to their end, or closed."""
-        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
+        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, streams=True)
         return stream
 
     async def chat(
@@ -245,8 +244,7 @@ class AsyncLLM(Unpicklable):
 
     async def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
         """Like `load_weights`, and return which tensors have NaN instead of warning."""
-        engine, checked = self.llm.engine_client.engine, self.llm.checked_weights
-        return await self._between_steps(lambda: engine.load_weights(checked(weights, strict), strict))
+        return await self._between_steps(partial(self.llm.load_and_report, weights, strict=strict))
 
     async def unload_adapter(self) -> bool:
         """Remove an adapter; see `LLM.unload_adapter`."""
@@ -350,12 +348,13 @@ class AsyncLLM(Unpicklable):
         await self.shutdown()
 
     async def _submit(
-        self, prompts: list[Any], params: SamplingParams | None, priority: int, request_id: int | str | None,
-        is_streamed: bool,
+        self, prompts: list[Any], params: SamplingParams | None, priority: int, request_id: int | str | None = None,
+        *, streams: bool = False, pooling: Pooling | None = None,
     ) -> list[RequestStream]:  # fmt: skip
         params = SamplingParams() if params is None else params
         all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
-        process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)
+        options = {"streams": streams, "pooling": pooling}
+        process = partial(self.llm.input_processor.process, prompts, all_params, priorities, **options)
         return await self.enqueue(len(prompts), process, work_of(prompts, params), request_id)
 
     async def enqueue(

@@ -45,10 +45,9 @@ class AsyncLLMEngine(Unpicklable):
 
     async def add_request(
         self, request_id: str, prompt: Prompt | TokenIds, params: SamplingParams, *, priority: int = 0
-    ) -> CumulativeStream:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Queue a request and return its outputs, as `generate` yields them; raises like `AsyncLLM.generate`."""
-        outputs = await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id)
-        return CumulativeStream(outputs)
+        return _cumulative(await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id))
 
     async def generate(
         self, prompt: Prompt | TokenIds, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
@@ -78,26 +77,14 @@ class AsyncLLMEngine(Unpicklable):
         self.async_llm.exit()
 
 
-class CumulativeStream:
-    """An asynchronous iterator over one request's cumulative outputs."""
-
-    def __init__(self, outputs: RequestStream) -> None:
-        self._outputs = outputs
-        self._whole: dict[int, CompletionOutput] = {}
-
-    def __aiter__(self) -> CumulativeStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        output = await anext(self._outputs)
-        for new in output.outputs:
-            before = self._whole.get(new.index)
-            self._whole[new.index] = new if before is None else _joined(before, new)
-        return replace(output, outputs=[self._whole[index] for index in sorted(self._whole)])
-
-    async def aclose(self) -> None:
-        """Abort the request unless it is finished."""
-        await self._outputs.aclose()
+async def _cumulative(stream: RequestStream) -> AsyncGenerator[RequestOutput, None]:
+    """Yield a request's outputs so far, whenever there are new parts."""
+    whole: dict[int, CompletionOutput] = {}
+    async with aclosing(stream):
+        async for output in stream:
+            for new in output.outputs:
+                whole[new.index] = _joined(whole[new.index], new) if new.index in whole else new
+            yield replace(output, outputs=[whole[index] for index in sorted(whole)])
 
 
 def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:

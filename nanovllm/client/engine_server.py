@@ -36,12 +36,12 @@ from nanovllm.client.messages import (
     Enqueue,
     Order,
     StepReport,
-    portable,
 )
 from nanovllm.config import Config
 from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
+from nanovllm.outputs import StepError, portable
 from nanovllm.utils.processes import end_with_parent
 
 _MOST_CHARACTERS = 16000
@@ -64,10 +64,9 @@ class FrontEnd:
         self.num_prefill_tokens = 0
         # None ends the thread.
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        # Sends a message; a report is merged with others that wait, and comes before other waiting messages.
+        # Sends a message, in order.
         self.say = self._messages.put
-        self.say(info)
-        self._sender = threading.Thread(target=self._send, name="nanovllm-sender", daemon=True)
+        self._sender = threading.Thread(target=self._send, args=(info,), name="nanovllm-sender", daemon=True)
         self._sender.start()
 
     def close(self, wait: float) -> None:
@@ -75,20 +74,16 @@ class FrontEnd:
         self.say(None)
         self._sender.join(wait)
 
-    def _send(self) -> None:
+    def _send(self, info: EngineInfo) -> None:
         messages: list[Any] = []
         # The thread that reads its orders notices, too, that it has disconnected.
         with suppress(OSError):
+            self.connection.send(info)
             while None not in messages:
                 messages = [self._messages.get()]
                 while not self._messages.empty():
                     messages.append(self._messages.get())
-                reports = [message for message in messages if isinstance(message, StepReport)]
-                for report in reports[1:]:
-                    reports[0].merge(report)
-                others = [message for message in messages if not isinstance(message, StepReport | None)]
-                for message in [*reports[:1], *others]:
-                    self.connection.send(message)
+                self.connection.send([message for message in messages if message is not None])
 
 
 class EngineServer:
@@ -186,7 +181,7 @@ class EngineServer:
         try:
             self._engine.enqueue(order.request, request_id)
         except (ValueError, RuntimeError) as error:
-            failure = f"request {request_id} failed: {error}", [request_id], portable(error)
+            failure = StepError(f"request {request_id} failed: {error}", [request_id], error)
             front_end.say(StepReport(failures=[failure], stats=self._engine.stats()))
             return
         self._owners[request_id] = front_end
@@ -252,12 +247,11 @@ class EngineServer:
         for request_id in results.dropped:
             reports[owners.pop(request_id)].dropped.append(request_id)
         for failure in results.failures:
-            cause = portable(failure.__cause__)
             by_front_end: dict[FrontEnd, list[int]] = defaultdict(list)
             for request_id in failure.request_ids:
                 by_front_end[owners.pop(request_id)].append(request_id)
             for front_end, request_ids in by_front_end.items():
-                reports[front_end].failures.append((str(failure), request_ids, cause))
+                reports[front_end].failures.append(StepError(str(failure), request_ids, failure.__cause__))
 
 
 def run_engine(descriptor: int, parent: int) -> None:

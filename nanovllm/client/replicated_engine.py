@@ -107,26 +107,29 @@ class Replica:
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                message = self._connection.recv()
-                if isinstance(message, str):
-                    self._cause = message
-                elif isinstance(message, EngineState):
-                    self.state = message
-                elif isinstance(message, StepReport):
-                    self.stats = message.stats
-                    self._receive(self, message)
-                else:
-                    self.stats = message.stats
-                    future = self._calls.pop(message.call_id)
-                    if message.error is not None:
-                        future.set_exception(message.error)
-                    else:
-                        future.set_result(message.result)
+                for message in self._connection.recv():
+                    self._take(message)
         self.has_ended = True
         with self._lock:
             self._connection.close()
         self._end_calls()
         self._receive(self, None)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, str):
+            self._cause = message
+        elif isinstance(message, EngineState):
+            self.state = message
+        elif isinstance(message, StepReport):
+            self.stats = message.stats
+            self._receive(self, message)
+        else:
+            self.stats = message.stats
+            future = self._calls.pop(message.call_id)
+            if message.error is not None:
+                future.set_exception(message.error)
+            else:
+                future.set_result(message.result)
 
     def _end_calls(self) -> None:
         while self._calls:
@@ -389,12 +392,12 @@ class ReplicatedEngine(Engine):
                 token_ids: Any = self._end(request_id).token_ids
                 output.prompt_token_ids = token_ids
                 results.finished.append((request_id, output))
-        for message, request_ids, cause in report.failures:
-            failed = [request_id for request_id in request_ids if holder(request_id) == replica.index]
+        for failure in report.failures:
+            failed = [request_id for request_id in failure.request_ids if holder(request_id) == replica.index]
             for request_id in failed:
                 self._end(request_id)
             if failed:
-                results.fail(StepError(message, failed, cause))
+                results.fail(StepError(str(failure), failed, failure.__cause__))
 
     def _lose(self, replica: Replica) -> None:
         """Give a dead engine's unfinished work to the others; if there are no others, everything fails."""

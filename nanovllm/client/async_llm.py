@@ -20,9 +20,9 @@ from nanovllm.client.model_client import ModelClient, Weights, warn_of_nans
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.engine import PauseMode, Unpicklable
 from nanovllm.engine.request import Request
-from nanovllm.outputs import Prompt, RankedDocument, RequestOutput, TokenIds, TokensPrompt
+from nanovllm.outputs import Prompt, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tasks.ranking import Judge, RankBy, cosines, embeddings, rank_method, ranked, text_pairs
+from nanovllm.tasks.ranking import embeddings
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, pooling_params, work_of, work_of_size
@@ -135,27 +135,6 @@ class AsyncLLM(Unpicklable):
         """Return the outputs from which `embed` makes embeddings."""
         pooling = self.llm.default_pooling if pooling is None else pooling
         return await self.gather(await self._submit(prompts, pooling_params(pooling), priority, pooling=pooling))
-
-    async def rank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        *,
-        by: RankBy | None = None,
-        instruction: str | None = None,
-        pooling: Pooling | None = None,
-        priority: int = 0,
-    ) -> list[RankedDocument]:
-        """Return documents by their relevance to a query, the most relevant first; see `LLM.rank`."""
-        pairs = text_pairs([query], list(documents))
-        if rank_method(by, self.llm.config.model) == "embedding":
-            scores = cosines(await self.embed([query, *documents], pooling, priority=priority), 1)
-        else:
-            judge = Judge(self.llm.input_processor)
-            prompts = judge.prompts(pairs, instruction)
-            scores = judge.scores(await self.generate_all(prompts, judge.params, priority=priority))
-        return ranked(scores, documents, top_n)
 
     async def gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
         """Return the whole outputs of queued requests; all are aborted if one fails, or on cancellation."""

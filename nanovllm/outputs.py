@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar, Union, overload
@@ -324,16 +323,6 @@ def _prompt_token_ids(output: RequestOutput) -> list[int]:
 
 
 setattr(RequestOutput, "prompt_token_ids", property(_prompt_token_ids, _given_token_ids.__set__))  # noqa: B010 (a field)
-
-
-def failed_output(
-    request_id: int, error: Exception, prompt: str | None, prompt_token_ids: array[int] | None = None
-) -> RequestOutput:
-    """Return the output of a failed request."""
-    item = CompletionOutput(0, "", [], finish_reason="error")
-    # The field takes an array as well.
-    tokens: Any = [] if prompt_token_ids is None else prompt_token_ids
-    return RequestOutput(request_id, prompt, tokens, [item], True, error=str(error))
 
 
 @dataclass

@@ -32,7 +32,6 @@ from nanovllm.client.messages import (
     CONNECT,
     CallEngine,
     CallResult,
-    EngineInfo,
     Enqueue,
     Order,
     StepReport,
@@ -42,6 +41,7 @@ from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
 from nanovllm.outputs import StepError, portable
+from nanovllm.utils.device import DeviceInfo
 from nanovllm.utils.processes import end_with_parent
 
 _MOST_CHARACTERS = 16000
@@ -56,9 +56,9 @@ _NUM_COMPILERS = 4
 
 
 class FrontEnd:
-    """One front end, and the messages to send to it, in a thread of their own; `info` is the first."""
+    """One front end, and the messages to send to it, in a thread of their own; `first` before all others."""
 
-    def __init__(self, connection: Connection, info: EngineInfo) -> None:
+    def __init__(self, connection: Connection, first: object) -> None:
         self.connection = connection
         # Prompt tokens computed since its last report.
         self.num_prefill_tokens = 0
@@ -66,7 +66,7 @@ class FrontEnd:
         self._messages: SimpleQueue[Any] = SimpleQueue()
         # Sends a message, in order.
         self.say = self._messages.put
-        self._sender = threading.Thread(target=self._send, args=(info,), name="nanovllm-sender", daemon=True)
+        self._sender = threading.Thread(target=self._send, args=(first,), name="nanovllm-sender", daemon=True)
         self._sender.start()
 
     def close(self, wait: float) -> None:
@@ -74,11 +74,11 @@ class FrontEnd:
         self.say(None)
         self._sender.join(wait)
 
-    def _send(self, info: EngineInfo) -> None:
+    def _send(self, first: object) -> None:
         messages: list[Any] = []
         # The thread that reads its orders notices, too, that it has disconnected.
         with suppress(OSError):
-            self.connection.send(info)
+            self.connection.send(first)
             while None not in messages:
                 messages = [self._messages.get()]
                 while not self._messages.empty():
@@ -89,9 +89,9 @@ class FrontEnd:
 class EngineServer:
     """An engine, and the front ends that it serves; `make_constraint` compiles grammars in separate threads."""
 
-    def __init__(self, engine: LLMEngine, info: EngineInfo, make_constraint: MakeConstraint) -> None:
+    def __init__(self, engine: LLMEngine, device: DeviceInfo, make_constraint: MakeConstraint) -> None:
         self._engine = engine
-        self._info = info
+        self._info = engine.limits, device
         self._make_constraint = make_constraint
         self._compiler = ThreadPoolExecutor(_NUM_COMPILERS, "nanovllm-grammars")
         self._front_ends: set[FrontEnd] = set()
@@ -274,7 +274,7 @@ def run_engine(descriptor: int, parent: int) -> None:
         return
     engine = model.engine
     assert isinstance(engine, LLMEngine)
-    server = EngineServer(engine, model.info, model.files.constraints)
+    server = EngineServer(engine, model.device, model.files.constraints)
     threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
     control.send(None)
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
@@ -21,7 +22,7 @@ from tqdm.auto import tqdm
 from nanovllm.client.engine_client import EngineClient, News, RequestState
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.request import Request
-from nanovllm.outputs import RequestOutput, StepError, failed_output
+from nanovllm.outputs import CompletionOutput, RequestOutput, StepError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
 from nanovllm.utils.checks import check_int
@@ -280,20 +281,17 @@ class JobRun:
             self.client.add_pending(states, pending)
 
     def _take_chunk(self, chunk: list[PreparedPrompt]) -> None:
-        refused: dict[int, ValueError] = {}
+        refused: Done = []
         for item in chunk:
-            if isinstance(item.request, ValueError):
-                refused[item.index] = item.request
-            else:
+            if isinstance(item.request, Request):
                 self._ready.append(RequestState(item.request, self.client.processor, item))
-        if refused and not self.returns_errors:
-            first = min(refused)
-            concerns_all = all(error is refused[first] for error in refused.values()) and len(refused) == len(chunk)
-            # An error that concerns all prompts needs no index.
-            is_general = concerns_all and (len(chunk) > 1 or first == 0)
-            raise refused[first] if is_general else of_prompt(first, refused[first])
+            elif self.returns_errors:
+                text = item.source if isinstance(item.source, str) else None
+                refused.append((item, _failed_output(-1, item.request, text)))
+        if not self.returns_errors:
+            _raise_refused(chunk)
         if refused:
-            self._deliver([(item, _refusal(item, refused[item.index])) for item in chunk if item.index in refused])
+            self._deliver(refused)
 
     def _result(self, state: RequestState) -> RequestOutput:
         try:
@@ -301,11 +299,26 @@ class JobRun:
         except StepError as error:
             if not self.returns_errors:
                 raise
-            return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
+            return _failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
 
 
-def _refusal(item: PreparedPrompt, error: ValueError) -> RequestOutput:
-    return failed_output(-1, error, item.source if isinstance(item.source, str) else None)
+def _raise_refused(chunk: list[PreparedPrompt]) -> None:
+    """Raise the error of the first prompt that cannot be served, with its index unless it concerns all prompts."""
+    errors = {item.index: item.request for item in chunk if isinstance(item.request, ValueError)}
+    if not errors:
+        return
+    first = min(errors)
+    concerns_all = all(error is errors[first] for error in errors.values()) and len(errors) == len(chunk)
+    raise errors[first] if concerns_all and (len(chunk) > 1 or first == 0) else of_prompt(first, errors[first])
+
+
+def _failed_output(
+    request_id: int, error: Exception, prompt: str | None, prompt_token_ids: array[int] | None = None
+) -> RequestOutput:
+    item = CompletionOutput(0, "", [], finish_reason="error")
+    # The field takes an array as well.
+    tokens: Any = [] if prompt_token_ids is None else prompt_token_ids
+    return RequestOutput(request_id, prompt, tokens, [item], True, error=str(error))
 
 
 def as_prompts(prompts: Any) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from nanovllm.client.messages import EngineInfo
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.engine.engine import Engine
@@ -18,7 +17,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.text.constraints import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
 from nanovllm.utils.checks import read_json
-from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.device import DeviceInfo, resolve_device, resolve_dtype
 from nanovllm.utils.host import check_swap_space
 from nanovllm.utils.hub import resolve_model
 
@@ -84,11 +83,11 @@ def _read_tokenizer(config: Config, folder: str) -> Any:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine, or replicas of it, with its model's files and its description."""
+    """An engine, or replicas of it, with its model's files and its device."""
 
     engine: Engine
     files: ModelFiles
-    info: EngineInfo
+    device: DeviceInfo
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -109,7 +108,7 @@ def load_model(config: Config) -> LoadedModel:
         connections = [process.connect() for process in processes.all]
         exit_texts = [process.exit_text for process in processes.all]
         engine = ReplicatedEngine(config, connections, exit_texts, processes.exit)
-    return LoadedModel(engine, files, engine.info)
+    return LoadedModel(engine, files, engine.device)
 
 
 def _load_here(config: Config) -> LoadedModel:
@@ -137,5 +136,4 @@ def _load_here(config: Config) -> LoadedModel:
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     name = name if config.tensor_parallel_size == 1 else f"{config.tensor_parallel_size} x {name}"
-    dtype_name = str(dtype).removeprefix("torch.")
-    return LoadedModel(engine, files, EngineInfo(engine.limits, str(device), dtype_name, name))
+    return LoadedModel(engine, files, DeviceInfo(device, dtype, name))

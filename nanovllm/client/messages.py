@@ -1,9 +1,9 @@
 """Messages between a front end and an engine's process: plain data, pickled.
 
 Both sides send lists, of all messages that wait by then. A front end sends orders; it chooses the ids of its requests,
-which no other front end uses. An engine first sends its `EngineInfo`, alone, then at most one `StepReport` per step and
-front end. When a call has changed its `EngineState`, the engine sends that to all front ends, before the call's result.
-The last message of an engine that an error has closed is the error's text, with a traceback.
+which no other front end uses. An engine first sends its `RequestLimits` and `DeviceInfo`, then at most one `StepReport`
+per step and front end. When a call has changed its `EngineState`, the engine sends that to all front ends, before the
+call's result. The last message of an engine that an error has closed is the error's text, with a traceback.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanovllm.engine.engine import EngineOutputs
-from nanovllm.engine.request import Abort, Request, RequestLimits
+from nanovllm.engine.request import Abort, Request
 
 
 @dataclass(slots=True)
@@ -37,16 +37,6 @@ class CallEngine:
 
 
 Order = Enqueue | Abort | CallEngine
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """An engine; its `device` (of several ranks the first's) and `dtype` have torch's names."""
-
-    limits: RequestLimits
-    device: str
-    dtype: str
-    device_name: str
 
 
 @dataclass

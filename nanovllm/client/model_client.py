@@ -7,9 +7,8 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, get_args
-
-import torch
 
 from nanovllm.client.engine_client import EngineClient, RequestState
 from nanovllm.client.loading import LoadedModel
@@ -44,10 +43,9 @@ class ModelClient(Unpicklable):
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
-        files, info = loaded.files, loaded.info
+        files, device = loaded.files, loaded.device
         self.config, self._folder = config, files.folder
-        self.device, self.device_name = torch.device(info.device), info.device_name
-        self.dtype: torch.dtype = getattr(torch, info.dtype)
+        self.device, self.dtype, self.device_name = device.device, device.dtype, device.name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.limits = loaded.engine.limits
         self.input_processor = InputProcessor(
@@ -313,12 +311,12 @@ class ModelClient(Unpicklable):
         return joined_usage(self._engine.call(LLMEngine.block_usage, share))
 
     def stats_history(self) -> list[StatsSample]:
-        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`."""
+        """Return the counters since the engine began, over time; see `Engine.stats_history`."""
         return self._engine.stats_history()
 
     def step_histograms(self) -> StepHistograms:
         """Return histograms of step sizes, and of the times between tokens of an output."""
-        return merged_histograms(self._engine.call(LLMEngine.histograms))
+        return merged_histograms(self._engine.call(attrgetter("histograms")))
 
     def exit(self) -> None:
         """Free the device; see `LLMEngine.exit`."""

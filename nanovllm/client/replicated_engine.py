@@ -21,14 +21,15 @@ from typing import Any
 
 from typing_extensions import Unpack, override
 
-from nanovllm.client.messages import CallEngine, EngineInfo, Enqueue, Order, StepReport
+from nanovllm.client.messages import CallEngine, Enqueue, Order, StepReport
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, Request, RequestLimits, RequestSeeds, check_request_ids
-from nanovllm.engine.stats import StatsHistory, StatsSample, add_stats
+from nanovllm.engine.stats import add_stats
 from nanovllm.outputs import StepError
+from nanovllm.utils.device import DeviceInfo
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
@@ -48,7 +49,8 @@ class Replica:
     go out together, with `flush`. `exit_text` returns how the process exited, once the connection is closed.
 
     Attributes:
-        info, stats, state: the engine's description of itself, and its counters and state as of its last message.
+        limits, device: the engine's.
+        stats, state: its counters and state as of its last message.
         has_ended: whether no more messages come.
     """
 
@@ -58,9 +60,10 @@ class Replica:
     ) -> None:  # fmt: skip
         self.index = index
         try:
-            self.info: EngineInfo = connection.recv()
+            first: tuple[RequestLimits, DeviceInfo] = connection.recv()
         except (EOFError, OSError):
             raise RuntimeError(exit_text()) from None
+        self.limits, self.device = first
         self.stats: dict[str, Any] = {}
         self.state = EngineState()
         self._connection = connection
@@ -170,18 +173,16 @@ class ReplicatedEngine(Engine):
             Replica(index, connection, receive, exit_text)
             for index, (connection, exit_text) in enumerate(zip(connections, exit_texts, strict=True))
         ]
-        infos = [replica.info for replica in self._replicas]
-        name = infos[0].device_name if len(infos) == 1 else f"{len(infos)} x {infos[0].device_name}"
-        self.info: EngineInfo = replace(infos[0], device_name=name)
+        size, device = len(self._replicas), self._replicas[0].device
+        self.device = device if size == 1 else replace(device, name=f"{size} x {device.name}")
         # Their caches may differ a little.
-        self.limits: RequestLimits = min((info.limits for info in infos), key=lambda limits: limits.max_stored_tokens)
-        self._placement = Placement([config.max_num_running] * len(infos), config.kvcache_block_size)
+        self.limits = min((replica.limits for replica in self._replicas), key=lambda limits: limits.max_stored_tokens)
+        self._placement = Placement([config.max_num_running] * size, config.kvcache_block_size)
         self._close_processes = close
         self._closed_by = ""
         self._is_closed = False
         # Id of the request, by the ids of its further outputs.
         self._first_ids: dict[int, int] = {}
-        self._history = StatsHistory()
         # Requests come from any thread.
         self._lock = threading.RLock()
         self.call(LLMEngine.is_finished)
@@ -327,10 +328,6 @@ class ReplicatedEngine(Engine):
         for replica in self._replicas:
             add_stats(total, replica.stats)
         return total
-
-    @override
-    def stats_history(self) -> list[StatsSample]:
-        return self._history.samples(self.stats(now=True))
 
     def __del__(self) -> None:
         # A constructor that raised leaves nothing behind.

@@ -19,7 +19,7 @@ import numpy as np
 from typing_extensions import TypeVarTuple, Unpack
 
 from nanovllm.engine.request import Request, RequestLimits, RequestSeeds, StreamedToken
-from nanovllm.engine.stats import StatsSample
+from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.weights.report import LoadedWeights, MissingWeights
 
@@ -169,6 +169,7 @@ class Engine(Unpicklable, ABC):
         self._turn, self._mutex = RLock(), RLock()
         self._is_busy = False
         self._results = EngineOutputs()
+        self._history = StatsHistory()
         _engines.add(self)
 
     @contextmanager
@@ -307,11 +308,10 @@ class Engine(Unpicklable, ABC):
     def stats(self, *, now: bool = False) -> dict[str, int]:
         """Return the counters of all engines; `now` asks ones in other processes, instead of their latest report."""
 
-    @abstractmethod
     def stats_history(self) -> list[StatsSample]:
         """Return the counters over time, oldest first; the last sample is of now."""
+        return self._history.samples(self.stats(now=True))
 
-    @abstractmethod
     def wake(self) -> None:
         """End a step that waits for another process."""
 

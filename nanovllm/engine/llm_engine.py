@@ -41,7 +41,7 @@ from nanovllm.engine.request import (
 )
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceGroup, SequenceStatus
-from nanovllm.engine.stats import BlockUsage, StatsHistory, StatsSample, StepHistograms
+from nanovllm.engine.stats import BlockUsage, StepHistograms
 from nanovllm.outputs import StepError, StepResult
 from nanovllm.runner.messages import Runner, ScheduledBatch, StateCache, StepHandle
 from nanovllm.sampling_params import SamplingParams
@@ -120,8 +120,7 @@ class LLMEngine(Engine):
         self._make_constraint = make_constraint
         # Tokens of the steps that the last `run_step` collected.
         self._step_tokens = NewTokens()
-        self._history = StatsHistory()
-        self._histograms = StepHistograms()
+        self.histograms = StepHistograms()
 
     def add_request(
         self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None, priority: int = 0
@@ -262,7 +261,7 @@ class LLMEngine(Engine):
                 return False
             changes = self.scheduler.postprocess(batch, output)
             num_tokens = batch.num_chunk_tokens + len(output.token_ids)
-            self._histograms.observe(num_tokens, len(batch.rows), time.monotonic())
+            self.histograms.observe(num_tokens, len(batch.rows), time.monotonic())
             self._step_tokens.sampled.append((changes.seq_ids, changes.token_ids, changes.dropped))
             self._results.new_tokens += changes.new_tokens
             for seq, cause in changes.failed:
@@ -358,17 +357,9 @@ class LLMEngine(Engine):
     def stats(self, *, now: bool = False) -> dict[str, int]:
         return self.scheduler.counters()
 
-    def histograms(self) -> StepHistograms:
-        """Return the histograms of steps so far."""
-        return self._histograms
-
     def block_usage(self, most_cells: int) -> BlockUsage:
         """Return the state of the cache's blocks, in at most `most_cells` cells."""
         return self.block_manager.usage(most_cells)
-
-    @override
-    def stats_history(self) -> list[StatsSample]:
-        return self._history.samples(self.stats())
 
     @property
     @override
@@ -494,11 +485,6 @@ class LLMEngine(Engine):
         """Run steps by another runner, from the next one on; does nothing if the engine is closed."""
         if self._runner is not None:
             self._runner = runner
-
-    @override
-    def wake(self) -> None:
-        # No step waits for requests.
-        pass
 
     @override
     def _close(self) -> None:

@@ -327,6 +327,6 @@ def _answer(config: Config, settings: ServeSettings, shared: SharedServer, contr
     causes = EngineCauses(control)
     exit_texts = [partial(causes.text, index) for index in engines]
     engine = ReplicatedEngine(config, connections, exit_texts, lambda: None, number=shared.number)
-    llm = ModelClient(config, LoadedModel(engine, reading.result(), engine.info))
+    llm = ModelClient(config, LoadedModel(engine, reading.result(), engine.device))
     max_connections = raise_descriptor_limit(settings.max_connections)
     return run_server(llm, settings, max_connections, shared, partial(control.send, True))

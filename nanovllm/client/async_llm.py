@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
+from functools import partial, wraps
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from nanovllm.client.engine_thread import EngineThread, Mailbox, RequestStream
 from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import ModelClient, Weights, warn_of_nans
 from nanovllm.config import Config, EngineSettings, Pooling
-from nanovllm.engine.engine import PauseMode, Unpicklable
+from nanovllm.engine.engine import Unpicklable
 from nanovllm.engine.request import Request
 from nanovllm.outputs import Prompt, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
@@ -26,7 +26,6 @@ from nanovllm.tasks.ranking import embeddings
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import Work, pooling_params, work_of, work_of_size
-from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:
     # From typing since Python 3.11.
@@ -35,11 +34,25 @@ if TYPE_CHECKING:
 _NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8, "slow grammar": 2}
 """A grammar may take two seconds to be rejected, and others should not wait for it."""
 Self = TypeVar("Self", bound="AsyncLLM")
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
 class QueueFullError(RuntimeError):
     """The limit on pending requests is reached."""
+
+
+def _between_steps(
+    method: Callable[Concatenate[ModelClient, Params], Result],
+) -> Callable[Concatenate[AsyncLLM, Params], Coroutine[Any, Any, Result]]:
+    """Return a method that calls the `LLM`'s of the same name in a thread, where it waits for the gap of two steps."""
+
+    @wraps(method)
+    async def call(llm: AsyncLLM, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        llm.require_running()
+        return await asyncio.get_running_loop().run_in_executor(None, partial(method, llm.llm, *args, **kwargs))
+
+    return call
 
 
 class AsyncLLM(Unpicklable):
@@ -221,33 +234,13 @@ class AsyncLLM(Unpicklable):
         warn_of_nans(loaded.nan_names)
         return loaded.count
 
-    async def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
-        """Like `load_weights`, and return which tensors have NaN instead of warning."""
-        return await self._between_steps(partial(self.llm.load_and_report, weights, strict=strict))
-
-    async def unload_adapter(self) -> bool:
-        """Remove an adapter; see `LLM.unload_adapter`."""
-        return await self._between_steps(self.llm.unload_adapter)
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forget the prefix cache; see `LLM.reset_prefix_cache`."""
-        return await self._between_steps(self.llm.reset_prefix_cache)
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop running steps until `resume`; see `LLM.pause`."""
-        await self._between_steps(partial(self.llm.pause, mode))
-
-    async def resume(self) -> None:
-        """Continue after a `pause`."""
-        await self._between_steps(self.llm.resume)
-
-    async def sleep(self, level: int = 1) -> None:
-        """Release memory until `wake_up`; see `LLM.sleep`."""
-        await self._between_steps(partial(self.llm.sleep, level))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again; see `LLM.wake_up`."""
-        await self._between_steps(partial(self.llm.wake_up, tags))
+    load_and_report = _between_steps(ModelClient.load_and_report)
+    unload_adapter = _between_steps(ModelClient.unload_adapter)
+    reset_prefix_cache = _between_steps(ModelClient.reset_prefix_cache)
+    pause = _between_steps(ModelClient.pause)
+    resume = _between_steps(ModelClient.resume)
+    sleep = _between_steps(ModelClient.sleep)
+    wake_up = _between_steps(ModelClient.wake_up)
 
     @property
     def is_sleeping(self) -> bool:
@@ -258,10 +251,6 @@ class AsyncLLM(Unpicklable):
     def is_paused(self) -> bool:
         """Whether the engine is paused."""
         return self.llm.is_paused
-
-    async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        self.require_running()
-        return await asyncio.get_running_loop().run_in_executor(None, change)
 
     async def abort(self, request_id: int | str) -> None:
         """End a pending request with its output so far, `finish_reason` "abort"; other ids are ignored."""

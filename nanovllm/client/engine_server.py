@@ -186,7 +186,7 @@ class EngineServer:
             return
         self._owners[request_id] = front_end
         if abort is not None:
-            self._abort(abort)
+            self._abort(Abort([request_id], abort.keep_outputs))
 
     def _abort(self, order: Abort) -> None:
         for request_id in self._preparing.keys() & set(order.request_ids):

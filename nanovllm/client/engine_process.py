@@ -18,7 +18,6 @@ from nanovllm.utils.host import check_swap_space, num_gpus
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.processes import PythonProcess, describe_exit, start_python
 
-_POLL_SECONDS = 0.1
 _EXIT_SECONDS = 10.0
 _GRACE_SECONDS = 2.0
 """Time until the exit of a process becomes visible after its connections have closed."""
@@ -44,9 +43,6 @@ class EngineProcess(PythonProcess):
     def wait_until_loaded(self) -> None:
         """Wait until the model is loaded; a user's mistake is a ValueError, another failure a RuntimeError."""
         try:
-            # Polling keeps Ctrl-C responsive.
-            while not self._control.poll(_POLL_SECONDS):
-                pass
             answer = self._control.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"{self.exit_text()} before it had started; its own output says why") from None

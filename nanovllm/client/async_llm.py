@@ -1,4 +1,4 @@
-"""The asyncio front end: requests of many tasks share the engine's steps."""
+"""The asyncio front end: requests of many tasks share the engine's steps; under its own names, and under vLLM's."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial, wraps
 from itertools import count
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -20,7 +21,7 @@ from nanovllm.client.model_client import ModelClient, Weights, warn_of_nans
 from nanovllm.config import Config, EngineSettings, Pooling
 from nanovllm.engine.engine import Unpicklable
 from nanovllm.engine.request import Request
-from nanovllm.outputs import Prompt, RequestOutput, TokenIds, TokensPrompt
+from nanovllm.outputs import CompletionOutput, Logprobs, Prompt, RequestOutput, TokenIds, TokensPrompt
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.tasks.ranking import embeddings
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
@@ -378,3 +379,77 @@ class AsyncLLM(Unpicklable):
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
+
+
+class AsyncLLMEngine(Unpicklable):
+    """`AsyncLLM` with the method names of vLLM's engine and cumulative outputs.
+
+    Args:
+        model, max_pending_requests, kwargs: see `AsyncLLM`.
+
+    Example:
+        >>> async def main() -> None:
+        ...     engine = AsyncLLMEngine(BUNDLED_MODEL)
+        ...     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        ...     async for output in engine.generate("count to 5", params, "request 1"):
+        ...         num_tokens = len(output.outputs[0].token_ids)
+        ...     print(num_tokens)
+        ...     engine.shutdown()
+        >>> asyncio.run(main())
+        4
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Unpack[EngineSettings]
+    ) -> None:
+        self.async_llm = AsyncLLM(model, max_pending_requests=max_pending_requests, **kwargs)
+
+    async def add_request(
+        self, request_id: str, prompt: Prompt | TokenIds, params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Queue a request and return its outputs, as `generate` yields them; raises like `AsyncLLM.generate`."""
+        return _cumulative(await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id))
+
+    async def generate(
+        self, prompt: Prompt | TokenIds, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt and yield the cumulative output whenever there are new tokens; see `AsyncLLM.stream`."""
+        outputs = await self.add_request(request_id, prompt, sampling_params, priority=priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a pending request with its output so far; other ids are ignored."""
+        await self.async_llm.abort(request_id)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return self.async_llm.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether an error has closed the engine."""
+        return self.async_llm.errored
+
+    def shutdown(self) -> None:
+        """Close the engine and free the device."""
+        self.async_llm.exit()
+
+
+async def _cumulative(stream: RequestStream) -> AsyncGenerator[RequestOutput, None]:
+    """Yield a request's outputs so far, whenever there are new parts."""
+    whole: dict[int, CompletionOutput] = {}
+    async with aclosing(stream):
+        async for output in stream:
+            for new in output.outputs:
+                whole[new.index] = _joined(whole[new.index], new) if new.index in whole else new
+            yield replace(output, outputs=[whole[index] for index in sorted(whole)])
+
+
+def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    logprobs = new.logprobs
+    if isinstance(before.logprobs, Logprobs) and isinstance(new.logprobs, Logprobs):
+        logprobs = before.logprobs + new.logprobs
+    return replace(new, text=before.text + new.text, token_ids=before.token_ids + new.token_ids, logprobs=logprobs)

@@ -136,7 +136,7 @@ class LLMEngine(Engine):
 
     @override
     def enqueue(self, request: Request, request_id: int | None = None) -> int:
-        # The caller may choose an id, which is free with those of further outputs after it.
+        # An id that the caller has chosen is free, and so are the `n - 1` after it, of further outputs.
         self.require_open()
         params = request.params
         make = self._make_constraint if request.is_constrained else lambda _: None

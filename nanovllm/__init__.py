@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nanovllm.client.async_llm import AsyncLLM, QueueFullError
-    from nanovllm.integrations.async_llm_engine import AsyncLLMEngine
+    from nanovllm.client.async_llm import AsyncLLM, AsyncLLMEngine, QueueFullError
     from nanovllm.llm import LLM
     from nanovllm.outputs import (
         CompletionOutput,
@@ -34,9 +33,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "LLM": "llm",
-    "AsyncLLM": "client.async_llm",
-    "QueueFullError": "client.async_llm",
-    "AsyncLLMEngine": "integrations.async_llm_engine",
+    **dict.fromkeys(("AsyncLLM", "AsyncLLMEngine", "QueueFullError"), "client.async_llm"),
     **dict.fromkeys(("BeamSearchParams", "SamplingParams", "StructuredOutputsParams"), "sampling_params"),
     **dict.fromkeys(("BeamSearchOutput", "BeamSearchSequence"), "tasks.beam_search"),
     "RankedDocument": "tasks.ranking",

@@ -106,7 +106,7 @@ class LLM(ModelClient):
             >>> [len(output.outputs[0].token_ids) <= 8 for output in outputs]
             [True, True]
         """
-        job = Job(self.input_processor, self.output_processor, prompts, sampling_params, priority, schedule=schedule)
+        job = Job(self.input_processor, prompts, sampling_params, priority, schedule=schedule)
         return self._run(job, use_tqdm, on_error=on_error, on_output=on_output, keep=keep)
 
     def chat(
@@ -146,7 +146,6 @@ class LLM(ModelClient):
 
         job = Job(
             self.input_processor,
-            self.output_processor,
             conversation_source(messages),
             sampling_params if answer is None else answer.kept_tags(sampling_params),
             priority,
@@ -287,7 +286,7 @@ class LLM(ModelClient):
 
         pooling = self.default_pooling if pooling is None else pooling
         params = pooling_params(pooling)
-        job = Job(self.input_processor, self.output_processor, prompts, params, schedule=schedule, pooling=pooling)
+        job = Job(self.input_processor, prompts, params, schedule=schedule, pooling=pooling)
         return embeddings(self._run(job, use_tqdm), self.model_config.hidden_size)
 
     def rank(

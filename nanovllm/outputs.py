@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, overload
@@ -295,7 +296,7 @@ class StepResult(NamedTuple):
 class StepError(RuntimeError):
     """A step failed, and with it the requests `request_ids`; `__cause__` is the cause.
 
-    It can be pickled, as process pools require, but without its cause.
+    It can be pickled, as process pools require, with its cause if that can be; see `portable`.
     """
 
     def __init__(self, message: str, request_ids: list[int], cause: BaseException | None = None) -> None:
@@ -303,6 +304,14 @@ class StepError(RuntimeError):
         self.request_ids = request_ids
         self.__cause__ = cause
 
-    def __reduce__(self) -> tuple[type[StepError], tuple[str, list[int]]]:
-        # The cause may not be picklable, and the message describes it.
-        return type(self), (str(self), self.request_ids)
+    def __reduce__(self) -> tuple[type[StepError], tuple[str, list[int], BaseException | None]]:
+        return type(self), (str(self), self.request_ids, portable(self.__cause__))
+
+
+def portable(error: BaseException | None) -> BaseException | None:
+    """Return an error, without its cause, if it can be pickled and read again."""
+    try:
+        return pickle.loads(pickle.dumps(error))
+    # Any error that an exception class raises on pickling; the message still describes it.
+    except Exception:
+        return None

@@ -16,14 +16,14 @@ import torch
 from nanovllm import LLM
 from nanovllm.client.engine_server import EngineServer
 from nanovllm.client.loading import LoadedModel, ModelFiles
-from nanovllm.client.messages import EngineInfo
 from nanovllm.client.model_client import ModelClient
 from nanovllm.client.replicated_engine import ReplicatedEngine
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import RequestSeeds, no_constraint
+from nanovllm.engine.request import no_constraint
 from nanovllm.runner.messages import ScheduledBatch
+from nanovllm.utils.device import DeviceInfo
 from nanovllm.utils.processes import describe_exit
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeights
 from tests.forked_python import CONTEXT
@@ -133,10 +133,10 @@ def mock_llm(engine: Engine, tokenizer: Any = None) -> LLM:
     eos = frozenset[int]()
     shape: Any = SimpleNamespace(has_head=True)
     files = ModelFiles("mock", shape, tokenizer or NumberTokenizer(), engine.limits.max_model_len, eos, no_constraint)  # type: ignore[arg-type]
-    device, dtype = torch.device("cpu"), torch.float32
+    device = DeviceInfo(torch.device("cpu"), torch.float32, "mock")
     config = Config("mock", device="cpu", kvcache_block_size=16, max_num_seqs=4)
     llm = LLM.__new__(LLM)
-    ModelClient.__init__(llm, config, LoadedModel(engine, RequestSeeds(0), files, device, dtype, "mock"))
+    ModelClient.__init__(llm, config, LoadedModel(engine, files, device))
     return llm
 
 
@@ -144,8 +144,8 @@ def _serve(connection: Connection, sizes: dict[str, Any]) -> None:
     """The process of an engine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine, _ = make_mock_engine(**sizes)
-    info = EngineInfo(engine.limits, engine.config.max_num_running, "cpu", "float32", "mock")
-    server = EngineServer(engine, info, no_constraint)
+    device = DeviceInfo(torch.device("cpu"), torch.float32, "mock")
+    server = EngineServer(engine, device, no_constraint)
     server.connect(connection)
     if server.run() is not None:
         os._exit(1)
@@ -164,7 +164,8 @@ class MockReplicas:
             self.processes.append(process)
             connections.append(own)
         texts = [self._exit_text(index) for index in range(count)]
-        config = Config("mock", device="cpu", kvcache_block_size=16, max_num_seqs=4)
+        num_running = sizes.get("max_num_seqs", 4)
+        config = Config("mock", device="cpu", kvcache_block_size=16, max_num_seqs=num_running, seed=0)
         self.engine = ReplicatedEngine(config, connections, texts, self.stop)
 
     def _exit_text(self, index: int) -> Any:

@@ -250,8 +250,8 @@ def test_a_reader_gets_what_came_while_it_did_not_wait() -> None:
         request = make_request([1], params, is_streamed=True)
         state = RequestState(request, OutputProcessor(None))
         stream = RequestStream(state, "x", Mailbox(asyncio.get_running_loop()), lambda stream: None)
-        for token_id in (5, 6):
-            stream.state.outputs[0].append(token_id, False, b"")
+        for position, token_id in enumerate((5, 6)):
+            stream.state.outputs[0].append(position, token_id, False, b"")
             # The news arrive before the reader waits for them.
             stream.wake()
             output = await asyncio.wait_for(anext(stream), 240)

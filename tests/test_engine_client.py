@@ -55,7 +55,7 @@ def test_no_token_is_lost_that_comes_before_its_request_is_known() -> None:
         assert reached.wait(240)
         return request_id
 
-    engine.enqueue = held_enqueue  # type: ignore[method-assign]
+    engine.enqueue = held_enqueue  # type: ignore[method-assign, assignment]
     client._lock = WatchedLock(reached.set)  # type: ignore[assignment]
     request_id = add(client, make_request([1, 2], replace(greedy(3), stop=[f"{first},"])))
     thread.join(240)

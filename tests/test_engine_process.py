@@ -109,6 +109,27 @@ def test_other_calls(remote: LLM, llm: LLM) -> None:
         remote.engine_client.engine.call(LLMEngine.add_request, [], None, 0)
 
 
+def test_requests_by_hand(remote: LLM, llm: LLM) -> None:
+    prompts, params = [[1, 2, 3], [4] * 30], SamplingParams(1.0, 8, n=2, logprobs=1, seed=7, ignore_eos=True)
+    want = llm.generate(prompts, params, use_tqdm=False)
+    ids = [remote.add_request(prompt, params) for prompt in prompts]
+    new: dict[int, list[int]] = {}
+    finished: dict[int, RequestOutput] = {}
+    counts = [0, 0]
+    while not remote.is_finished():
+        result = remote.step()
+        finished.update(result.finished)
+        counts[0] += result.num_prefill_tokens
+        counts[1] += result.num_output_tokens
+        for request_id, token_ids in result.new_token_ids.items():
+            new.setdefault(request_id, []).extend(token_ids)
+    check_same([finished[request_id] for request_id in ids], want)
+    expected = {i + item.index: item.token_ids for i, output in zip(ids, want, strict=True) for item in output.outputs}
+    assert new == expected and counts[1] == 32
+    # Blocks of a prompt's second output may be shared, or computed again.
+    assert 33 <= counts[0] <= 66
+
+
 def test_the_engines_behind_asyncio(remote: LLM, whole: list[RequestOutput], monkeypatch: pytest.MonkeyPatch) -> None:
     # Its end would close the engines.
     monkeypatch.setattr(AsyncLLM, "__del__", lambda llm: None)

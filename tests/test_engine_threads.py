@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from nanovllm import SamplingParams
 from tests.mock_llm import make_mock_engine, mock_llm
-from tests.mock_runner import complete, greedy, make_engine, run
+from tests.mock_runner import complete, greedy, make_engine, make_request, run
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 
@@ -63,6 +64,16 @@ def test_a_step_waits_for_the_abort_of_another_thread() -> None:
     threading.Timer(0.1, go_on.set).start()
     assert list(run(engine)) == [request]
     thread.join()
+
+
+def test_requests_with_ids_of_front_ends_run_in_the_order_of_arrival() -> None:
+    engine, _ = make_engine(pipeline_depth=0, max_num_seqs=1)
+    ids = [5 << 40, 9 << 40, 0]
+    requests = [make_request([i, 7], SamplingParams(0.5, 2, n=2, ignore_eos=True)) for i in range(3)]
+    assert [engine.enqueue(request, i) for request, i in zip(requests, ids, strict=True)] == ids
+    # The id of any output stands for the request.
+    engine.abort([(9 << 40) + 1])
+    assert list(run(engine)) == [5 << 40, 0]
 
 
 def test_exit_does_not_wait_for_a_step_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

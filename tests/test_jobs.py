@@ -87,7 +87,7 @@ def test_prompts_may_come_one_by_one(llm: LLM) -> None:
         seeds[request.prompt] = request.seed
         return enqueue(request)
 
-    llm.llm_engine.enqueue = recorded  # type: ignore[method-assign]
+    llm.llm_engine.enqueue = recorded  # type: ignore[method-assign, assignment]
     outputs: list[RequestOutput] = []
     assert llm.generate(iter(prompts), params, False, keep=False, on_output=outputs.append) == []
     assert {output.prompt for output in outputs} == set(prompts)

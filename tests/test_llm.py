@@ -101,8 +101,10 @@ def test_what_holds_a_device_stays_in_its_process(bundled: LLM) -> None:
         for call in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match=r"^LLM\w* holds a device and cannot be pickled or copied"):
                 call(held)
-    error = pickle.loads(pickle.dumps(StepError("no room", [3, 4], MemoryError(open))))
-    assert (str(error), error.request_ids, type(error)) == ("no room", [3, 4], StepError)
+    for cause, kind in (MemoryError(open), MemoryError), (MemoryError(lambda: 0), type(None)):
+        error = pickle.loads(pickle.dumps(StepError("no room", [3, 4], cause)))
+        assert (str(error), error.request_ids, type(error)) == ("no room", [3, 4], StepError)
+        assert type(error.__cause__) is kind
     (output,) = bundled.generate("a", SamplingParams(0, 3, logprobs=1), use_tqdm=False)
     assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
 

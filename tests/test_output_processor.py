@@ -115,7 +115,7 @@ def test_what_is_taken_while_a_token_is_added_is_whole(tokenizer: Any, stop: str
     reader = Thread(target=take)
     state._lock = WatchedLock(reached.set)  # type: ignore[assignment]
     state._token_ids = Held()
-    state.append(token_id, False, b"a record")
+    state.append(0, token_id, False, b"a record")
     reader.join(240)
     assert [(new.text, new.token_ids, new.logprobs) for new in taken] == [("a", [token_id], b"a record")]
 
@@ -151,7 +151,7 @@ def test_an_output_goes_on_where_its_prompt_ends(words: Any, between: list[str])
     assert words.decode(prompt, skip_special_tokens=True) + "".join(pieces) == whole
     # Stop strings may begin with a space.
     state = OutputState(words, params, prompt)
-    assert [state.append(token_id, False, b"") for token_id in output[:3]] == [False, False, True]
+    assert [state.append(i, output[i], False, b"") for i in range(3)] == [False, False, True]
     assert state.take(True).text == " world"
     assert TextOffsets(words, 5, prompt, skip_special_tokens=True).take(output[:3]) == [5, 11, 11]
     assert Detokenizer(words).append(output[:1]) == "world"
@@ -200,8 +200,8 @@ class ByteTokenizer:
 def test_a_stop_string_that_an_unfinished_character_held_back_ends_the_output() -> None:
     params = SamplingParams(stop="stop", max_tokens=2)
     state = RequestState(make_request([1], params.checked()), OutputProcessor(ByteTokenizer()))
-    for token_id in (1, 2):
-        assert not state.outputs[0].append(token_id, False, b"")
+    for position, token_id in enumerate((1, 2)):
+        assert not state.outputs[0].append(position, token_id, False, b"")
     output = CompletionOutput(0, "", [1, 2], finish_reason="length")
     state.output = RequestOutput(0, None, [1], [output], True)
     assert state.result() is state.output

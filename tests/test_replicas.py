@@ -119,19 +119,17 @@ def test_a_request_goes_to_its_first_block_unless_overloaded() -> None:
 def test_gpus_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.client.engine_process.num_gpus", lambda: 4)
 
-    def devices(size: int, ranks: int = 1, device: str = "auto", share: float = 0.9) -> list[str]:
+    def devices(size: int, ranks: int = 1, device: str = "auto") -> list[str]:
         settings = {"data_parallel_size": size, "tensor_parallel_size": ranks, "device": device}
-        return replica_devices(Config("m", gpu_memory_utilization=share, **settings))  # type: ignore[arg-type]
+        return replica_devices(Config("m", **settings))  # type: ignore[arg-type]
 
     assert devices(1) == ["auto"] and devices(2, device="cpu") == ["cpu", "cpu"]
     assert devices(4) == [f"cuda:{i}" for i in range(4)] and devices(2, 2) == ["cuda:0", "cuda:2"]
     assert devices(2, device="cuda:2") == ["cuda:2", "cuda:3"]
     with pytest.raises(ValueError, match=r"data_parallel_size=3 with tensor_parallel_size=2 needs 6 GPUs.* are 4"):
         devices(3, 2)
-    with pytest.raises(ValueError, match=r"needs 2 GPUs from cuda:3 on, but there are 1; 2 replicas share a GPU if"):
+    with pytest.raises(ValueError, match=r"needs 2 GPUs from cuda:3 on, but there are 1$"):
         devices(2, device="cuda:3")
-    assert devices(2, device="cuda:3", share=0.45) == ["cuda:3", "cuda:3"]
-    assert devices(6, share=0.5) == ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]
     monkeypatch.setattr("nanovllm.client.engine_process.num_gpus", lambda: 0)
     with pytest.raises(ValueError, match=r"needs 2 GPUs, but there are 0"):
         devices(2, device="cuda")

@@ -99,7 +99,7 @@ def test_any_text_ends_at_its_first_stop_string_and_streams_whole(case: tuple[li
     taken, found = list[int](), False
     while len(taken) < len(token_ids) and not found:
         taken.append(token_ids[len(taken)])
-        found = state.append(taken[-1], False, b"")
+        found = state.append(len(taken) - 1, taken[-1], False, b"")
         shown += state.take(False).text
         assert want.startswith(shown)
     assert shown + state.take(True).text == want

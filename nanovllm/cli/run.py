@@ -25,16 +25,7 @@ from nanovllm.cli.batch_files import (
 )
 from nanovllm.cli.batch_lines import IDS, BatchRequest, RequestParser, encode_line, load_line, result_fields
 from nanovllm.cli.chat import check_flags
-from nanovllm.client.jobs import (
-    CHUNK_SIZE,
-    Done,
-    JobRun,
-    PreparedPrompt,
-    Progress,
-    ReadAhead,
-    RefusedPrompt,
-    prepared_prompt,
-)
+from nanovllm.client.jobs import CHUNK_SIZE, Done, JobRun, PreparedPrompt, Progress, ReadAhead
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -95,7 +86,7 @@ class BatchRun:
                 request = self.parser.parse(record)
                 request.encode(self.llm.input_processor)
             except ValueError as error:
-                prepared.append(RefusedPrompt(number, Line(number, digest, ids, None), error))
+                prepared.append(PreparedPrompt(number, Line(number, digest, ids, None), error))
             else:
                 line = Line(number, digest, ids, request)
                 (prompts if request.messages is None else chats).append(line)
@@ -115,12 +106,12 @@ class BatchRun:
             seeds=None if seed is None else [Random(f"{seed} {line.number}").getrandbits(64) for line in lines],
         )
         for line, request in zip(lines, requests, strict=True):
-            yield prepared_prompt(request, self.llm.output_processor, line.number, line)
+            yield PreparedPrompt(line.number, line, request)
 
     def _result(self, item: PreparedPrompt, output: RequestOutput) -> bytes:
         line: Line = item.source
         if output.error is not None or line.request is None:
-            code = "invalid_request" if isinstance(item, RefusedPrompt) else "server_error"
+            code = "invalid_request" if isinstance(item.request, ValueError) else "server_error"
             return self._failure(line, code, output.error or "")
         fields = result_fields(line.number, line.ids, output, line.request, self.llm.config.model)
         header = {"line": line.number, "run": self.digest, "request": f"{line.digest:016x}"}

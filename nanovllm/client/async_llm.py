@@ -1,15 +1,16 @@
-"""The asyncio front end: requests of many tasks share the engine's steps."""
+"""The asyncio front end: requests of many tasks share the engine's steps; under its own names, and under vLLM's."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from functools import partial
+from dataclasses import replace
+from functools import partial, wraps
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -18,15 +19,22 @@ from nanovllm.client.engine_thread import EngineThread, Mailbox, RequestStream
 from nanovllm.client.loading import load_model
 from nanovllm.client.model_client import EngineSettings, ModelClient, Weights, warn_of_nans
 from nanovllm.config import Config, Pooling
-from nanovllm.engine.engine import PauseMode, Unpicklable
+from nanovllm.engine.engine import Unpicklable
 from nanovllm.engine.request import Request
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprobs, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tasks.ranking import Judge, RankBy, RankedDocument, cosines, embeddings, rank_method, ranked, text_pairs
+from nanovllm.tasks.ranking import embeddings
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
-from nanovllm.text.input_processor import Prompt, TokenIds, TokensPrompt, Work, work_of, work_of_size
-from nanovllm.weights.report import LoadedWeights
+from nanovllm.text.input_processor import (
+    Prompt,
+    TokenIds,
+    TokensPrompt,
+    Work,
+    pooling_params,
+    work_of,
+    work_of_size,
+)
 
 if TYPE_CHECKING:
     # From typing since Python 3.11.
@@ -35,11 +43,25 @@ if TYPE_CHECKING:
 _NUM_INPUT_THREADS: dict[Work, int] = {"short": 1, "long": 2, "grammar": 8, "slow grammar": 2}
 """A grammar may take two seconds to be rejected, and others should not wait for it."""
 Self = TypeVar("Self", bound="AsyncLLM")
+Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
 class QueueFullError(RuntimeError):
     """The limit on pending requests is reached."""
+
+
+def _between_steps(
+    method: Callable[Concatenate[ModelClient, Params], Result],
+) -> Callable[Concatenate[AsyncLLM, Params], Coroutine[Any, Any, Result]]:
+    """Return a method that calls the `LLM`'s of the same name in a thread, where it waits for the gap of two steps."""
+
+    @wraps(method)
+    async def call(llm: AsyncLLM, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        llm.require_running()
+        return await asyncio.get_running_loop().run_in_executor(None, partial(method, llm.llm, *args, **kwargs))
+
+    return call
 
 
 class AsyncLLM(Unpicklable):
@@ -115,14 +137,14 @@ class AsyncLLM(Unpicklable):
             StepError: the request's step failed; it is a RuntimeError.
             RuntimeError: the engine is closed.
         """
-        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=False)
+        (stream,) = await self._submit([prompt], sampling_params, priority, request_id)
         return await stream.whole()
 
     async def generate_all(
         self, prompts: list[Any], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> list[RequestOutput]:
         """Complete prompts that share their parameters, all or none; see `generate`."""
-        return await self.gather(await self._submit(prompts, sampling_params, priority, None, is_streamed=False))
+        return await self.gather(await self._submit(prompts, sampling_params, priority))
 
     async def embed(self, prompts: list[Any], pooling: Pooling | None = None, *, priority: int = 0) -> torch.Tensor:
         """Return normalised hidden states of prompts, all or none; see `LLM.embed` and `generate`."""
@@ -134,29 +156,7 @@ class AsyncLLM(Unpicklable):
     ) -> list[RequestOutput]:
         """Return the outputs from which `embed` makes embeddings."""
         pooling = self.llm.default_pooling if pooling is None else pooling
-        process = partial(self.llm.input_processor.process_pooling, prompts, pooling, priority)
-        return await self.gather(await self.enqueue(len(prompts), process, work_of(prompts, None), None))
-
-    async def rank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        top_n: int | None = None,
-        *,
-        by: RankBy | None = None,
-        instruction: str | None = None,
-        pooling: Pooling | None = None,
-        priority: int = 0,
-    ) -> list[RankedDocument]:
-        """Return documents by their relevance to a query, the most relevant first; see `LLM.rank`."""
-        pairs = text_pairs([query], list(documents))
-        if rank_method(by, self.llm.config.model) == "embedding":
-            scores = cosines(await self.embed([query, *documents], pooling, priority=priority), 1)
-        else:
-            judge = Judge(self.llm.input_processor)
-            prompts = judge.prompts(pairs, instruction)
-            scores = judge.scores(await self.generate_all(prompts, judge.params, priority=priority))
-        return ranked(scores, documents, top_n)
+        return await self.gather(await self._submit(prompts, pooling_params(pooling), priority, pooling=pooling))
 
     async def gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
         """Return the whole outputs of queued requests; all are aborted if one fails, or on cancellation."""
@@ -192,7 +192,7 @@ class AsyncLLM(Unpicklable):
         request_id: int | str | None = None,
     ) -> RequestStream:
         """Queue a request and return the outputs that `stream` yields, to be read to their end, or closed."""
-        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, is_streamed=True)
+        (stream,) = await self._submit([prompt], sampling_params, priority, request_id, streams=True)
         return stream
 
     async def chat(
@@ -243,34 +243,13 @@ class AsyncLLM(Unpicklable):
         warn_of_nans(loaded.nan_names)
         return loaded.count
 
-    async def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
-        """Like `load_weights`, and return which tensors have NaN instead of warning."""
-        engine, checked = self.llm.engine_client.engine, self.llm.checked_weights
-        return await self._between_steps(lambda: engine.load_weights(checked(weights, strict), strict))
-
-    async def unload_adapter(self) -> bool:
-        """Remove an adapter; see `LLM.unload_adapter`."""
-        return await self._between_steps(self.llm.unload_adapter)
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forget the prefix cache; see `LLM.reset_prefix_cache`."""
-        return await self._between_steps(self.llm.reset_prefix_cache)
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop running steps until `resume`; see `LLM.pause`."""
-        await self._between_steps(partial(self.llm.pause, mode))
-
-    async def resume(self) -> None:
-        """Continue after a `pause`."""
-        await self._between_steps(self.llm.resume)
-
-    async def sleep(self, level: int = 1) -> None:
-        """Release memory until `wake_up`; see `LLM.sleep`."""
-        await self._between_steps(partial(self.llm.sleep, level))
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again; see `LLM.wake_up`."""
-        await self._between_steps(partial(self.llm.wake_up, tags))
+    load_and_report = _between_steps(ModelClient.load_and_report)
+    unload_adapter = _between_steps(ModelClient.unload_adapter)
+    reset_prefix_cache = _between_steps(ModelClient.reset_prefix_cache)
+    pause = _between_steps(ModelClient.pause)
+    resume = _between_steps(ModelClient.resume)
+    sleep = _between_steps(ModelClient.sleep)
+    wake_up = _between_steps(ModelClient.wake_up)
 
     @property
     def is_sleeping(self) -> bool:
@@ -281,10 +260,6 @@ class AsyncLLM(Unpicklable):
     def is_paused(self) -> bool:
         """Whether the engine is paused."""
         return self.llm.is_paused
-
-    async def _between_steps(self, change: Callable[[], Result]) -> Result:
-        self.require_running()
-        return await asyncio.get_running_loop().run_in_executor(None, change)
 
     async def abort(self, request_id: int | str) -> None:
         """End a pending request with its output so far, `finish_reason` "abort"; other ids are ignored."""
@@ -350,12 +325,13 @@ class AsyncLLM(Unpicklable):
         await self.shutdown()
 
     async def _submit(
-        self, prompts: list[Any], params: SamplingParams | None, priority: int, request_id: int | str | None,
-        is_streamed: bool,
+        self, prompts: list[Any], params: SamplingParams | None, priority: int, request_id: int | str | None = None,
+        *, streams: bool = False, pooling: Pooling | None = None,
     ) -> list[RequestStream]:  # fmt: skip
         params = SamplingParams() if params is None else params
         all_params, priorities = [params] * len(prompts), [priority] * len(prompts)
-        process = partial(self.llm.input_processor.process, prompts, all_params, priorities, streams=is_streamed)
+        options = {"streams": streams, "pooling": pooling}
+        process = partial(self.llm.input_processor.process, prompts, all_params, priorities, **options)
         return await self.enqueue(len(prompts), process, work_of(prompts, params), request_id)
 
     async def enqueue(
@@ -411,3 +387,77 @@ class AsyncLLM(Unpicklable):
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return self._mailbox
+
+
+class AsyncLLMEngine(Unpicklable):
+    """`AsyncLLM` with the method names of vLLM's engine and cumulative outputs.
+
+    Args:
+        model, max_pending_requests, kwargs: see `AsyncLLM`.
+
+    Example:
+        >>> async def main() -> None:
+        ...     engine = AsyncLLMEngine(BUNDLED_MODEL)
+        ...     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        ...     async for output in engine.generate("count to 5", params, "request 1"):
+        ...         num_tokens = len(output.outputs[0].token_ids)
+        ...     print(num_tokens)
+        ...     engine.shutdown()
+        >>> asyncio.run(main())
+        4
+    """
+
+    def __init__(
+        self, model: str | os.PathLike[str], *, max_pending_requests: int = 4096, **kwargs: Unpack[EngineSettings]
+    ) -> None:
+        self.async_llm = AsyncLLM(model, max_pending_requests=max_pending_requests, **kwargs)
+
+    async def add_request(
+        self, request_id: str, prompt: Prompt | TokenIds, params: SamplingParams, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Queue a request and return its outputs, as `generate` yields them; raises like `AsyncLLM.generate`."""
+        return _cumulative(await self.async_llm.begin_stream(prompt, params, priority=priority, request_id=request_id))
+
+    async def generate(
+        self, prompt: Prompt | TokenIds, sampling_params: SamplingParams, request_id: str, *, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete a prompt and yield the cumulative output whenever there are new tokens; see `AsyncLLM.stream`."""
+        outputs = await self.add_request(request_id, prompt, sampling_params, priority=priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
+
+    async def abort(self, request_id: str) -> None:
+        """End a pending request with its output so far; other ids are ignored."""
+        await self.async_llm.abort(request_id)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return self.async_llm.is_running
+
+    @property
+    def errored(self) -> bool:
+        """Whether an error has closed the engine."""
+        return self.async_llm.errored
+
+    def shutdown(self) -> None:
+        """Close the engine and free the device."""
+        self.async_llm.exit()
+
+
+async def _cumulative(stream: RequestStream) -> AsyncGenerator[RequestOutput, None]:
+    """Yield a request's outputs so far, whenever there are new parts."""
+    whole: dict[int, CompletionOutput] = {}
+    async with aclosing(stream):
+        async for output in stream:
+            for new in output.outputs:
+                whole[new.index] = _joined(whole[new.index], new) if new.index in whole else new
+            yield replace(output, outputs=[whole[index] for index in sorted(whole)])
+
+
+def _joined(before: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
+    logprobs = new.logprobs
+    if isinstance(before.logprobs, Logprobs) and isinstance(new.logprobs, Logprobs):
+        logprobs = before.logprobs + new.logprobs
+    return replace(new, text=before.text + new.text, token_ids=before.token_ids + new.token_ids, logprobs=logprobs)

@@ -26,7 +26,7 @@ class RequestState:
 
     Attributes:
         request_id: in the engine; -1 until it is queued.
-        index, source: the prompt's index in its call, and its source.
+        source: what the caller made it from.
         outputs: the state of each output if the engine streams its tokens.
         output, error: the engine's output, or its error, once the request is done.
         awaits_step: whether `step` returns its output.
@@ -34,14 +34,14 @@ class RequestState:
     """
 
     __slots__ = (
-        "__weakref__", "_cumulative", "_processor", "awaits_step", "error", "index", "output", "outputs", "request",
+        "__weakref__", "_cumulative", "_processor", "awaits_step", "error", "output", "outputs", "request",
         "request_id", "source", "wake_reader",
     )  # fmt: skip
 
-    def __init__(self, request: Request, processor: OutputProcessor, index: int = 0, source: Any = None) -> None:
+    def __init__(self, request: Request, processor: OutputProcessor, source: Any = None) -> None:
         self.request_id = -1
         self.request = request
-        self.index, self.source = index, source
+        self.source = source
         self.output: RequestOutput | None = None
         self.error: RuntimeError | None = None
         self.awaits_step = False
@@ -243,7 +243,7 @@ class EngineClient:
                 if not self._unclaimed:
                     raise
             else:
-                tokens = self.engine.run_step(wants_tokens=True)
+                tokens = self.engine.run_step()
                 self.take_news()
             return self._unclaimed.take_step(tokens)
 
@@ -310,12 +310,12 @@ class EngineClient:
     def _take_tokens(self, tokens: list[StreamedToken], news: News) -> list[tuple[int, int]]:
         """Give requests their tokens, and return outputs at a stop string; undecodable text fails its request alone."""
         stopped = []
-        for request_id, index, token_id, is_end, logprobs in tokens:
+        for request_id, index, position, token_id, is_end, logprobs in tokens:
             if (state := self._states.get(request_id)) is None:
                 continue
             news[request_id] = state
             try:
-                if state.outputs[index].append(token_id, is_end, logprobs):
+                if state.outputs[index].append(position, token_id, is_end, logprobs):
                     stopped.append((request_id, index))
             # A panic of the tokenizers library derives from BaseException.
             except BaseException as error:

@@ -18,7 +18,6 @@ from nanovllm.utils.host import check_swap_space, num_gpus
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.processes import PythonProcess, describe_exit, start_python
 
-_POLL_SECONDS = 0.1
 _EXIT_SECONDS = 10.0
 _GRACE_SECONDS = 2.0
 """Time until the exit of a process becomes visible after its connections have closed."""
@@ -44,9 +43,6 @@ class EngineProcess(PythonProcess):
     def wait_until_loaded(self) -> None:
         """Wait until the model is loaded; a user's mistake is a ValueError, another failure a RuntimeError."""
         try:
-            # Polling keeps Ctrl-C responsive.
-            while not self._control.poll(_POLL_SECONDS):
-                pass
             answer = self._control.recv()
         except (EOFError, OSError):
             raise RuntimeError(f"{self.exit_text()} before it had started; its own output says why") from None
@@ -62,10 +58,6 @@ class EngineProcess(PythonProcess):
             self._control.send(CONNECT)
             send_handle(self._control, other.fileno(), self.pid)
         return own
-
-    def has_ended(self) -> bool:
-        """Whether the process has exited."""
-        return self.exit_code is not None
 
     def exit_text(self) -> str:
         """Return how it exited, once its connections are closed."""
@@ -107,18 +99,11 @@ class EngineProcesses:
             raise
 
     def load(self, folder: str) -> None:
-        """Load the model from a folder in all of them, in parallel, or one by one on a shared GPU."""
-        # A GPU's free memory is meaningless while another engine loads on it.
-        used: set[str] = set()
-        loading: list[EngineProcess] = []
+        """Load the model from a folder in all of them, in parallel."""
         for process, device in zip(self.all, self._devices, strict=True):
-            while device in used and loading:
-                loading.pop(0).wait_until_loaded()
-            used |= {device} - {"cpu"}
             config = replace(self._config, model=folder, data_parallel_size=1, device=device)
             process.plan(config, len(self.all))
-            loading.append(process)
-        for process in loading:
+        for process in self.all:
             process.wait_until_loaded()
 
     def exit(self) -> None:
@@ -137,8 +122,7 @@ class EngineProcesses:
 def replica_devices(config: Config) -> list[str]:
     """Return the `device` setting of each replica; ValueError if there are too few GPUs.
 
-    Replica i has the GPUs `i * tensor_parallel_size` and on, counted from the one that is named. If there are fewer,
-    replicas share the available GPUs, provided that `gpu_memory_utilization` leaves room for each.
+    Replica i has the GPUs `i * tensor_parallel_size` and on, counted from the one that is named.
     """
     size, num_ranks, name = config.data_parallel_size, config.tensor_parallel_size, config.device
     if size == 1 or name == "cpu":
@@ -147,17 +131,9 @@ def replica_devices(config: Config) -> list[str]:
     if name == "auto" and not count:
         return ["cpu"] * size
     first = int(name.partition(":")[2] or 0)
-    num_free = count - first
-    if size * num_ranks <= num_free:
-        return [f"cuda:{first + i * num_ranks}" for i in range(size)]
-    message = (
-        f"data_parallel_size={size} with tensor_parallel_size={num_ranks} needs {size * num_ranks} GPUs"
-        f"{f' from {name} on' if first else ''}, but there are {num_free}"
-    )
-    if num_ranks > 1 or num_free < 1:
-        raise ValueError(message)
-    num_sharing = -(-size // num_free)
-    if config.gpu_memory_utilization * num_sharing > 1:
-        condition = f"gpu_memory_utilization is at most {1 / num_sharing:.2g}, not {config.gpu_memory_utilization}"
-        raise ValueError(f"{message}; {num_sharing} replicas share a GPU if {condition}")
-    return [f"cuda:{first + i % num_free}" for i in range(size)]
+    if size * num_ranks > count - first:
+        raise ValueError(
+            f"data_parallel_size={size} with tensor_parallel_size={num_ranks} needs {size * num_ranks} GPUs"
+            f"{f' from {name} on' if first else ''}, but there are {count - first}"
+        )
+    return [f"cuda:{first + i * num_ranks}" for i in range(size)]

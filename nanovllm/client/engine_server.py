@@ -23,7 +23,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,18 +32,16 @@ from nanovllm.client.messages import (
     CONNECT,
     CallEngine,
     CallResult,
-    EngineInfo,
     Enqueue,
     Order,
-    SendNewTokens,
     StepReport,
-    Stop,
-    portable,
 )
 from nanovllm.config import Config
 from nanovllm.engine.engine import EngineOutputs, EngineState, NewTokens
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, MakeConstraint
+from nanovllm.outputs import StepError, portable
+from nanovllm.utils.device import DeviceInfo
 from nanovllm.utils.processes import end_with_parent
 
 _MOST_CHARACTERS = 16000
@@ -58,25 +56,17 @@ _NUM_COMPILERS = 4
 
 
 class FrontEnd:
-    """One front end: its requests, and the messages to send to it, in a thread of their own; `info` is the first.
+    """One front end, and the messages to send to it, in a thread of their own; `first` before all others."""
 
-    Attributes:
-        engine_ids: ids of its unfinished requests in the engine, by its own ids.
-        preparing: requests whose grammars are being compiled, each with any abort received meanwhile.
-        wants_steps: whether it gets every token of each step.
-    """
-
-    def __init__(self, connection: Connection, info: EngineInfo) -> None:
+    def __init__(self, connection: Connection, first: object) -> None:
         self.connection = connection
-        self.engine_ids: dict[int, int] = {}
-        self.preparing: dict[int, Abort | None] = {}
-        self.wants_steps = False
+        # Prompt tokens computed since its last report.
+        self.num_prefill_tokens = 0
         # None ends the thread.
         self._messages: SimpleQueue[Any] = SimpleQueue()
-        # Sends a message; a report is merged with others that wait, and comes before other waiting messages.
+        # Sends a message, in order.
         self.say = self._messages.put
-        self.say(info)
-        self._sender = threading.Thread(target=self._send, name="nanovllm-sender", daemon=True)
+        self._sender = threading.Thread(target=self._send, args=(first,), name="nanovllm-sender", daemon=True)
         self._sender.start()
 
     def close(self, wait: float) -> None:
@@ -84,41 +74,31 @@ class FrontEnd:
         self.say(None)
         self._sender.join(wait)
 
-    def _send(self) -> None:
+    def _send(self, first: object) -> None:
         messages: list[Any] = []
         # The thread that reads its orders notices, too, that it has disconnected.
         with suppress(OSError):
+            self.connection.send(first)
             while None not in messages:
                 messages = [self._messages.get()]
                 while not self._messages.empty():
                     messages.append(self._messages.get())
-                reports = [message for message in messages if isinstance(message, StepReport)]
-                for report in reports[1:]:
-                    reports[0].merge(report)
-                others = [message for message in messages if not isinstance(message, StepReport | None)]
-                for message in [*reports[:1], *others]:
-                    self.connection.send(message)
-
-
-class Route(NamedTuple):
-    """The client that owns a request, the offset between client and engine request ids, and the number of outputs."""
-
-    front_end: FrontEnd
-    offset: int
-    num_outputs: int
+                self.connection.send([message for message in messages if message is not None])
 
 
 class EngineServer:
     """An engine, and the front ends that it serves; `make_constraint` compiles grammars in separate threads."""
 
-    def __init__(self, engine: LLMEngine, info: EngineInfo, make_constraint: MakeConstraint) -> None:
+    def __init__(self, engine: LLMEngine, device: DeviceInfo, make_constraint: MakeConstraint) -> None:
         self._engine = engine
-        self._info = info
+        self._info = engine.limits, device
         self._make_constraint = make_constraint
         self._compiler = ThreadPoolExecutor(_NUM_COMPILERS, "nanovllm-grammars")
         self._front_ends: set[FrontEnd] = set()
-        # Routes of unfinished requests, by the id of each output.
-        self._routes: dict[int, Route] = {}
+        # The front ends of unfinished requests, by id.
+        self._owners: dict[int, FrontEnd] = {}
+        # Requests whose grammars are being compiled, each with any abort received meanwhile.
+        self._preparing: dict[int, Abort | None] = {}
         # Pending work of the driving thread.
         self._work: deque[Callable[[], None]] = deque()
         self._has_work = threading.Event()
@@ -170,7 +150,7 @@ class EngineServer:
             while True:
                 for order in front_end.connection.recv():
                     if isinstance(order, Enqueue) and order.request.is_constrained:
-                        front_end.preparing[order.request_id] = None
+                        self._preparing[order.request_id] = None
                         self._compiler.submit(self._prepare, front_end, order)
                     else:
                         self._work.append(partial(self._take, front_end, order))
@@ -188,39 +168,32 @@ class EngineServer:
         if isinstance(order, Enqueue):
             self._enqueue(front_end, order)
         elif isinstance(order, Abort):
-            self._abort(front_end, order)
-        elif isinstance(order, Stop):
-            ids = front_end.engine_ids
-            self._engine.stop([(ids[request_id], index) for request_id, index in order.outputs if request_id in ids])
-        elif isinstance(order, SendNewTokens):
-            front_end.wants_steps = order.wanted
+            self._abort(order)
+        elif order.call_id is None:
+            order.function(self._engine, *order.args)
         else:
-            front_end.say(self._call(order))
+            front_end.say(self._call(order, order.call_id))
 
     def _enqueue(self, front_end: FrontEnd, order: Enqueue) -> None:
+        request_id, abort = order.request_id, self._preparing.pop(order.request_id, None)
         if front_end not in self._front_ends:
             return
-        request_id, num_outputs = order.request_id, order.request.params.n
-        abort = front_end.preparing.pop(request_id, None)
         try:
-            engine_id = self._engine.enqueue(order.request)
+            self._engine.enqueue(order.request, request_id)
         except (ValueError, RuntimeError) as error:
-            failure = f"request {request_id} failed: {error}", [request_id], portable(error)
+            failure = StepError(f"request {request_id} failed: {error}", [request_id], error)
             front_end.say(StepReport(failures=[failure], stats=self._engine.stats()))
             return
-        front_end.engine_ids[request_id] = engine_id
-        route = Route(front_end, request_id - engine_id, num_outputs)
-        self._routes.update(dict.fromkeys(range(engine_id, engine_id + num_outputs), route))
+        self._owners[request_id] = front_end
         if abort is not None:
-            self._abort(front_end, Abort([request_id], abort.keep_outputs))
+            self._abort(Abort([request_id], abort.keep_outputs))
 
-    def _abort(self, front_end: FrontEnd, order: Abort) -> None:
-        for request_id in front_end.preparing.keys() & set(order.request_ids):
-            front_end.preparing[request_id] = order
-        found = [front_end.engine_ids[i] for i in order.request_ids if i in front_end.engine_ids]
-        self._engine.abort(found, keep_outputs=order.keep_outputs)
+    def _abort(self, order: Abort) -> None:
+        for request_id in self._preparing.keys() & set(order.request_ids):
+            self._preparing[request_id] = order
+        self._engine.abort(order.request_ids, keep_outputs=order.keep_outputs)
 
-    def _call(self, order: CallEngine) -> CallResult:
+    def _call(self, order: CallEngine, call_id: int) -> CallResult:
         # Earlier orders come first: aborts would otherwise wait for a step.
         self._engine.stop([])
         try:
@@ -232,12 +205,12 @@ class EngineServer:
             self._state = deepcopy(self._engine.state)
             for front_end in self._front_ends:
                 front_end.say(self._state)
-        return CallResult(order.call_id, self._engine.stats(), result, error)
+        return CallResult(call_id, self._engine.stats(), result, error)
 
     def _leave(self, front_end: FrontEnd) -> None:
         self._front_ends.discard(front_end)
         front_end.close(0.0)
-        self._engine.abort(front_end.engine_ids.values())
+        self._engine.abort(request_id for request_id, owner in self._owners.items() if owner is front_end)
 
     def _has_steps(self) -> bool:
         engine = self._engine
@@ -251,56 +224,34 @@ class EngineServer:
             failure = results.failures.pop()
             cause = f"{failure}\n{''.join(traceback.format_exception(failure.__cause__))[-_MOST_CHARACTERS:]}"
         reports: dict[FrontEnd, StepReport] = defaultdict(StepReport)
-        self._add_steps(reports, tokens)
         self._sort(results, reports)
         stats = self._engine.stats() if reports else {}
+        for front_end in self._front_ends:
+            front_end.num_prefill_tokens += tokens.num_prefill_tokens
         for front_end, report in reports.items():
+            report.num_prefill_tokens, front_end.num_prefill_tokens = front_end.num_prefill_tokens, 0
             report.stats = stats
             front_end.say(report)
         return cause
 
     def _sort(self, results: EngineOutputs, reports: dict[FrontEnd, StepReport]) -> None:
         """Add results to the reports of their front ends, and forget finished requests."""
-        routes = self._routes
+        owners = self._owners
         # Tokens of a request that is finished by now come before its end.
-        for engine_id, index, token_id, is_end, logprobs in results.new_tokens:
-            front_end, offset, _ = routes[engine_id]
-            reports[front_end].new_tokens.append((engine_id + offset, index, token_id, is_end, logprobs))
-        for engine_id, output in results.finished:
-            front_end, request_id = self._forget(engine_id)
+        for token in results.new_tokens:
+            reports[owners[token[0]]].new_tokens.append(token)
+        for request_id, output in results.finished:
             # The front end has the prompt.
-            output.request_id, output.prompt_token_ids = request_id, []
-            reports[front_end].finished.append((request_id, output))
-        for engine_id in results.dropped:
-            front_end, request_id = self._forget(engine_id)
-            reports[front_end].dropped.append(request_id)
+            output.prompt_token_ids = []
+            reports[owners.pop(request_id)].finished.append((request_id, output))
+        for request_id in results.dropped:
+            reports[owners.pop(request_id)].dropped.append(request_id)
         for failure in results.failures:
-            cause = portable(failure.__cause__)
             by_front_end: dict[FrontEnd, list[int]] = defaultdict(list)
-            for engine_id in failure.request_ids:
-                front_end, request_id = self._forget(engine_id)
-                by_front_end[front_end].append(request_id)
+            for request_id in failure.request_ids:
+                by_front_end[owners.pop(request_id)].append(request_id)
             for front_end, request_ids in by_front_end.items():
-                reports[front_end].failures.append((str(failure), request_ids, cause))
-
-    def _forget(self, engine_id: int) -> tuple[FrontEnd, int]:
-        """Forget a finished request; return its owner, and its id there."""
-        front_end, offset, num_outputs = self._routes[engine_id]
-        for output_id in range(engine_id, engine_id + num_outputs):
-            del self._routes[output_id]
-        del front_end.engine_ids[engine_id + offset]
-        return front_end, engine_id + offset
-
-    def _add_steps(self, reports: dict[FrontEnd, StepReport], tokens: NewTokens) -> None:
-        """Give all tokens of a step to the front ends that want them."""
-        for front_end in self._front_ends:
-            if front_end.wants_steps:
-                own = NewTokens(tokens.num_prefill_tokens)
-                for seq_ids, token_ids, dropped in tokens.sampled:
-                    found = [(i, self._routes.get(seq_id)) for i, seq_id in enumerate(seq_ids) if seq_id not in dropped]
-                    rows = {i: seq_ids[i] + r.offset for i, r in found if r is not None and r.front_end is front_end}
-                    own.sampled.append((list(rows.values()), token_ids[list(rows)], set()))
-                reports[front_end].steps.append(own)
+                reports[front_end].failures.append(StepError(str(failure), request_ids, failure.__cause__))
 
 
 def run_engine(descriptor: int, parent: int) -> None:
@@ -321,10 +272,9 @@ def run_engine(descriptor: int, parent: int) -> None:
         mistake = portable(error) if isinstance(error, ValueError) else None
         control.send(mistake or traceback.format_exc()[-_MOST_CHARACTERS:])
         return
-    engine, dtype = model.engine, str(model.dtype).removeprefix("torch.")
+    engine = model.engine
     assert isinstance(engine, LLMEngine)
-    info = EngineInfo(engine.limits, config.max_num_running, str(model.device), dtype, model.device_name)
-    server = EngineServer(engine, info, model.files.constraints)
+    server = EngineServer(engine, model.device, model.files.constraints)
     threading.Thread(target=_obey, args=(control, server), name="nanovllm-control", daemon=True).start()
     control.send(None)
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -25,7 +25,6 @@ from nanovllm.engine.request import Request
 from nanovllm.outputs import CompletionOutput, RequestOutput, StepError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.input_processor import InputProcessor, of_prompt, parse_prompt
-from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.interrupt import deferred_signals
 
@@ -131,30 +130,13 @@ class ReadAhead(Generic[T, U]):
         self._chunks.put(chunk)
 
 
-def failed_output(
-    request_id: int, error: Exception, prompt: str | None, prompt_token_ids: array[int] | None = None
-) -> RequestOutput:
-    """Return the output of a failed request."""
-    item = CompletionOutput(0, "", [], finish_reason="error")
-    # The field takes an array as well.
-    tokens: Any = [] if prompt_token_ids is None else prompt_token_ids
-    return RequestOutput(request_id, prompt, tokens, [item], True, error=str(error))
-
-
-@dataclass(frozen=True)
-class RefusedPrompt:
-    """A prompt that cannot be served: its index, its source, and the reason; see `RequestState`."""
+@dataclass(slots=True)
+class PreparedPrompt:
+    """A prompt: its index in its call, its source, and its request, or the reason why it cannot be served."""
 
     index: int
     source: Any
-    error: ValueError
-
-    def result(self) -> RequestOutput:
-        """Return an output with the error."""
-        return failed_output(-1, self.error, self.source if isinstance(self.source, str) else None)
-
-
-PreparedPrompt = RequestState | RefusedPrompt
+    request: Request | ValueError
 
 
 class Job:
@@ -165,13 +147,13 @@ class Job:
     """
 
     def __init__(
-        self, processor: InputProcessor, output_processor: OutputProcessor, prompts: Any,
-        params: SamplingParams | Sequence[SamplingParams] | None, priority: Sequence[int] | None = None,
+        self, processor: InputProcessor, prompts: Any, params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None = None,
         *, schedule: Schedule = "prefix", template: Callable[[Any], str] | None = None, pooling: str | None = None,
     ) -> None:  # fmt: skip
         if schedule not in ("prefix", "arrival"):
             raise ValueError(f"schedule must be 'prefix' or 'arrival', not {schedule!r:.80}")
-        self._processor, self._output_processor = processor, output_processor
+        self._processor = processor
         self._schedule = schedule
         self._template, self._pooling = template, pooling
         self._prompts: list[Any] | Iterable[Any] = as_prompts(prompts)
@@ -220,22 +202,10 @@ class Job:
             template=self._template,
             seeds=[seeds.of(first + index * num_outputs) for index, _ in items],
         )
-        prepared = [
-            prepared_prompt(request, self._output_processor, *item)
-            for item, request in zip(items, requests, strict=True)
-        ]
+        prepared = [PreparedPrompt(*item, request) for item, request in zip(items, requests, strict=True)]
         if self._sorts_requests:
             prepared.sort(key=_request_key)
         return prepared
-
-
-def prepared_prompt(
-    request: Request | ValueError, processor: OutputProcessor, index: int, source: Any
-) -> PreparedPrompt:
-    """Return a prompt as a job runs it, or the reason why it cannot be served."""
-    if isinstance(request, ValueError):
-        return RefusedPrompt(index, source, request)
-    return RequestState(request, processor, index, source)
 
 
 class Progress:
@@ -281,7 +251,7 @@ class JobRun:
     progress: Progress
     most_pending: int
     returns_errors: bool
-    # Requests that the engine does not need yet.
+    # Requests that the engine does not need yet; the source of each is its prompt.
     _ready: deque[RequestState] = field(default_factory=deque)
 
     def run(self) -> None:
@@ -292,7 +262,7 @@ class JobRun:
                 if finished:
                     # An interrupted text would look like one that cannot be decoded.
                     with deferred_signals():
-                        done: Done = [(state, self._result(state)) for state in finished]
+                        done: Done = [(state.source, self._result(state)) for state in finished]
                     self._deliver(done)
 
     def _deliver(self, done: Done) -> None:
@@ -311,16 +281,17 @@ class JobRun:
             self.client.add_pending(states, pending)
 
     def _take_chunk(self, chunk: list[PreparedPrompt]) -> None:
-        refused = [item for item in chunk if isinstance(item, RefusedPrompt)]
-        if refused and not self.returns_errors:
-            first = min(refused, key=lambda item: item.index)
-            concerns_all = all(item.error is first.error for item in refused) and len(refused) == len(chunk)
-            # An error that concerns all prompts needs no index.
-            is_general = concerns_all and (len(chunk) > 1 or first.index == 0)
-            raise first.error if is_general else of_prompt(first.index, first.error)
-        self._ready.extend(item for item in chunk if isinstance(item, RequestState))
+        refused: Done = []
+        for item in chunk:
+            if isinstance(item.request, Request):
+                self._ready.append(RequestState(item.request, self.client.processor, item))
+            elif self.returns_errors:
+                text = item.source if isinstance(item.source, str) else None
+                refused.append((item, _failed_output(-1, item.request, text)))
+        if not self.returns_errors:
+            _raise_refused(chunk)
         if refused:
-            self._deliver([(item, item.result()) for item in refused])
+            self._deliver(refused)
 
     def _result(self, state: RequestState) -> RequestOutput:
         try:
@@ -328,7 +299,26 @@ class JobRun:
         except StepError as error:
             if not self.returns_errors:
                 raise
-            return failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
+            return _failed_output(state.request_id, error, state.request.prompt, state.request.token_ids)
+
+
+def _raise_refused(chunk: list[PreparedPrompt]) -> None:
+    """Raise the error of the first prompt that cannot be served, with its index unless it concerns all prompts."""
+    errors = {item.index: item.request for item in chunk if isinstance(item.request, ValueError)}
+    if not errors:
+        return
+    first = min(errors)
+    concerns_all = all(error is errors[first] for error in errors.values()) and len(errors) == len(chunk)
+    raise errors[first] if concerns_all and (len(chunk) > 1 or first == 0) else of_prompt(first, errors[first])
+
+
+def _failed_output(
+    request_id: int, error: Exception, prompt: str | None, prompt_token_ids: array[int] | None = None
+) -> RequestOutput:
+    item = CompletionOutput(0, "", [], finish_reason="error")
+    # The field takes an array as well.
+    tokens: Any = [] if prompt_token_ids is None else prompt_token_ids
+    return RequestOutput(request_id, prompt, tokens, [item], True, error=str(error))
 
 
 def as_prompts(prompts: Any) -> Any:
@@ -366,9 +356,9 @@ def check_priorities(priority: Sequence[int] | None, count: int) -> list[int]:
 
 
 def _request_key(item: PreparedPrompt) -> tuple[int, str, bytes]:
-    if isinstance(item, RefusedPrompt):
-        return 0, "", b""
     request = item.request
+    if isinstance(request, ValueError):
+        return 0, "", b""
     return request.priority, request.cache_salt or "", request.token_ids.tobytes()
 
 

@@ -6,7 +6,7 @@ import os
 import warnings
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -14,16 +14,12 @@ from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.engine.engine import Engine
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import RequestSeeds
 from nanovllm.text.constraints import ConstraintFactory
 from nanovllm.text.tokenizer import load_tokenizer
-from nanovllm.utils.device import resolve_device, resolve_dtype
+from nanovllm.utils.device import DeviceInfo, resolve_device, resolve_dtype
 from nanovllm.utils.folder_faults import read_json
 from nanovllm.utils.host import check_swap_space
 from nanovllm.utils.hub import resolve_model
-
-if TYPE_CHECKING:
-    from nanovllm.client.replicated_engine import ReplicatedEngine
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,11 @@ def _read_tokenizer(config: Config, folder: str) -> Any:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """An engine, or replicas of it, with its model's files and metadata, of several ranks the first one's."""
+    """An engine, or replicas of it, with its model's files and its device."""
 
     engine: Engine
-    seeds: RequestSeeds
     files: ModelFiles
-    device: torch.device
-    dtype: torch.dtype
-    device_name: str
+    device: DeviceInfo
 
 
 def load_model(config: Config) -> LoadedModel:
@@ -115,7 +108,7 @@ def load_model(config: Config) -> LoadedModel:
         connections = [process.connect() for process in processes.all]
         exit_texts = [process.exit_text for process in processes.all]
         engine = ReplicatedEngine(config, connections, exit_texts, processes.exit)
-    return over_replicas(engine, files, RequestSeeds(config.seed))
+    return LoadedModel(engine, files, engine.device)
 
 
 def _load_here(config: Config) -> LoadedModel:
@@ -142,15 +135,5 @@ def _load_here(config: Config) -> LoadedModel:
         weights=runner.weights_loader(),
     )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return LoadedModel(engine, engine.seeds, files, device, dtype, _several(config.tensor_parallel_size, name))
-
-
-def over_replicas(engine: ReplicatedEngine, files: ModelFiles, seeds: RequestSeeds) -> LoadedModel:
-    """Return the model of engines in other processes; `seeds` numbers the requests of this front end."""
-    info, dtype = engine.info, getattr(torch, engine.info.dtype)
-    name = _several(engine.num_replicas, info.device_name)
-    return LoadedModel(engine, seeds, files, torch.device(info.device), dtype, name)
-
-
-def _several(count: int, name: str) -> str:
-    return name if count == 1 else f"{count} x {name}"
+    name = name if config.tensor_parallel_size == 1 else f"{config.tensor_parallel_size} x {name}"
+    return LoadedModel(engine, files, DeviceInfo(device, dtype, name))

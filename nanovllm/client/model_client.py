@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 from nanovllm.client.engine_client import EngineClient, RequestState
@@ -32,8 +33,8 @@ from nanovllm.text.chat_template import ChatTemplateOptions
 from nanovllm.text.input_processor import InputProcessor, Prompt, TokenIds
 from nanovllm.text.output_processor import OutputProcessor
 from nanovllm.utils.checks import check_bool
-from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.utils.remote import absolute_folder
+from nanovllm.weights.report import LoadedWeights
 
 if TYPE_CHECKING:
     from nanovllm.text.answers import AnswerFormat, AnswerOptions
@@ -83,13 +84,13 @@ class ModelClient(Unpicklable):
     """
 
     def __init__(self, config: Config, loaded: LoadedModel) -> None:
-        files = loaded.files
+        files, device = loaded.files, loaded.device
         self.config, self._folder = config, files.folder
-        self.device, self.dtype, self.device_name = loaded.device, loaded.dtype, loaded.device_name
+        self.device, self.dtype, self.device_name = device.device, device.dtype, device.name
         self.model_config, self.tokenizer, self.eos_token_ids = files.model_config, files.tokenizer, files.eos_token_ids
         self.limits = loaded.engine.limits
         self.input_processor = InputProcessor(
-            self.tokenizer, self.limits, files.constraints, loaded.seeds, files.model_config.has_head
+            self.tokenizer, self.limits, files.constraints, loaded.engine.seeds, files.model_config.has_head
         )
         self.output_processor = OutputProcessor(self.tokenizer)
         self.engine_client = EngineClient(loaded.engine, self.output_processor)
@@ -169,11 +170,12 @@ class ModelClient(Unpicklable):
         """
         self.require_awake()
         params = SamplingParams() if sampling_params is None else sampling_params
-        (request,) = self.input_processor.process([prompt], [params], [priority])
+        # An engine in another process tells `step` the tokens of streamed requests alone.
+        streams = not self._engine.is_in_process
+        (request,) = self.input_processor.process([prompt], [params], [priority], streams=streams)
         state = RequestState(request, self.output_processor)
         state.awaits_step = True
-        with deferred_signals():
-            self.engine_client.add(state)
+        self.engine_client.add(state)
         return state.request_id
 
     def step(self) -> StepResult:
@@ -216,16 +218,16 @@ class ModelClient(Unpicklable):
             >>> llm.load_weights([("model.norm.weight", torch.ones(256))])
             1
         """
-        loaded = self._engine.load_weights(self.checked_weights(weights, strict), strict)
+        loaded = self.load_and_report(weights, strict=strict)
         warn_of_nans(loaded.nan_names)
         return loaded.count
 
-    def checked_weights(self, weights: Weights, strict: bool) -> Any:
-        """Return weights, or the whole path of their folder, that can be loaded now; raises as `load_weights` does."""
+    def load_and_report(self, weights: Weights, *, strict: bool = False) -> LoadedWeights:
+        """Like `load_weights`, and return which tensors have NaN instead of warning."""
         check_bool("strict", strict)
-        given = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
+        given: Any = absolute_folder(os.fspath(weights)) if isinstance(weights, str | os.PathLike) else weights
         self._engine.state.require_no_requests("load_weights", self._engine.request_ids)
-        return given
+        return self._engine.load_weights(given, strict)
 
     def unload_adapter(self) -> bool:
         """Remove the adapter that `load_weights` has merged; the weights are restored bit for bit.
@@ -350,13 +352,13 @@ class ModelClient(Unpicklable):
         return _joined_usage(self._engine.call(LLMEngine.block_usage, share))
 
     def stats_history(self) -> list[StatsSample]:
-        """Return the counters since the engine began, over time; see `LLMEngine.stats_history`."""
+        """Return the counters since the engine began, over time; see `Engine.stats_history`."""
         return self._engine.stats_history()
 
     def step_histograms(self) -> StepHistograms:
         """Return histograms of step sizes, and of the times between tokens of an output."""
         merged = StepHistograms()
-        for histograms in self._engine.call(LLMEngine.histograms):
+        for histograms in self._engine.call(attrgetter("histograms")):
             merged.step_tokens.merge(histograms.step_tokens)
             merged.inter_token_seconds.merge(histograms.inter_token_seconds)
         return merged

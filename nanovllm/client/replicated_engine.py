@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
@@ -20,23 +21,24 @@ from typing import Any
 
 from typing_extensions import Unpack, override
 
-from nanovllm.client.messages import CallEngine, EngineInfo, Enqueue, Order, SendNewTokens, StepReport, Stop
+from nanovllm.client.messages import CallEngine, Enqueue, Order, StepReport
 from nanovllm.client.placement import Placement
 from nanovllm.config import Config
 from nanovllm.engine.engine import Engine, EngineOutputs, EngineState, NewTokens, T, Ts
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Abort, Request, RequestLimits, StreamedToken, check_request_ids
+from nanovllm.engine.request import Abort, Request, RequestLimits, RequestSeeds, check_request_ids
 from nanovllm.outputs import StepError
+from nanovllm.utils.device import DeviceInfo
 from nanovllm.utils.interrupt import deferred_signals
 from nanovllm.weights.report import LoadedWeights, LoadFailedError
 
 _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""
-_MOMENTARY = ("num_running", "num_waiting", "num_used_blocks", "num_free_blocks")
-_MOMENTARY_OF_SOME = (
-    "num_host_blocks", "host_bytes_per_second", "prefill_tokens_per_second", "num_used_states", "num_kept_states",
-)  # fmt: skip
-"""Counters of the present state, which a dead replica does not add to: of all engines, and of some."""
+_MOMENTARY = {
+    "num_running", "num_waiting", "num_used_blocks", "num_free_blocks", "num_host_blocks", "host_bytes_per_second",
+    "prefill_tokens_per_second", "num_used_states", "num_kept_states",
+}  # fmt: skip
+"""Counters of the present state, which are 0 once a replica is dead."""
 
 
 class Replica:
@@ -46,7 +48,8 @@ class Replica:
     go out together, with `flush`. `exit_text` returns how the process exited, once the connection is closed.
 
     Attributes:
-        info, stats, state: the engine's description of itself, and its counters and state as of its last message.
+        limits, device: the engine's.
+        stats, state: its counters and state as of its last message.
         has_ended: whether no more messages come.
     """
 
@@ -56,9 +59,10 @@ class Replica:
     ) -> None:  # fmt: skip
         self.index = index
         try:
-            self.info: EngineInfo = connection.recv()
+            first: tuple[RequestLimits, DeviceInfo] = connection.recv()
         except (EOFError, OSError):
             raise RuntimeError(exit_text()) from None
+        self.limits, self.device = first
         self.stats: dict[str, Any] = {}
         self.state = EngineState()
         self._connection = connection
@@ -105,26 +109,29 @@ class Replica:
     def _read(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                message = self._connection.recv()
-                if isinstance(message, str):
-                    self._cause = message
-                elif isinstance(message, EngineState):
-                    self.state = message
-                elif isinstance(message, StepReport):
-                    self.stats = message.stats
-                    self._receive(self, message)
-                else:
-                    self.stats = message.stats
-                    future = self._calls.pop(message.call_id)
-                    if message.error is not None:
-                        future.set_exception(message.error)
-                    else:
-                        future.set_result(message.result)
+                for message in self._connection.recv():
+                    self._take(message)
         self.has_ended = True
         with self._lock:
             self._connection.close()
         self._end_calls()
         self._receive(self, None)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, str):
+            self._cause = message
+        elif isinstance(message, EngineState):
+            self.state = message
+        elif isinstance(message, StepReport):
+            self.stats = message.stats
+            self._receive(self, message)
+        else:
+            self.stats = message.stats
+            future = self._calls.pop(message.call_id)
+            if message.error is not None:
+                future.set_exception(message.error)
+            else:
+                future.set_result(message.result)
 
     def _end_calls(self) -> None:
         while self._calls:
@@ -140,15 +147,18 @@ class ReplicatedEngine(Engine):
         connections: to the engines, from `EngineProcess.connect`.
         exit_texts: for each, returns how its process exited, once its connection is closed.
         close: ends the processes, if this engine owns them.
+        number: of this front end, among all that the engines have had; sets its requests' ids and noise apart.
     """
 
     is_in_process = False
 
     def __init__(
         self, config: Config, connections: Sequence[Connection], exit_texts: Sequence[Callable[[], str]],
-        close: Callable[[], None],
+        close: Callable[[], None], number: int = 0,
     ) -> None:  # fmt: skip
         super().__init__()
+        first = number << 40
+        self.seeds, self._request_ids = RequestSeeds(config.seed, first), count(first)
         # Messages of the replicas that are not processed yet.
         self._inbox = inbox = deque[tuple[Replica, StepReport | None]]()
         self._has_news = has_news = threading.Event()
@@ -162,26 +172,16 @@ class ReplicatedEngine(Engine):
             Replica(index, connection, receive, exit_text)
             for index, (connection, exit_text) in enumerate(zip(connections, exit_texts, strict=True))
         ]
-        self.num_replicas = len(self._replicas)
-        infos = [replica.info for replica in self._replicas]
-        self.info: EngineInfo = infos[0]
+        size, device = len(self._replicas), self._replicas[0].device
+        self.device = device if size == 1 else replace(device, name=f"{size} x {device.name}")
         # Their caches may differ a little.
-        self.limits: RequestLimits = min((info.limits for info in infos), key=lambda limits: limits.max_stored_tokens)
-        self._placement = Placement([info.max_num_running for info in infos], config.kvcache_block_size)
-        # Counters of dead replicas.
-        self._past_stats: dict[str, Any] = {}
+        self.limits = min((replica.limits for replica in self._replicas), key=lambda limits: limits.max_stored_tokens)
+        self._placement = Placement([config.max_num_running] * size, config.kvcache_block_size)
         self._close_processes = close
         self._closed_by = ""
         self._is_closed = False
-        self._request_ids = count()
         # Id of the request, by the ids of its further outputs.
         self._first_ids: dict[int, int] = {}
-        self._wants_steps = False
-        # Reported tokens of each output, and tokens that come again after a replica's death.
-        self._num_reported: Counter[tuple[int, int]] = Counter()
-        self._num_repeated: dict[tuple[int, int], int] = {}
-        # Outputs that met a stop string, at their last reported token.
-        self._stopped: set[tuple[int, int]] = set()
         # Requests come from any thread.
         self._lock = threading.RLock()
         self.call(LLMEngine.is_finished)
@@ -241,16 +241,12 @@ class ReplicatedEngine(Engine):
         self._has_news.set()
 
     @override
-    def run_step(self, wants_tokens: bool = False) -> NewTokens:
+    def run_step(self) -> NewTokens:
         with self._alone():
-            return self._step(wants_tokens)
+            return self._step()
 
-    def _step(self, wants_tokens: bool) -> NewTokens:
+    def _step(self) -> NewTokens:
         self.require_open()
-        if wants_tokens != self._wants_steps:
-            self._wants_steps = wants_tokens
-            for replica in self._replicas:
-                replica.add(SendNewTokens(wants_tokens))
         self._send_orders()
         if self._placement.requests and not (self._inbox or self.has_results):
             self._has_news.wait(_WAIT_SECONDS)
@@ -280,8 +276,7 @@ class ReplicatedEngine(Engine):
             for request_id, index in outputs:
                 holder = self._placement.holder(request_id)
                 if holder is not None:
-                    self._stopped.add((request_id, index))
-                    self._replicas[holder].add(Stop([(request_id, index)]))
+                    self._replicas[holder].add(CallEngine(None, LLMEngine.stop, ([(request_id, index)],)))
 
     @override
     def is_finished(self) -> bool:
@@ -328,9 +323,9 @@ class ReplicatedEngine(Engine):
             # A replica that has just died keeps its last counters.
             with suppress(RuntimeError):
                 self.call(LLMEngine.is_finished)
-        total = dict.fromkeys(_MOMENTARY, 0) | self._past_stats
-        for index in list(self._placement.shares):
-            add_stats(total, self._replicas[index].stats)
+        total: dict[str, Any] = {}
+        for replica in self._replicas:
+            add_stats(total, replica.stats)
         return total
 
     def __del__(self) -> None:
@@ -379,54 +374,35 @@ class ReplicatedEngine(Engine):
         request = self._placement.end(request_id)
         for index in range(request.params.n):
             self._first_ids.pop(request_id + index, None)
-            self._num_reported.pop((request_id, index), None)
-            self._num_repeated.pop((request_id, index), None)
-            self._stopped.discard((request_id, index))
         return request
 
     def _take_in(self, replica: Replica, report: StepReport, tokens: NewTokens) -> None:
         """Keep an engine's results for requests that it still has."""
         results, holder = self._results, self._placement.holder
-        results.new_tokens += self._new(report.new_tokens) if self.num_replicas > 1 else report.new_tokens
+        results.new_tokens += report.new_tokens
+        tokens.streamed += report.new_tokens
+        tokens.num_prefill_tokens += report.num_prefill_tokens
         for request_id, output in report.finished:
             if holder(request_id) == replica.index:
                 # The field accepts an array as well.
                 token_ids: Any = self._end(request_id).token_ids
                 output.prompt_token_ids = token_ids
                 results.finished.append((request_id, output))
-        for message, request_ids, cause in report.failures:
-            failed = [request_id for request_id in request_ids if holder(request_id) == replica.index]
+        for failure in report.failures:
+            failed = [request_id for request_id in failure.request_ids if holder(request_id) == replica.index]
             for request_id in failed:
                 self._end(request_id)
             if failed:
-                results.fail(StepError(message, failed, cause))
-        for step in report.steps:
-            tokens.num_prefill_tokens += step.num_prefill_tokens
-            tokens.sampled += step.sampled
-
-    def _new(self, tokens: list[StreamedToken]) -> Iterator[StreamedToken]:
-        """Yield the tokens that a dead engine has not already reported."""
-        for token in tokens:
-            key = token[:2]
-            if self._num_repeated.get(key, 0) > 0:
-                self._num_repeated[key] -= 1
-                if not self._num_repeated[key] and key in self._stopped:
-                    self.stop([key])
-            elif token[0] in self._placement.requests:
-                self._num_reported[key] += 1
-                yield token
+                results.fail(StepError(str(failure), failed, failure.__cause__))
 
     def _lose(self, replica: Replica) -> None:
         """Give a dead engine's unfinished work to the others; if there are no others, everything fails."""
         if replica.index not in self._placement.shares:
             return
         again = self._placement.lose(replica.index)
-        momentary = {*_MOMENTARY, *_MOMENTARY_OF_SOME}
-        add_stats(self._past_stats, {name: n for name, n in replica.stats.items() if name not in momentary})
+        replica.stats |= dict.fromkeys(_MOMENTARY & replica.stats.keys(), 0)
         cause = replica.exit_text()
         if self._placement.shares:
-            repeated = set(again)
-            self._num_repeated.update({key: n for key, n in self._num_reported.items() if key[0] in repeated})
             warnings.warn(f"{cause}; its {len(again)} requests run again on the others", stacklevel=3)
             return
         self._closed_by = cause

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import numpy as np
 
@@ -96,20 +96,18 @@ class _Step:
 
 
 class TracedRunner:
-    """A runner whose steps are recorded, and the requests in them; see `Runner`."""
+    """A runner whose steps are recorded, and the requests in them; all else is the `runner`'s, see `Runner`."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self.runner = runner
-        self.pipeline_depth = runner.pipeline_depth
-        self.num_kvcache_blocks = runner.num_kvcache_blocks
-        self.num_drafts, self.draft_costs = runner.num_drafts, runner.draft_costs
-        self.cache_kinds = runner.cache_kinds
-        self.host_memory = runner.host_memory
         self._scheduler = scheduler
         self._num_preemptions = scheduler.stats.num_preemptions
         self._steps: list[_Step] = []
         self._seqs = {seq.seq_id: seq for seq in list(scheduler.sequences)}
         self._began = time.monotonic()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
 
     def forward(self, batch: ScheduledBatch) -> _Step:
         """Record a step being launched, and the requests that arrived since the previous one."""
@@ -138,14 +136,6 @@ class TracedRunner:
         step.handle = self.runner.sample(step.inner, masks)
         step.launched = time.monotonic()
         return step
-
-    def synchronize(self) -> None:
-        """Wait for all launched work."""
-        self.runner.synchronize()
-
-    def exit(self) -> None:
-        """Close the traced runner."""
-        self.runner.exit()
 
     def write(self, file: IO[str]) -> None:
         """Write the recording as JSON."""
@@ -213,7 +203,7 @@ def trace_engine(engine: LLMEngine, file: str | os.PathLike[str]) -> Iterator[No
         raise ValueError("the engine is traced already, by a trace that has not ended")
     traced = TracedRunner(runner, engine.scheduler)
     with open(file, "w", encoding="utf-8") as opened:
-        engine.replace_runner(traced)
+        engine.replace_runner(cast("Runner", traced))
         try:
             yield
         finally:

@@ -18,7 +18,7 @@ from weakref import WeakSet
 import numpy as np
 from typing_extensions import TypeVarTuple, Unpack
 
-from nanovllm.engine.request import Request, RequestLimits, StreamedToken
+from nanovllm.engine.request import Request, RequestLimits, RequestSeeds, StreamedToken
 from nanovllm.engine.stats import StatsHistory, StatsSample
 from nanovllm.outputs import RequestOutput, StepError, StepResult
 from nanovllm.weights.report import LoadedWeights, MissingWeights
@@ -81,6 +81,8 @@ class NewTokens:
     num_prefill_tokens: int = 0
     # The ids of sequences, a token for each, and the ids whose token was dropped.
     sampled: list[tuple[list[int], np.ndarray, set[int]]] = field(default_factory=list)
+    # The same of an engine in another process, which tells only tokens of requests that report theirs.
+    streamed: list[StreamedToken] = field(default_factory=list)
 
 
 @dataclass
@@ -125,6 +127,8 @@ class EngineOutputs:
             for seq_id, token_id in zip(seq_ids, token_ids.tolist(), strict=True):
                 if seq_id not in dropped:
                     new.setdefault(seq_id, []).append(token_id)
+        for request_id, index, _, token_id, *_ in (token for step in steps for token in step.streamed):
+            new.setdefault(request_id + index, []).append(token_id)
         return StepResult(finished, new, sum(s.num_prefill_tokens for s in steps), sum(map(len, new.values())))
 
 
@@ -152,6 +156,8 @@ class Engine(Unpicklable, ABC):
     # Whether it runs in this process, and accepts values that do not pickle.
     is_in_process: ClassVar[bool]
     limits: RequestLimits
+    # Numbers the requests of this process.
+    seeds: RequestSeeds
 
     def __init__(self) -> None:
         self._pid = os.getpid()
@@ -279,8 +285,8 @@ class Engine(Unpicklable, ABC):
         """End outputs, by request and index, whose text reached a stop string; finished ones are ignored."""
 
     @abstractmethod
-    def run_step(self, wants_tokens: bool = False) -> NewTokens:
-        """Run a step, or wait for one; return its tokens if `wants_tokens`. Its results are kept, and signals wait."""
+    def run_step(self) -> NewTokens:
+        """Run a step, or wait for one, and return its tokens. Its results are kept, and signals wait."""
 
     @abstractmethod
     def take_results(self) -> EngineOutputs:

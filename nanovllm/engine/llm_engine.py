@@ -111,7 +111,7 @@ class LLMEngine(Engine):
             num_layers=num_layers,
         )
         self.seeds = RequestSeeds(config.seed)
-        self._request_ids = count()
+        self._request_ids, self._arrivals = count(), count()
         self._in_flight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         # Unfinished requests, by the id of each of their sequences.
         self._groups: dict[int, SequenceGroup] = {}
@@ -119,7 +119,7 @@ class LLMEngine(Engine):
         self._make_constraint = make_constraint
         # Tokens of the steps that the last `run_step` collected.
         self._step_tokens = NewTokens()
-        self._histograms = StepHistograms()
+        self.histograms = StepHistograms()
 
     def add_request(
         self, prompt: list[int] | array[int], sampling_params: SamplingParams | None = None, priority: int = 0
@@ -134,19 +134,22 @@ class LLMEngine(Engine):
         return self.enqueue(Request(token_ids, params, priority=priority, seed=seed))
 
     @override
-    def enqueue(self, request: Request) -> int:
+    def enqueue(self, request: Request, request_id: int | None = None) -> int:
+        # An id that the caller has chosen is free, and so are the `n - 1` after it, of further outputs.
         self.require_open()
         params = request.params
         make = self._make_constraint if request.is_constrained else lambda _: None
         constraints = [make(request) for _ in range(params.n)]
         seed = request.seed if params.seed is None else params.seed
+        ids = self._request_ids if request_id is None else count(request_id)
         group = SequenceGroup(
-            Sequence(next(self._request_ids), request, (seed + index * GOLDEN_RATIO_64) % 2**64, index, constraint)
+            Sequence(next(ids), request, (seed + index * GOLDEN_RATIO_64) % 2**64, index, constraint)
             for index, constraint in enumerate(constraints)
         )
         most_tokens = len(request.token_ids) + self.limits.max_tokens(len(request.token_ids), params)
         for seq in group:
             seq.most_tokens, seq.request_id, seq.siblings = most_tokens, group.request_id, group if params.n > 1 else ()
+            seq.sort_key = request.priority, next(self._arrivals)
         self._groups.update({seq.seq_id: group for seq in group})
         self._inbox.extend(group)
         return group.request_id
@@ -176,7 +179,7 @@ class LLMEngine(Engine):
             return self._results.take_step(tokens)
 
     @override
-    def run_step(self, wants_tokens: bool = False) -> NewTokens:
+    def run_step(self) -> NewTokens:
         # A signal within a step would leave the scheduler's state inconsistent.
         with deferred_signals():
             # Calls that wait for the gap between two steps come first.
@@ -257,7 +260,7 @@ class LLMEngine(Engine):
                 return False
             changes = self.scheduler.postprocess(batch, output)
             num_tokens = batch.num_chunk_tokens + len(output.token_ids)
-            self._histograms.observe(num_tokens, len(batch.rows), time.monotonic())
+            self.histograms.observe(num_tokens, len(batch.rows), time.monotonic())
             self._step_tokens.sampled.append((changes.seq_ids, changes.token_ids, changes.dropped))
             self._results.new_tokens += changes.new_tokens
             for seq, cause in changes.failed:
@@ -352,10 +355,6 @@ class LLMEngine(Engine):
     @override
     def stats(self, *, now: bool = False) -> dict[str, int]:
         return self.scheduler.counters()
-
-    def histograms(self) -> StepHistograms:
-        """Return the histograms of steps so far."""
-        return self._histograms
 
     def block_usage(self, most_cells: int) -> BlockUsage:
         """Return the state of the cache's blocks, in at most `most_cells` cells."""

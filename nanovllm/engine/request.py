@@ -83,9 +83,10 @@ class Request:
         return Request, tuple(getattr(self, field) for field in self.__slots__)
 
 
-StreamedToken = tuple[int, int, int, bool, bytes]
-"""A token of a request that `reports_tokens`: the request's id, the index of the output in it, the token, whether it is
-EOS or a stop token, and its record of log-probabilities, see `nanovllm.outputs`, empty unless asked for.
+StreamedToken = tuple[int, int, int, int, bool, bytes]
+"""A token of a request that `reports_tokens`: the request's id, the index of the output in it, the token's position
+there, the token, whether it is EOS or a stop token, and its record of log-probabilities, see `nanovllm.outputs`, empty
+unless asked for.
 """
 
 

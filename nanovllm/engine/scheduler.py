@@ -406,9 +406,10 @@ class Scheduler:
             seq.constraint.accept(token_id)
         if seq.request.reports_tokens:
             wants_record = seq.record_bytes and seq.request.is_streamed
-            start = (len(seq.token_ids) - seq.num_prompt_tokens - 1) * seq.record_bytes
+            position = len(seq.token_ids) - seq.num_prompt_tokens - 1
+            start = position * seq.record_bytes
             record = bytes(seq.logprobs[start : start + seq.record_bytes]) if wants_record else b""
-            changes.new_tokens.append((seq.request_id, seq.index, token_id, is_end, record))
+            changes.new_tokens.append((seq.request_id, seq.index, position, token_id, is_end, record))
         return is_end
 
     def finish(self, seq: Sequence, reason: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -65,8 +66,7 @@ class ProcessorConfig:
     def __post_init__(self) -> None:
         # Raise errors here instead of in an actor.
         _params(self.sampling_params)
-        settings = {name: value for name, value in self.engine_kwargs.items() if name != "max_pending_requests"}
-        engine = Config(self.model_source, **settings)
+        engine = Config(self.model_source, **self.engine_kwargs)
         max_num_seqs = engine.data_parallel_size * engine.max_num_seqs
         most = int(1.25 * max_num_seqs)
         size, in_flight = self.batch_size, self.max_concurrent_batches
@@ -107,9 +107,8 @@ class EngineActor:
         from nanovllm.client.async_llm import AsyncLLM  # noqa: PLC0415 (imports torch)
 
         self._config = config
-        self._llm = AsyncLLM(config.model_source, **{"max_pending_requests": config.max_rows, **config.engine_kwargs})
-        # Ray may put rows of several blocks into a task, and thus exceed `max_rows`.
-        self._free = asyncio.Semaphore(self._llm.max_pending_requests)
+        # Ray may put rows of several blocks into a task, and thus exceed `max_rows`: they wait in the engine.
+        self._llm = AsyncLLM(config.model_source, max_pending_requests=sys.maxsize, **config.engine_kwargs)
         self._running = set[Any]()
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -122,8 +121,7 @@ class EngineActor:
 
     async def _answer(self, row: Row) -> Row:
         try:
-            async with self._free:
-                return {**row, **await self._generate(row), "__inference_error__": ""}
+            return {**row, **await self._generate(row), "__inference_error__": ""}
         except (ValueError, RuntimeError) as error:
             if self._llm.errored:
                 # Ray restarts an actor whose process dies, but would keep sending batches to one that raises.

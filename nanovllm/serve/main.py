@@ -35,7 +35,6 @@ from types import FrameType
 
 from nanovllm.client.engine_process import EngineProcesses
 from nanovllm.config import Config
-from nanovllm.engine.request import RequestSeeds
 from nanovllm.serve.logs import log_config
 from nanovllm.serve.settings import ServerCounts, ServeSettings, SharedServer
 from nanovllm.utils.display import install_hint
@@ -190,7 +189,7 @@ class FrontEnds:
 
     def _connect(self, front_end: FrontEndProcess) -> None:
         """Connect a front end, which may have exited meanwhile, to each live engine."""
-        engines = [engine for engine in self._engines.all if not engine.has_ended()]
+        engines = [engine for engine in self._engines.all if engine.exit_code is None]
         with suppress(OSError):
             front_end.control.send([engine.index for engine in engines])
             for engine in engines:
@@ -219,7 +218,7 @@ class FrontEnds:
         deadline, is_announced = time.monotonic() + _START_SECONDS, False
         while self._signal is None:
             for engine in self._engines.all:
-                if engine.has_ended() and engine.index not in self._ended_engines:
+                if engine.exit_code is not None and engine.index not in self._ended_engines:
                     self._report_end(engine.index, engine.exit_text())
             is_lost = len(self._ended_engines) == len(self._engines.all)
             if is_lost and self._settings.exit_when_engine_fails:
@@ -311,7 +310,7 @@ def run_front_end(descriptor: int, parent: int) -> None:
 def _answer(config: Config, settings: ServeSettings, shared: SharedServer, control: Connection) -> int:
     """Start while the engines load, then serve; return the exit code."""
     # These import torch and Prometheus' client.
-    from nanovllm.client.loading import over_replicas, read_model_files  # noqa: PLC0415
+    from nanovllm.client.loading import LoadedModel, read_model_files  # noqa: PLC0415
     from nanovllm.client.model_client import ModelClient  # noqa: PLC0415
     from nanovllm.client.replicated_engine import ReplicatedEngine  # noqa: PLC0415
     from nanovllm.serve.app import run_server  # noqa: PLC0415
@@ -326,10 +325,8 @@ def _answer(config: Config, settings: ServeSettings, shared: SharedServer, contr
         # The engines failed to start, which the supervisor reports.
         return 1
     causes = EngineCauses(control)
-    # Requests without a seed get different noise on each front end.
-    seeds = RequestSeeds(config.seed, first=shared.number << 40)
     exit_texts = [partial(causes.text, index) for index in engines]
-    engine = ReplicatedEngine(config, connections, exit_texts, lambda: None)
-    llm = ModelClient(config, over_replicas(engine, reading.result(), seeds))
+    engine = ReplicatedEngine(config, connections, exit_texts, lambda: None, number=shared.number)
+    llm = ModelClient(config, LoadedModel(engine, reading.result(), engine.device))
     max_connections = raise_descriptor_limit(settings.max_connections)
     return run_server(llm, settings, max_connections, shared, partial(control.send, True))

@@ -119,7 +119,8 @@ class InputProcessor:
                 a `cache_salt`; or conversations, which `template` renders.
             params, priorities: of each prompt.
             streams: whether outputs are streamed.
-            pooling: see `process_pooling`.
+            pooling: asks for hidden states of prompts: "last" the last token's, "mean" the mean of all; see
+                `pooling_params`.
             template: renders conversations.
             add_special_tokens: whether texts get the tokenizer's special tokens, such as BOS; None: unless a template
                 made them.
@@ -163,13 +164,6 @@ class InputProcessor:
             )
             found.append(request)
         return found
-
-    def process_pooling(
-        self, prompts: list[Any], pooling: Pooling, priority: int = 0, *, streams: bool = False
-    ) -> list[Request]:
-        """Return requests for the hidden states of prompts: the last token's, or the "mean" of all; see `process`."""
-        params, priorities = [pooling_params(pooling)] * len(prompts), [priority] * len(prompts)
-        return good_items(self.process_each(prompts, params, priorities, streams=streams, pooling=pooling))
 
     def _check(self, param: Any) -> CheckedParams | ValueError:
         try:

@@ -147,19 +147,21 @@ class OutputState:
         # Stop strings that end before this position precede `min_tokens`.
         self._checked = 0
 
-    def append(self, token_id: int, is_end: bool, logprobs: bytes) -> bool:
-        """Add a token, and return whether it completes a stop string. See `StreamedToken`."""
+    def append(self, position: int, token_id: int, is_end: bool, logprobs: bytes) -> bool:
+        """Add a token, and return whether the text has reached a stop string by then. See `StreamedToken`.
+
+        A token that is there already comes from an engine that runs the request again.
+        """
         with self._lock:
-            if self.stop_string is not None:
-                return False
-            self.num_tokens += 1
-            self._token_ids.append(token_id)
-            self._ends = is_end
-            if logprobs:
-                self._logprobs += logprobs
-            if self._stop:
-                self._decode([token_id], is_end)
-            return self.stop_string is not None
+            if self.stop_string is None and position == self.num_tokens:
+                self.num_tokens += 1
+                self._token_ids.append(token_id)
+                self._ends = is_end
+                if logprobs:
+                    self._logprobs += logprobs
+                if self._stop:
+                    self._decode([token_id], is_end)
+            return self.stop_string is not None and position + 1 >= self.num_tokens
 
     def take(self, final: bool) -> OutputDelta:
         """Return the text and tokens not returned yet. `final`: no token follows."""

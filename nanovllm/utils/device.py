@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The device of an engine, of several ranks the first's, with the dtype of weights and KV cache there."""
+
+    device: torch.device
+    dtype: torch.dtype
+    name: str
 
 
 def resolve_device(name: str, rank: int = 0, size: int = 1) -> torch.device:

@@ -142,7 +142,7 @@ def test_requests_name_the_model_as_the_server_or_as_its_command_does() -> None:
 
 def test_a_body_is_in_utf_8() -> None:
     assert parse_json('\ufeff{"a": 1}'.encode()) == {"a": 1}
-    with pytest.raises(ApiError, match="not in UTF-8"):
+    with pytest.raises(ApiError, match="cannot be read as JSON"):
         parse_json('{"a": 1}'.encode("utf-16"))
 
 

@@ -101,7 +101,15 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         log_refusal(request.scope, found)
         return error_response(found, request.scope)
 
-    expected = RequestValidationError, HTTPException, ClientDisconnect, ApiError, ValueError, RuntimeError
+    expected = (
+        RequestValidationError,
+        HTTPException,
+        ClientDisconnect,
+        ApiError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    )
     for kind in (*expected, Exception):
         app.add_exception_handler(kind, handle)
 

@@ -331,7 +331,7 @@ def test_logs_say_what_happened(open_server: ServerProcess) -> None:
     for expected_line in (
         r"INFO nanovllm\.serve\.main \[-\] loading .*qwen3-tiny",
         r"INFO nanovllm\.serve\.(app|main) \[-\] serving qwen3-tiny at http://127.*",
-        r"INFO nanovllm\.serve\.service \[a-1\] 1 prompts, at most 1 tokens: SamplingParams\(.*max_tokens=2.*",
+        r"INFO nanovllm\.serve\.service \[a-1\] a prompt of 1 tokens: SamplingParams\(.*max_tokens=2.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompt tokens, ended: \['length'\], .*",
         r'INFO uvicorn\.access \[a-1\] 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1.1" 200',
         r"WARNING nanovllm\.serve\.logs \[[0-9a-f]{32}\] GET - from .*: 404 not_found_error",

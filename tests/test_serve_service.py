@@ -21,6 +21,7 @@ pytest.importorskip("uvicorn")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.client import async_llm
 from nanovllm.config import Config
 from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.stats import StepHistograms
@@ -338,7 +339,7 @@ def test_ranks_are_those_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=50, **settings)
 
     async def check(by: RankBy) -> None:
-        monkeypatch.setattr(service, "rank_method", lambda *_: by)
+        monkeypatch.setattr(async_llm, "rank_method", lambda *_: by)
         body = RerankBody.model_validate({"query": query, "documents": documents})
         results = json.loads(bytes((await rank(body, make_service(llm))).body))["results"]
         found = [(item.index, item.score) for item in await llm.rank(query, documents, by=by)]

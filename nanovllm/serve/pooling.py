@@ -16,7 +16,7 @@ from nanovllm.outputs import RequestOutput
 from nanovllm.serve.errors import ERRORS, JsonResponse
 from nanovllm.serve.protocol import Body, IsObject, Prompts, Text, TextOrTexts, one_of, prompt_list
 from nanovllm.serve.service import ServiceDep, make_router
-from nanovllm.tasks.ranking import ranked
+from nanovllm.tasks import ranking
 
 router = make_router(prompt=["input"], prompts=["input"])
 
@@ -138,10 +138,11 @@ async def embeddings(body: EmbeddingBody, service: ServiceDep) -> Response:
     size = service.llm.llm.model_config.hidden_size
     if body.dimensions not in (None, size):
         raise ValueError(f"dimensions={body.dimensions}: this model's embeddings have {size}")
-    vectors, outputs = await service.embed(prompt_list(body.input), body.pooling, body.priority)
+    priority = service.priority(body.priority)
+    outputs = await service.llm.pool(prompt_list(body.input), body.pooling, priority=priority)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
+        for index, vector in enumerate(ranking.embeddings(outputs, size))
     ]
     return JsonResponse({"object": "list", "data": data, "model": service.model, "usage": _usage(outputs)})
 
@@ -160,7 +161,8 @@ async def scores(body: ScoreBody, service: ServiceDep) -> Response:
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise ValueError(f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one or equally many")
-    found, outputs = await service.relevance(first, second, body.pooling, body.priority)
+    priority = service.priority(body.priority)
+    found, outputs = await service.llm.relevance(first, second, pooling=body.pooling, priority=priority)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(found)]
     head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": service.model}
     return JsonResponse({**head, "data": data, "usage": _usage(outputs)})
@@ -173,14 +175,15 @@ async def rank(body: RerankBody, service: ServiceDep) -> Response:
     """Return documents by descending relevance to a query, with their index in the request."""
     service.check_model(body.model)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    found, outputs = await service.relevance([body.query], texts, body.pooling, body.priority)
+    priority = service.priority(body.priority)
+    found, outputs = await service.llm.relevance([body.query], texts, pooling=body.pooling, priority=priority)
     results = [
         {
             "index": item.index,
             "document": {"text": item.document} if body.return_documents else None,
             "relevance_score": item.score,
         }
-        for item in ranked(found, texts, body.top_n or None)
+        for item in ranking.ranked(found, texts, body.top_n or None)
     ]
     head = {"id": f"rerank-{uuid4().hex}", "model": service.model}
     return JsonResponse({**head, "results": results, "usage": _usage(outputs)})

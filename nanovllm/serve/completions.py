@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -49,12 +48,6 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     if not _shows_output(body):
         body = body.model_copy(update={"max_tokens": 1})
     params = service.sampling_params(body)
-    num_answers = body.n or 1
-    if body.best_of is not None and body.best_of != num_answers:
-        if body.best_of < num_answers or body.stream:
-            raise ValueError(f"best_of={body.best_of} must be at least n, and cannot be streamed")
-        # The best ones are selected by log-probability.
-        params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise ValueError("echo with logprobs cannot be streamed")
@@ -85,8 +78,8 @@ class CompletionAnswer(Answer):
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = []
         for i, output in enumerate(outputs):
-            for j, choice in enumerate(self._best(output)):
-                item = self._choice(i * self._num_answers + j, output, choice)
+            for choice in output.outputs:
+                item = self._choice(i * self._num_answers + choice.index, output, choice)
                 if self._echo and item["logprobs"] is not None:
                     item["logprobs"] = _joined(self._prompt_logprobs(output), item["logprobs"])
                 if self._shows_prompt_logprobs:
@@ -97,15 +90,6 @@ class CompletionAnswer(Answer):
     def _new_chunks(self, index: int, output: RequestOutput) -> Iterator[dict[str, Any]]:
         for choice in output.outputs:
             yield self._chunk([self._choice(index * self._num_answers + choice.index, output, choice)])
-
-    def _best(self, output: RequestOutput) -> list[CompletionOutput]:
-        def mean_logprob(choice: CompletionOutput) -> float:
-            return (choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
-
-        if len(output.outputs) <= self._num_answers:
-            return output.outputs
-        # As in OpenAI's API.
-        return sorted(output.outputs, key=mean_logprob, reverse=True)[: self._num_answers]
 
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
         """Return the new part of a choice; the first part includes an echoed prompt."""

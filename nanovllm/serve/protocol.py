@@ -317,12 +317,18 @@ class CompletionBody(SamplingBody):
     """A request to complete prompts: texts or token ids."""
 
     prompt: Prompts
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     # Not supported.
+    best_of: int | None = None
     suffix: Literal[""] | None = None
     prompt_embeds: None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise _invalid("best_of", f"must be n={self.n or 1}, if given, not {self.best_of}")
+        return self
 
 
 class TokenizeBody(Body):

@@ -21,7 +21,7 @@ from nanovllm.text.grammar_trials import GrammarError
 
 # OpenAI's codes and our names in the metrics, by status.
 _CODES = {
-    401: "invalid_api_key", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large", 414: "uri_too_long",
+    401: "invalid_api_key", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large",
     429: "rate_limit_exceeded", 500: "internal_error", 503: "service_unavailable",
 }  # fmt: skip
 _KINDS = {

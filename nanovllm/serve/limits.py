@@ -34,8 +34,6 @@ from nanovllm.serve.settings import Counted, ServerCounts, ServeSettings
 _logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 128 * 2**10
-_MAX_URL_BYTES = 2**16 - 1
-"""Maximum length of a URL, the URL parser's limit."""
 _CHUNK_BYTES = 32
 """Bytes allowed around a body chunk's data; extensions and trailers count as bytes of a head."""
 _LINGER_SECONDS = 1.0
@@ -144,12 +142,6 @@ class Connection(HttpToolsProtocol):
             # This stops the parser; the previous request still gets its answer.
             raise ApiError(400, "a request came before the answer to the one before it")
         super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """Receive a part of the URL."""
-        super().on_url(url)
-        if len(self.url) > _MAX_URL_BYTES:
-            raise ApiError(414, f"the request's URL is over {_MAX_URL_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
         """Pass a request to the application."""

@@ -444,7 +444,7 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"messages": []}, "invalid_value", "messages", "messages"),
     ({"messages": [{"content": "a"}]}, "missing_required_parameter", "messages[0].role", "messages[0].role"),
     ({"messages": LONG}, "context_length_exceeded", "messages", "this model's maximum context length is 512 tokens; "),
-    ({"stop": 1}, "invalid_type", "stop", "a string or a list of strings, not 1"),
+    ({"stop": 1}, "invalid_type", "stop", "a valid string or a valid list, not 1"),
     ({"stop": ["a"] * 65}, "invalid_value", "stop", "at most 64 items"),
     ({"functions": [{"name": "f"}]}, "invalid_value", "functions", "functions"),
     ({"extra_body": {"use_beam_search": True}}, "invalid_value", "use_beam_search", "use_beam_search"),
@@ -466,7 +466,7 @@ BAD: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"tool_choice": {"type": "function", "function": {}}}, "missing_required_parameter", "tool_choice.function.name",
      "required"),
     ({"messages": [{"role": "user", "content": [5]}]}, "invalid_type", "messages[0].content[0]",
-     "a string or an object"),
+     "a valid string or an object"),
     ({"tools": [{"type": "function", "function": {}}]}, "missing_required_parameter", "tools[0].function.name", "name"),
 ]  # fmt: skip
 

@@ -116,7 +116,7 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
 
 def _answered(error: Exception, scope: Scope, service: Service) -> ApiError:
     if isinstance(error, RequestValidationError):
-        return validation_error(error.errors()[0], error.body)
+        return validation_error(error.errors(), error.body)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     found = api_error(error, scope)

@@ -192,25 +192,39 @@ def _sentence(text: str) -> str:
     return first if is_whole else f"{first.removesuffix(':')}: {others[-1]}"
 
 
-def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
+def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """Return the answer to a malformed request.
 
-    `first`: pydantic's first error for the parsed `body`; its `loc` begins with a part of the request: "body", "query".
+    `errors`: pydantic's for the parsed `body`; a `loc` begins with a part of the request: "body", "query".
     """
+    # Each form that a field may have has an error of its own: those that got farthest are about what was meant.
+    field_errors = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    farthest = max(map(_progress, field_errors))
+    first, *others = (error for error in field_errors if _progress(error) == farthest)
     kind, is_missing = first["type"], first["type"] == "missing"
     place = _place(first["loc"], body, is_missing=is_missing)
     if not place and kind != "value_error":
         # FastAPI treats the body as text if its content type is not JSON.
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
-    problem, given = first["msg"].removeprefix("Value error, "), first.get("input")
-    if kind in ("dict_type", "model_type", "model_attributes_type"):
-        problem = "Input should be an object"
+    problems, given = dict.fromkeys(map(_problem, [first, *others])), first.get("input")
+    problem = " or ".join(problems).replace(" or Input should be", " or")
     if isinstance(given, (bool, int, float)):
         problem += f", not {json.dumps(given):.40}"
     is_type = kind.endswith(("_type", "_parsing"))
     code = "missing_required_parameter" if is_missing else "invalid_type" if is_type else "invalid_value"
     return ApiError(400, f"{place or 'body'}: {problem}", place or None, code=code)
+
+
+def _progress(error: Mapping[str, Any]) -> tuple[bool, list[int], int]:
+    """Return how far validation got before an error: over the type, to which place in lists, and how deep."""
+    places = [part for part in error["loc"] if isinstance(part, int)]
+    return not error["type"].endswith("_type"), places, len(error["loc"])
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    is_object = error["type"] in ("dict_type", "model_type", "model_attributes_type")
+    return "Input should be an object" if is_object else str(error["msg"]).removeprefix("Value error, ")
 
 
 def _place(loc: Sequence[int | str], body: Any, *, is_missing: bool) -> str:

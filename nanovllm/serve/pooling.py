@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from nanovllm.outputs import RequestOutput
 from nanovllm.serve.errors import ERRORS, JsonResponse
-from nanovllm.serve.protocol import Body, IsObject, Prompts, Text, TextOrTexts, one_of, prompt_list
+from nanovllm.serve.protocol import Body, Prompts, TextOrTexts, prompt_list
 from nanovllm.serve.service import ServiceDep, make_router
 from nanovllm.tasks import ranking
 
@@ -53,14 +53,11 @@ class RerankDocument(BaseModel):
     text: str
 
 
-_Document = Annotated[Text | Annotated[RerankDocument, IsObject], one_of("a string or an object with a text")]
-
-
 class RerankBody(PoolingBody):
     """A request to rank documents by relevance to a query; `top_n`: number to return, all if None or 0."""
 
     query: str
-    documents: Annotated[list[_Document], Field(min_length=1, max_length=1023, fail_fast=True)]
+    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=1023, fail_fast=True)]
     top_n: int | None = Field(None, ge=0)
     return_documents: bool = True
 

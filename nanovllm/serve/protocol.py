@@ -7,11 +7,10 @@ vLLM's APIs may have a neutral value. Other fields are ignored and logged once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from nanovllm.serve.errors import ApiError, validation_error
@@ -25,49 +24,22 @@ _MOST_FIELDS, _MOST_IDS, _MOST_STOPS, _MOST_TOKENS = 128, 4096, 64, 2**20
 _MOST_LOGGED, _LONGEST_NAME = 256, 80
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 """Maps vLLM's retired fields to the fields of `structured_outputs` that replace them."""
-# The value's type selects the form by which a field is validated, so that the error is about that form.
 # Validation of a list stops at the first error: an error for each of a million entries would take minutes.
-_FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
-
-
-def _form(given: Any) -> str | None:
-    """Return the tag of a value's form, for validation and dumping; None for an unsupported type."""
-    return "<object>" if isinstance(given, BaseModel) else _FORMS.get(type(given))
-
-
-def _prompt_form(given: Any) -> str | None:
-    first = given[0] if isinstance(given, list) and given else None
-    is_number = isinstance(first, (int, float))
-    return "<ids>" if is_number else "<lists>" if isinstance(first, list) else _form(given)
-
-
-def one_of(forms: str, get_form: Callable[[Any], str | None] = _form) -> Discriminator:
-    """Return a discriminator for a field's forms; `forms` describes them in the error."""
-    return Discriminator(get_form, custom_error_type="form_type", custom_error_message=f"Input should be {forms}")
-
-
-IsText, IsList, IsObject = Tag("<text>"), Tag("<list>"), Tag("<object>")
-Text = Annotated[str, IsText]
-Object = Annotated[dict[str, Any], IsObject]
 Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 # JSON's true and 1.0 are not ids.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
-_TokenLists = Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+_PromptIds = Annotated[TokenIds, Field(min_length=1)]
+_TokenLists = Annotated[list[_PromptIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-TextOrTexts = Annotated[Text | Annotated[Texts, IsList], one_of("a string or a list of strings")]
+TextOrTexts = str | Texts
 Stops = Annotated[list[str], Field(max_length=_MOST_STOPS, fail_fast=True)]
-TextOrStops = Annotated[Text | Annotated[Stops, IsList], one_of("a string or a list of strings")]
-TextOrObject = Annotated[Text | Object, one_of("a string or an object")]
+TextOrStops = str | Stops
+TextOrObject = str | dict[str, Any]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES, fail_fast=True)]
-TextOrObjects = Annotated[Text | Annotated[Objects, IsList], one_of("a string or a list of objects")]
-Parts = Annotated[list[TextOrObject], Field(max_length=MOST_MESSAGES, fail_fast=True)]
-TextOrParts = Annotated[Text | Annotated[Parts, IsList], one_of("a string or a list of parts")]
-Prompts = Annotated[
-    Text | Annotated[Texts, IsList] | Annotated[TokenIds, Tag("<ids>")] | Annotated[_TokenLists, Tag("<lists>")],
-    one_of("a string, a list of strings, a list of token ids, or a list of such lists", _prompt_form),
-]
-ToolChoiceMode = Annotated[Literal["auto", "none", "required"], IsText]
-TOOL_CHOICE = one_of("'auto', 'none', 'required' or an object")
+TextOrObjects = str | Objects
+TextOrParts = str | Annotated[list[TextOrObject], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+Prompts = str | Texts | _PromptIds | _TokenLists
+ToolChoiceMode = Literal["auto", "none", "required"]
 
 _logged: set[str] = set()
 _Value = TypeVar("_Value")
@@ -274,7 +246,7 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Tools | None = None
-    tool_choice: Annotated[ToolChoiceMode | Annotated[NamedToolChoice, IsObject], TOOL_CHOICE] | None = None
+    tool_choice: ToolChoiceMode | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="a variable of the chat template")
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
@@ -309,8 +281,8 @@ class ChatBody(SamplingBody):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(str(validation_error({**first, "loc": ("body", *first["loc"])}, given))) from error
+            errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+            raise ValueError(str(validation_error(errors, given))) from error
 
 
 class CompletionBody(SamplingBody):
@@ -358,7 +330,7 @@ class GenerateBody(Body):
 
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     model: str | None = None
-    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    token_ids: _PromptIds
     sampling_params: dict[str, Any] = {}
     stream: bool | None = None
     stream_options: StreamOptions | None = None

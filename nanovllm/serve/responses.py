@@ -18,11 +18,9 @@ from nanovllm.serve.chat_completions import submit_chat
 from nanovllm.serve.errors import answers, encode_json
 from nanovllm.serve.protocol import (
     MOST_TOOLS,
-    TOOL_CHOICE,
     Body,
     ChatBody,
     IgnoredFields,
-    IsObject,
     JsonSchemaFormat,
     StreamOptions,
     TextOrObjects,
@@ -79,7 +77,7 @@ class ResponseBody(IgnoredFields):
     stream: bool | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Annotated[ToolChoiceMode | Annotated[ResponseToolChoice, IsObject], TOOL_CHOICE] | None = None
+    tool_choice: ToolChoiceMode | ResponseToolChoice | None = None
     # Not supported.
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None

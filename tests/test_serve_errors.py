@@ -258,7 +258,6 @@ def test_nothing_that_a_client_sends_is_in_the_log(client: Any, server: ServerPr
         '"GET /v1/models/{name:path} HTTP/1.1" 404',
         '"POST - HTTP/1.1" 404',
         "the grammar of a request cannot be used\n",
-        "requests have fields that are not known",
     ):
         assert line in log, line
 

@@ -14,7 +14,6 @@ from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.errors import ERRORS, answers
 from nanovllm.serve.openai_format import (
-    SAMPLING_FIELDS,
     Completion,
     ShownTokens,
     TextChoice,
@@ -125,9 +124,6 @@ async def generate(body: GenerateBody, service: ServiceDep) -> Response:
     """Complete token ids with token ids."""
     service.check_model(body.model)
     values = {name: value for name, value in body.sampling_params.items() if value is not None}
-    if unknown := sorted(body.sampling_params.keys() - SAMPLING_FIELDS):
-        names = ", ".join(sorted(SAMPLING_FIELDS))
-        raise ValueError(f"sampling_params has {unknown[0]!r:.80}, which is none of {names}")
     sampling = SamplingBody.model_validate({"stream": body.stream, "priority": body.priority})
     streams = await service.submit([body.token_ids], make_params({"detokenize": False, **values}), sampling)
     return await GenerateAnswer(service, streams, body).respond(body.stream)

@@ -46,8 +46,6 @@ _OTHER_DESCRIPTORS = 8
 """Descriptors kept free for other files, besides `_MAX_LINGERING` for refused connections."""
 _OPEN_PATHS = ("/", "/health", "/ping", "/version", "/openapi.json", "/favicon.ico")
 """Paths that need no key, since they reveal nothing about requests or the model."""
-_DISCARD_FACTOR = 8
-"""Maximum read from a refused client, in multiples of the maximum body."""
 _MAX_VALUES = 2**18
 """Maximum quotes and brackets in a body. Each blocks all clients for about 0.5 us of parsing."""
 _DISCARD_SECONDS = 1.0
@@ -351,7 +349,7 @@ class Guard:
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         # A client that is still sending when the connection closes would not see the answer.
         with anyio.move_on_after(_DISCARD_SECONDS), suppress(ClientDisconnect):
-            async for _ in _parts(receive, self._settings.max_body_bytes * _DISCARD_FACTOR):
+            async for _ in _parts(receive, sys.maxsize):
                 pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -1,7 +1,7 @@
 """Request bodies of OpenAI's and vLLM's APIs, and the types of their fields.
 
 `SamplingParams`, which checks limits, and OpenAI's reference explain the fields. Unsupported fields of OpenAI's and
-vLLM's APIs may have a neutral value. Other fields are ignored and logged once.
+vLLM's APIs may have a neutral value. Other fields are ignored, and logged with `log_requests`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MOST_CHOICES = 10_000
 """Maximum choices in `structured_outputs`, which take 0.2 s."""
 MOST_MESSAGES, MOST_PROMPTS, MOST_TOOLS = 4096, 1024, 256
 _MOST_FIELDS, _MOST_IDS, _MOST_STOPS, _MOST_TOKENS = 128, 4096, 64, 2**20
-_MOST_LOGGED, _LONGEST_NAME = 256, 80
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 """Maps vLLM's retired fields to the fields of `structured_outputs` that replace them."""
 # Validation of a list stops at the first error: an error for each of a million entries would take minutes.
@@ -41,7 +40,6 @@ TextOrParts = str | Annotated[list[TextOrObject], Field(max_length=MOST_MESSAGES
 Prompts = str | Texts | _PromptIds | _TokenLists
 ToolChoiceMode = Literal["auto", "none", "required"]
 
-_logged: set[str] = set()
 _Value = TypeVar("_Value")
 
 
@@ -70,13 +68,8 @@ class Body(BaseModel):
         if not isinstance(_at_most(_MOST_FIELDS, given), dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in map(str, given.keys() - known - _logged):
-            # Clients choose the names, which must fill neither memory nor log.
-            if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
-                if not _logged:
-                    _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
-                _logged.add(name)
-                _logger.info("ignored: requests have an unknown field %s (%s)", one_line(name), cls.__name__)
+        if unknown := given.keys() - known:
+            _logger.info("ignored: unknown fields of %s: %s", cls.__name__, one_line(", ".join(sorted(unknown))))
         return given
 
 

@@ -182,11 +182,10 @@ def _is_loopback(host: str) -> bool:
 
 
 class Counted(IntEnum):
-    """Counted quantities: requests with a body, connections, and requests in the engine."""
+    """Counted quantities: requests with a body, and connections."""
 
     REQUESTS = 0
     CONNECTIONS = 1
-    PENDING = 2
 
 
 @dataclass(frozen=True)

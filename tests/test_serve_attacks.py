@@ -199,7 +199,7 @@ LONG_MESSAGE = {"messages": [{"role": "user", "content": "ab " * 10**6}]}
 LARGE_BODIES = {
     "unknown fields": (b"fields are over 128", CHAT, HELLO + many(120_000, "1")[1:]),
     "too many fields": (b"quotes and brackets", CHAT, HELLO + many(400_000, "1")[1:]),
-    "metadata": (b"fields are over 128", CHAT, HELLO + '"metadata": ' + many(120_000, "1") + "}"),
+    "metadata": (b"fields are over 128", "/v1/responses", '{"input": "a", "metadata": ' + many(120_000, "1") + "}"),
     "logit bias": (b"fields are over 4096", CHAT, HELLO + '"logit_bias": ' + many(60_000, '"a"') + "}"),
     "options": (b"fields are over 128", CHAT, HELLO + '"stream_options": ' + many(120_000, "1") + "}"),
     "lists": (b"quotes and brackets", CHAT, HELLO + '"tools": [' + "[]," * 1_300_000 + "[]]}"),

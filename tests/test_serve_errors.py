@@ -233,7 +233,7 @@ def test_nothing_that_a_client_sends_is_in_the_log(client: Any, server: ServerPr
     bodies: list[tuple[str, Any, int]] = [
         (COMPLETION, {"prompt": "a", "max_tokens": 1, SECRET: 1}, 200),
         (COMPLETION, {"prompt": "a", "model": SECRET}, 404),
-        (COMPLETION, {"prompt": "a", "metadata": {SECRET: 1}}, 400),
+        (RESPONSES, {"input": "a", "metadata": {SECRET: 1}}, 400),
         (COMPLETION, {"prompt": "a", "logit_bias": {SECRET: 1}}, 400),
         (COMPLETION, {"prompt": "a", "structured_outputs": {"regex": f"({SECRET}"}}, 400),
         (COMPLETION, {"prompt": "a", "structured_outputs": {"grammar": late}}, 400),

@@ -29,7 +29,6 @@ class PoolingBody(Body):
         None, description="the last token's state, or the mean of all; None: as the model's folder says"
     )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
-    user: str | None = Field(None, description="without effect")
 
 
 class EmbeddingBody(PoolingBody):

@@ -19,8 +19,8 @@ from nanovllm.serve.logs import one_line
 _logger = logging.getLogger(__name__)
 MOST_CHOICES = 10_000
 """Maximum choices in `structured_outputs`, which take 0.2 s."""
-MOST_MESSAGES, MOST_PROMPTS, MOST_TOOLS = 4096, 1024, 256
-_MOST_FIELDS, _MOST_IDS, _MOST_STOPS, _MOST_TOKENS = 128, 4096, 64, 2**20
+MOST_FIELDS, MOST_MESSAGES, MOST_PROMPTS, MOST_TOOLS = 128, 4096, 1024, 256
+_MOST_IDS, _MOST_STOPS, _MOST_TOKENS = 4096, 64, 2**20
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 """Maps vLLM's retired fields to the fields of `structured_outputs` that replace them."""
 # Validation of a list stops at the first error: an error for each of a million entries would take minutes.
@@ -43,7 +43,7 @@ ToolChoiceMode = Literal["auto", "none", "required"]
 _Value = TypeVar("_Value")
 
 
-def _at_most(count: int, given: _Value) -> _Value:
+def at_most(count: int, given: _Value) -> _Value:
     """Return a value, or raise if it has too many fields: each could become a pydantic error."""
     if isinstance(given, dict) and len(given) > count:
         raise ValueError(f"{len(given)} fields are over {count}")
@@ -54,30 +54,26 @@ def _invalid(name: str, problem: str) -> ApiError:
     return ApiError(400, f"{name} {problem}", name, code="invalid_value")
 
 
-Metadata = Annotated[dict[str, str], BeforeValidator(partial(_at_most, _MOST_FIELDS))]
-
-
 class Body(BaseModel):
-    """A JSON object. Unknown fields are ignored, as in vLLM."""
+    """A JSON object. Other fields, such as OpenAI's `user` and `store`, are ignored, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, given: Any) -> Any:
-        if not isinstance(_at_most(_MOST_FIELDS, given), dict):
+        if not isinstance(at_most(MOST_FIELDS, given), dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
         if unknown := given.keys() - known:
-            _logger.info("ignored: unknown fields of %s: %s", cls.__name__, one_line(", ".join(sorted(unknown))))
+            _logger.info("ignored: fields that %s lacks: %s", cls.__name__, one_line(", ".join(sorted(unknown))))
         return given
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer; `include_obfuscation` has no effect."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
@@ -110,19 +106,7 @@ class StructuredOutputs(Body):
     disable_additional_properties: bool | None = None
 
 
-class IgnoredFields(Body):
-    """Fields of OpenAI's APIs without effect."""
-
-    user: str | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-
-
-class SamplingBody(IgnoredFields):
+class SamplingBody(Body):
     """Common fields of chats and completions."""
 
     model: str | None = None
@@ -136,7 +120,7 @@ class SamplingBody(IgnoredFields):
     stop: TextOrStops | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(partial(_at_most, _MOST_IDS))] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(partial(at_most, _MOST_IDS))] | None = None
     response_format: ResponseFormat | None = None
     # Fields of vLLM.
     top_k: int | None = None
@@ -158,8 +142,6 @@ class SamplingBody(IgnoredFields):
     cache_salt: str | None = Field(None, min_length=1, max_length=256, description="only equal ones share prefixes")
     truncate_prompt_tokens: int | None = Field(None, ge=-1, description="last tokens that are kept; -1: what fits")
     add_special_tokens: bool | None = Field(None, description="whether encoding a text adds tokens such as BOS")
-    # Without effect.
-    request_id: str | None = None
     # Not supported.
     use_beam_search: Literal[False] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -242,7 +224,6 @@ class ChatBody(SamplingBody):
     tool_choice: ToolChoiceMode | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="a variable of the chat template")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
     echo: bool | None = Field(None, description="put the last message, if it is the assistant's, before the answer")
     chat_template: str | None = Field(None, description="refused: the server has one")
     documents: Objects | None = Field(None, description="for the chat template")

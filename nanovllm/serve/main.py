@@ -130,7 +130,6 @@ class FrontEnds:
         self._memory = tempfile.TemporaryFile()  # noqa: SIM115
         self._memory.truncate(ServerCounts.size(size))
         self._metrics_folder = ""
-        self._created = int(time.time())
         self._num_started = 0
         self._front_ends: list[FrontEndProcess] = []
         self._ended_engines: set[int] = set()
@@ -175,9 +174,8 @@ class FrontEnds:
         control, other = Pipe()
         listener = _bound(*self._place.getsockname()[:2])
         shared = SharedServer(
-            self._folder, listener.fileno(), self._memory.fileno(), index, self._num_started, self._metrics_folder,
-            self._created,
-        )  # fmt: skip
+            self._folder, listener.fileno(), self._memory.fileno(), index, self._num_started, self._metrics_folder
+        )
         self._num_started += 1
         with other, listener:
             arguments, title = (other.fileno(), os.getpid()), f"nanovllm front end {index}"

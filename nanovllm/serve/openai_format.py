@@ -59,7 +59,9 @@ class TextChoice(TypedDict):
     prompt_logprobs: NotRequired[list[Any] | None]
 
 
-class _Head(TypedDict):
+class AnswerHead(TypedDict):
+    """Fields of every answer, or chunk of one."""
+
     id: str
     created: int
     model: str
@@ -67,7 +69,7 @@ class _Head(TypedDict):
     usage: NotRequired[UsageCounts | None]
 
 
-class ChatCompletion(_Head):
+class ChatCompletion(AnswerHead):
     """Answers to messages, or a chunk of them."""
 
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -76,7 +78,7 @@ class ChatCompletion(_Head):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(_Head):
+class Completion(AnswerHead):
     """Completions, or a chunk of them."""
 
     object: Literal["text_completion"]

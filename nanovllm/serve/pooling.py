@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from typing import Annotated, Literal
 from uuid import uuid4
 
@@ -13,7 +12,9 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from nanovllm.outputs import RequestOutput
+from nanovllm.serve.answers import answer_head
 from nanovllm.serve.errors import ERRORS, JsonResponse
+from nanovllm.serve.openai_format import AnswerHead, UsageCounts, usage
 from nanovllm.serve.protocol import Body, Prompts, TextOrTexts, prompt_list
 from nanovllm.serve.service import ServiceDep, make_router
 from nanovllm.tasks import ranking
@@ -61,13 +62,6 @@ class RerankBody(PoolingBody):
     return_documents: bool = True
 
 
-class PoolingUsage(TypedDict):
-    """Token counts."""
-
-    prompt_tokens: int
-    total_tokens: int
-
-
 class EmbeddingItem(TypedDict):
     """The embedding of one prompt, as numbers or as their bytes, float32 in base64."""
 
@@ -76,13 +70,11 @@ class EmbeddingItem(TypedDict):
     embedding: list[float] | str
 
 
-class EmbeddingAnswer(TypedDict):
+class EmbeddingAnswer(AnswerHead):
     """Embeddings in the order of the prompts."""
 
     object: Literal["list"]
     data: list[EmbeddingItem]
-    model: str
-    usage: PoolingUsage
 
 
 class ScoreItem(TypedDict):
@@ -93,15 +85,11 @@ class ScoreItem(TypedDict):
     score: float
 
 
-class ScoreAnswer(TypedDict):
+class ScoreAnswer(AnswerHead):
     """Scores in the order of the pairs."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     data: list[ScoreItem]
-    usage: PoolingUsage
 
 
 class RerankItem(TypedDict):
@@ -118,7 +106,7 @@ class RerankAnswer(TypedDict):
     id: str
     model: str
     results: list[RerankItem]
-    usage: PoolingUsage
+    usage: UsageCounts
 
 
 # Described alone: answers are encoded without being validated, number by number.
@@ -140,7 +128,7 @@ async def embeddings(body: EmbeddingBody, service: ServiceDep) -> Response:
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
         for index, vector in enumerate(ranking.embeddings(outputs, size))
     ]
-    return JsonResponse({"object": "list", "data": data, "model": service.model, "usage": _usage(outputs)})
+    return JsonResponse({**answer_head(service, "embd", "list"), "data": data, "usage": _usage(outputs)})
 
 
 def _encoded(vector: torch.Tensor, encoding: str) -> list[float] | str:
@@ -160,8 +148,7 @@ async def scores(body: ScoreBody, service: ServiceDep) -> Response:
     priority = service.priority(body.priority)
     found, outputs = await service.llm.relevance(first, second, pooling=body.pooling, priority=priority)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(found)]
-    head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": service.model}
-    return JsonResponse({**head, "data": data, "usage": _usage(outputs)})
+    return JsonResponse({**answer_head(service, "score", "list"), "data": data, "usage": _usage(outputs)})
 
 
 @router.post("/rerank", response_model=None, responses=_RANKS)
@@ -185,6 +172,5 @@ async def rank(body: RerankBody, service: ServiceDep) -> Response:
     return JsonResponse({**head, "results": results, "usage": _usage(outputs)})
 
 
-def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
-    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+def _usage(outputs: list[RequestOutput]) -> UsageCounts:
+    return usage(sum(len(output.prompt_token_ids) for output in outputs), 0)

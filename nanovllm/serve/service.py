@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import logging
 import mmap
-import time
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -53,7 +52,6 @@ class Service:
         names: the model's names in the API; `model`, the first one, is used in answers.
         chat_template: a chat template that replaces the tokenizer's, or None.
         fingerprint: hash of the version and the engine's settings; equal fingerprints and seeds give equal answers.
-        created: start time in seconds since 1970.
         answer_format: the model's format of tool calls and reasoning.
     """
 
@@ -64,11 +62,10 @@ class Service:
         self.model = self.names[0]
         # vLLM's clients use the model's name as given on the command line.
         self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
-        self.counts = ServerCounts()
-        self.created, folder = int(time.time()), None
+        self.counts, folder = ServerCounts(), None
         if shared is not None:
             self.counts = ServerCounts(mmap.mmap(shared.counts, 0), shared.index)
-            self.created, folder = shared.created, shared.metrics_folder
+            folder = shared.metrics_folder
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,

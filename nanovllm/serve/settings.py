@@ -190,7 +190,7 @@ class Counted(IntEnum):
 
 @dataclass(frozen=True)
 class SharedServer:
-    """A front end's part, at `index`, in a server of several that began at `created`.
+    """A front end's part, at `index`, in a server of several.
 
     `listener` and `counts`: descriptors of its socket and of the memory of all `ServerCounts`; `number`: how many
     front ends started before it, including replaced ones.
@@ -202,7 +202,6 @@ class SharedServer:
     index: int
     number: int
     metrics_folder: str
-    created: int
 
 
 class ServerCounts:

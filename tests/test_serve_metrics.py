@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,24 +235,3 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
         "vllm:prompt_tokens_cached_total",
         "vllm:request_max_num_generation_tokens",
     }
-
-
-GATEWAY = {
-    "TotalQueuedRequests": "vllm:num_requests_waiting",
-    "TotalRunningRequests": "vllm:num_requests_running",
-    "KVCacheUtilization": "vllm:kv_cache_usage_perc",
-}
-
-
-def test_what_a_gateway_asks_for_is_there_and_in_the_readme() -> None:
-    readme = (Path(__file__).parents[1] / "nanovllm" / "serve" / "README.md").read_text(encoding="utf-8")
-    rows = readme.split("**Behind a gateway.**")[1].split("**")[0].splitlines()
-    config = {"block_size": 16, "num_gpu_blocks": 40}
-    text = Metrics(lambda: {**STATS, "num_waiting": 3, "num_running": 2}, "m", config).render()[0].decode()
-    values = {"TotalQueuedRequests": 3.0, "TotalRunningRequests": 2.0}
-    for asked, name in GATEWAY.items():
-        (row,) = (row for row in rows if row.startswith(f"| {asked}, a gauge"))
-        assert re.findall(r"`([^`]+)`", row) == [name] and f"# TYPE {name} gauge\n" in text
-        (sample,) = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-        assert float(sample) == values.get(asked, float(sample)) and 0 <= float(sample) <= 3
-    assert re.search(r'^vllm:cache_config_info{.*block_size="16".*num_gpu_blocks="40".*} 1.0$', text, re.MULTILINE)

@@ -101,16 +101,8 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         log_refusal(request.scope, found)
         return error_response(found, request.scope)
 
-    expected = (
-        RequestValidationError,
-        HTTPException,
-        ClientDisconnect,
-        ApiError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    )
-    for kind in (*expected, Exception):
+    expected = RequestValidationError, HTTPException, ClientDisconnect, ApiError, ValueError, OverflowError
+    for kind in (*expected, RuntimeError, Exception):
         app.add_exception_handler(kind, handle)
 
 

@@ -100,7 +100,7 @@ class CompletionAnswer(Answer):
         return item
 
     def _logprobs(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, list[Any]]:
-        """Return log-probabilities of new tokens, after those of an echoed prompt, which is not streamed."""
+        """Return log-probabilities of new tokens, after an echoed prompt's, which is not streamed."""
         token_ids = choice.token_ids if self.shows_output else []
         positions: Sequence[dict[int, Logprob] | None] = [*(choice.logprobs or ())][: len(token_ids)]
         first = ""

@@ -74,6 +74,33 @@ async def read(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return output
 
 
+def test_requests_are_told_of_when_they_begin_and_when_they_end(
+    llm: AsyncLLM, want: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = list[Any](), list[tuple[RequestState, bool]]()
+    monkeypatch.setattr(llm, "on_begin", begun.append)
+    monkeypatch.setattr(llm, "on_end", lambda state: ended.append((state, state.is_done)))
+
+    async def run() -> None:
+        for prompt, params in zip(PROMPTS, PARAMS, strict=True):
+            await llm.generate(prompt, params)
+            await read(llm.stream(prompt, params))
+        async with aclosing(llm.stream("a", LONG)) as outputs:
+            async for _ in outputs:
+                break
+        task = asyncio.create_task(llm.generate("a", LONG))
+        while len(begun) < 2 * len(PROMPTS) + 2:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait([task])
+
+    asyncio.run(run())
+    assert begun == [state.request for state, _ in ended] and len(begun) == 2 * len(PROMPTS) + 2
+    lengths = [max(len(item.token_ids) for item in output.outputs) for output in want for _ in range(2)]
+    assert [state.num_tokens for state, _ in ended[:-2]] == lengths
+    assert [is_done for _, is_done in ended] == [True] * len(lengths) + [False] * 2
+
+
 def test_outputs_are_those_of_an_llm(llm: AsyncLLM, want: list[RequestOutput]) -> None:
     async def run() -> None:
         pairs = list(zip(PROMPTS, PARAMS, strict=True))

@@ -20,7 +20,6 @@ from nanovllm.text.output_processor import (
     OutputDelta,
     OutputProcessor,
     OutputState,
-    TextOffsets,
     token_bytes_function,
 )
 from tests.mock_runner import make_request
@@ -153,7 +152,6 @@ def test_an_output_goes_on_where_its_prompt_ends(words: Any, between: list[str])
     state = OutputState(words, params, prompt)
     assert [state.append(i, output[i], False, b"") for i in range(3)] == [False, False, True]
     assert state.take(True).text == " world"
-    assert TextOffsets(words, 5, prompt, skip_special_tokens=True).take(output[:3]) == [5, 11, 11]
     assert Detokenizer(words).append(output[:1]) == "world"
 
 

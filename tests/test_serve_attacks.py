@@ -199,7 +199,7 @@ LONG_MESSAGE = {"messages": [{"role": "user", "content": "ab " * 10**6}]}
 LARGE_BODIES = {
     "unknown fields": (b"fields are over 128", CHAT, HELLO + many(120_000, "1")[1:]),
     "too many fields": (b"quotes and brackets", CHAT, HELLO + many(400_000, "1")[1:]),
-    "metadata": (b"fields are over 128", CHAT, HELLO + '"metadata": ' + many(120_000, "1") + "}"),
+    "metadata": (b"fields are over 128", "/v1/responses", '{"input": "a", "metadata": ' + many(120_000, "1") + "}"),
     "logit bias": (b"fields are over 4096", CHAT, HELLO + '"logit_bias": ' + many(60_000, '"a"') + "}"),
     "options": (b"fields are over 128", CHAT, HELLO + '"stream_options": ' + many(120_000, "1") + "}"),
     "lists": (b"quotes and brackets", CHAT, HELLO + '"tools": [' + "[]," * 1_300_000 + "[]]}"),
@@ -331,7 +331,7 @@ def test_logs_say_what_happened(open_server: ServerProcess) -> None:
     for expected_line in (
         r"INFO nanovllm\.serve\.main \[-\] loading .*qwen3-tiny",
         r"INFO nanovllm\.serve\.(app|main) \[-\] serving qwen3-tiny at http://127.*",
-        r"INFO nanovllm\.serve\.service \[a-1\] 1 prompts, at most 1 tokens: SamplingParams\(.*max_tokens=2.*",
+        r"INFO nanovllm\.serve\.service \[a-1\] a prompt of 1 tokens: SamplingParams\(.*max_tokens=2.*",
         r"INFO nanovllm\.serve\.service \[a-1\] 1 prompt tokens, ended: \['length'\], .*",
         r'INFO uvicorn\.access \[a-1\] 127\.0\.0\.1:\d+ - "POST /v1/completions HTTP/1.1" 200',
         r"WARNING nanovllm\.serve\.logs \[[0-9a-f]{32}\] GET - from .*: 404 not_found_error",

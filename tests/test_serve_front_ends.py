@@ -94,7 +94,6 @@ def test_all_of_them_answer_and_a_scrape_shows_what_all_have_counted(server: Ser
         for name in ("request_generation_tokens_sum", "generation_tokens_total"):
             assert server.metric(f"vllm:{name}") == 24 * 12
         assert server.metric("vllm:iteration_tokens_total_count") > 0
-    assert len({server.get("/v1/models")["data"][0]["created"] for _ in range(6)}) == 1
 
 
 def test_the_limit_of_requests_is_the_servers_and_who_goes_away_aborts(server: ServerProcess) -> None:
@@ -180,16 +179,17 @@ def test_the_death_of_the_engine_is_told_with_its_cause(server: ServerProcess) -
         assert stream.recv(12) == b"HTTP/1.1 200"
         os.kill(engine_pids(server.process.pid)[0], signal.SIGKILL)
         rest = read_to_end(stream)
-    assert b"the engine's process was killed by SIGKILL" in rest and b"[DONE]" not in rest
+    assert b"the engine's process has exited; the server's log says how" in rest and b"[DONE]" not in rest
+    assert "the engine's process was killed by SIGKILL" in server.log()
     # One that is idle notices within a moment.
     wait_until(lambda: not any(_is_healthy(server) for _ in range(8)))
     for _ in range(8):
         status, body = server.post(CHAT)
-        assert status == 503 and b"the engine's process was killed by SIGKILL" in body
+        assert status == 503 and b"the engine's process has exited" in body
         with pytest.raises(urllib.error.HTTPError) as health:
             server.get("/health")
         said = json.loads(health.value.read())["error"]["message"]
-        assert said == "the engine is closed: the engine's process was killed by SIGKILL"
+        assert said == "the engine is closed: the engine's process has exited; the server's log says how"
 
 
 def _is_healthy(server: ServerProcess) -> bool:

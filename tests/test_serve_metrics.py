@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +51,10 @@ def output(*lengths: int, reason: str = "stop", times: RequestMetrics | None = N
     """A finished request whose outputs have these lengths."""
     outputs = [CompletionOutput(i, "", [0] * n, finish_reason=reason) for i, n in enumerate(lengths)]
     return RequestOutput(0, None, [1, 2], outputs, True, metrics=times)
+
+
+def observe(metrics: Metrics, output: RequestOutput) -> None:
+    metrics.observe(output, max(len(completion.token_ids) for completion in output.outputs))
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
@@ -131,7 +134,7 @@ def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
     between, total = value(metrics, "inter_token_latency_seconds_sum"), result.metrics.total_time
     assert 0 < (between or 0) <= total - result.metrics.time_to_first_token + 1e-3
     assert value(metrics, "prompt_tokens_by_source_total", "local_compute") == 3
-    metrics.observe(result)
+    observe(metrics, result)
     assert value(metrics, "prompt_tokens_total") == 3
     assert value(metrics, "generation_tokens_total") == len(result.outputs[0].token_ids)
     for name in TIMES:
@@ -140,18 +143,12 @@ def test_the_engine_counts_all_that_is_read_from_it(llm: Any) -> None:
 
 def test_a_finished_request_is_counted_with_its_times() -> None:
     metrics = Metrics(lambda: STATS, "m", {})
-    metrics.observe(output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0)))
+    observe(metrics, output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0)))
     # Two seconds for the four tokens that follow the first one of the longest output.
     assert [value(metrics, f"{name}_sum") for name in TIMES] == [0.25, 1.0, 3.0, 0.5]
     buckets = [value(metrics, f"{TIMES[-1]}_bucket", bound) for bound in ("0.2", "0.5", "+Inf")]
     assert buckets == [0, 1, 1]
     assert value(metrics, "request_success_total", "length") == 1
-
-
-def test_the_length_of_a_streamed_output_is_given() -> None:
-    metrics = Metrics(lambda: STATS, "m", {})
-    metrics.observe(output(1, times=RequestMetrics(0.0, 0.0, 1.0, 3.0)), num_tokens=11)
-    assert value(metrics, f"{TIMES[-1]}_sum") == 0.2
 
 
 @pytest.mark.parametrize(
@@ -169,7 +166,7 @@ def test_unknown_times_are_left_out(
     lengths: tuple[int, ...], times: RequestMetrics | None, counts: tuple[int, ...]
 ) -> None:
     metrics = Metrics(lambda: STATS, "m", {})
-    metrics.observe(output(*lengths, times=times))
+    observe(metrics, output(*lengths, times=times))
     assert tuple(value(metrics, f"{name}_count") for name in TIMES) == counts
     assert value(metrics, "request_success_total", "stop") == 1
 
@@ -177,7 +174,7 @@ def test_unknown_times_are_left_out(
 def test_requests_and_errors_are_counted_by_kind_and_by_server() -> None:
     metrics, other = Metrics(lambda: STATS, "m", {}), Metrics(lambda: STATS, "m", {})
     for reason in ("stop", "stop", "abort"):
-        metrics.observe(output(2, reason=reason))
+        observe(metrics, output(2, reason=reason))
     for kind in ("timeout_error", "rate_limit_error", "timeout_error"):
         metrics.count_error(kind)
     requests = {reason: value(metrics, "request_success_total", reason) for reason in ("stop", "length", "abort")}
@@ -200,7 +197,7 @@ def test_the_text_says_what_each_metric_is() -> None:
 def test_names_and_labels_are_vllms() -> None:
     metrics = Metrics(lambda: STATS, "m", {"block_size": 16})
     finished = output(3, 5, reason="length", times=RequestMetrics(0.0, 0.25, 1.0, 3.0))
-    metrics.observe(replace(finished, num_cached_tokens=1))
+    observe(metrics, replace(finished, num_cached_tokens=1))
     metrics.observe_params(SamplingParams(n=2, max_tokens=7))
     lines = metrics.render()[0].decode().splitlines()
     labels = 'engine="0",model_name="m"'
@@ -223,7 +220,7 @@ def test_names_and_labels_are_vllms() -> None:
 
 def test_the_dashboard_shows_every_metric_and_no_other() -> None:
     metrics = Metrics(lambda: STATS | HOST_STATS, "m", {})
-    metrics.observe(output(2, times=RequestMetrics(0.0, 0.1, 0.2, 0.3)))
+    observe(metrics, output(2, times=RequestMetrics(0.0, 0.1, 0.2, 0.3)))
     metrics.count_error("timeout_error")
     rendered = {name for name, _ in samples(metrics) if not name.endswith("_created")}
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
@@ -238,24 +235,3 @@ def test_the_dashboard_shows_every_metric_and_no_other() -> None:
         "vllm:prompt_tokens_cached_total",
         "vllm:request_max_num_generation_tokens",
     }
-
-
-GATEWAY = {
-    "TotalQueuedRequests": "vllm:num_requests_waiting",
-    "TotalRunningRequests": "vllm:num_requests_running",
-    "KVCacheUtilization": "vllm:kv_cache_usage_perc",
-}
-
-
-def test_what_a_gateway_asks_for_is_there_and_in_the_readme() -> None:
-    readme = (Path(__file__).parents[1] / "nanovllm" / "serve" / "README.md").read_text(encoding="utf-8")
-    rows = readme.split("**Behind a gateway.**")[1].split("**")[0].splitlines()
-    config = {"block_size": 16, "num_gpu_blocks": 40}
-    text = Metrics(lambda: {**STATS, "num_waiting": 3, "num_running": 2}, "m", config).render()[0].decode()
-    values = {"TotalQueuedRequests": 3.0, "TotalRunningRequests": 2.0}
-    for asked, name in GATEWAY.items():
-        (row,) = (row for row in rows if row.startswith(f"| {asked}, a gauge"))
-        assert re.findall(r"`([^`]+)`", row) == [name] and f"# TYPE {name} gauge\n" in text
-        (sample,) = re.findall(rf"^{name}{{[^}}]*}} (\S+)$", text, re.MULTILINE)
-        assert float(sample) == values.get(asked, float(sample)) and 0 <= float(sample) <= 3
-    assert re.search(r'^vllm:cache_config_info{.*block_size="16".*num_gpu_blocks="40".*} 1.0$', text, re.MULTILINE)

@@ -21,6 +21,7 @@ pytest.importorskip("uvicorn")
 
 from nanovllm import LLM, AsyncLLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
+from nanovllm.client import async_llm
 from nanovllm.config import Config
 from nanovllm.engine.request import Request, RequestLimits
 from nanovllm.engine.stats import StepHistograms
@@ -142,7 +143,7 @@ def test_requests_name_the_model_as_the_server_or_as_its_command_does() -> None:
 
 def test_a_body_is_in_utf_8() -> None:
     assert parse_json('\ufeff{"a": 1}'.encode()) == {"a": 1}
-    with pytest.raises(ApiError, match="not in UTF-8"):
+    with pytest.raises(ApiError, match="cannot be read as JSON"):
         parse_json('{"a": 1}'.encode("utf-16"))
 
 
@@ -338,7 +339,7 @@ def test_ranks_are_those_of_an_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = AsyncLLM(BUNDLED_MODEL, num_kvcache_blocks=50, **settings)
 
     async def check(by: RankBy) -> None:
-        monkeypatch.setattr(service, "rank_method", lambda *_: by)
+        monkeypatch.setattr(async_llm, "rank_method", lambda *_: by)
         body = RerankBody.model_validate({"query": query, "documents": documents})
         results = json.loads(bytes((await rank(body, make_service(llm))).body))["results"]
         found = [(item["index"], item["relevance_score"]) for item in results]

@@ -23,7 +23,7 @@ from nanovllm.engine.engine import Unpicklable
 from nanovllm.engine.request import Request
 from nanovllm.outputs import CompletionOutput, Logprobs, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.tasks.ranking import embeddings
+from nanovllm.tasks.ranking import Judge, RankBy, RankedDocument, cosines, embeddings, rank_method, ranked, text_pairs
 from nanovllm.text.chat_template import ChatTemplateOptions, Message, one_conversation, template_options
 from nanovllm.text.grammar_trials import SlowGrammarError, patiently
 from nanovllm.text.input_processor import (
@@ -105,6 +105,9 @@ class AsyncLLM(Unpicklable):
     def _set_up(self, llm: ModelClient, max_pending_requests: int) -> None:
         self.llm = llm
         self.max_pending_requests = max_pending_requests
+        # Called with each request before it is queued, and with its state when its reader leaves, done or not.
+        self.on_begin: Callable[[Request], object] = lambda request: None
+        self.on_end: Callable[[RequestState], object] = lambda state: None
         self._thread = EngineThread(self.llm.engine_client)
         # Grammars and long texts can take seconds, and must not delay other requests.
         self._executors = {
@@ -157,6 +160,40 @@ class AsyncLLM(Unpicklable):
         """Return the outputs from which `embed` makes embeddings."""
         pooling = self.llm.default_pooling if pooling is None else pooling
         return await self.gather(await self._submit(prompts, pooling_params(pooling), priority, pooling=pooling))
+
+    async def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        *,
+        by: RankBy | None = None,
+        instruction: str | None = None,
+        pooling: Pooling | None = None,
+        priority: int = 0,
+    ) -> list[RankedDocument]:
+        """Return documents by their relevance to a query, the most relevant first; see `LLM.rank`."""
+        scores, _ = await self.relevance([query], list(documents), by, instruction, pooling, priority=priority)
+        return ranked(scores, documents, top_n)
+
+    async def relevance(
+        self,
+        queries: list[str],
+        documents: list[str],
+        by: RankBy | None = None,
+        instruction: str | None = None,
+        pooling: Pooling | None = None,
+        *,
+        priority: int = 0,
+    ) -> tuple[list[float], list[RequestOutput]]:
+        """Return the relevance of each document to its query, or to the single query, and the outputs behind it."""
+        pairs = text_pairs(queries, documents)
+        if rank_method(by, self.llm.config.model) == "embedding":
+            outputs = await self.pool([*queries, *documents], pooling, priority=priority)
+            return cosines(embeddings(outputs, self.llm.model_config.hidden_size), len(queries)), outputs
+        judge = Judge(self.llm.input_processor)
+        outputs = await self.generate_all(judge.prompts(pairs, instruction), judge.params, priority=priority)
+        return judge.scores(outputs), outputs
 
     async def gather(self, streams: list[RequestStream]) -> list[RequestOutput]:
         """Return the whole outputs of queued requests; all are aborted if one fails, or on cancellation."""
@@ -361,6 +398,7 @@ class AsyncLLM(Unpicklable):
             except SlowGrammarError:
                 requests = await self.run_beside(partial(patiently, process), "slow grammar")
             for own_id, request in zip(request_ids, requests, strict=True):
+                self.on_begin(request)
                 state = RequestState(request, self.llm.output_processor)
                 streams.append(RequestStream(state, own_id, self._mailbox_here(), self._leave))
                 self._thread.submit(state)
@@ -379,6 +417,7 @@ class AsyncLLM(Unpicklable):
         """Forget a request without a reader."""
         if self._pending.get(stream.request_id) is stream.state:
             del self._pending[stream.request_id]
+            self.on_end(stream.state)
         if not stream.state.is_done:
             self._thread.abort(stream.state)
 

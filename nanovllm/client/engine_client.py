@@ -60,6 +60,13 @@ class RequestState:
         """Whether the engine is done with it."""
         return self.output is not None or self.error is not None
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the longest output of a done request."""
+        if self.outputs:
+            return max(output.num_tokens for output in self.outputs)
+        return max(len(output.token_ids) for output in self._require_output().outputs)
+
     def notify(self) -> None:
         """Tell the reading task of news; from any thread."""
         if self.wake_reader is not None and (wake := self.wake_reader()) is not None:

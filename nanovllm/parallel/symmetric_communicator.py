@@ -24,7 +24,7 @@ _ROW_BYTES = 2**25
 _MAX_ROWS = 4096
 _SUM_COLUMNS = 4096
 _FORWARD_CALLS = 2**16
-"""More than any pass makes: with 80 layers of 8192 elements, one of 400,000 prompt tokens. Sampling has the same number.
+"""Above the calls of any pass: 400,000 prompt tokens in 80 layers of 8192 elements. Sampling has the same number.
 
 Call numbers run out after 16,000 steps, which costs a millisecond.
 """

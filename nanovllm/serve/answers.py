@@ -21,7 +21,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.serve.errors import ApiError, JsonResponse, api_error, encode_json, encode_pieces, error_body
 from nanovllm.serve.openai_format import UsageCounts, chat_finish_reason, usage
 from nanovllm.serve.protocol import StreamOptions
-from nanovllm.serve.service import Service, until_disconnect
+from nanovllm.serve.service import Service, merged, until_disconnect
 from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.answers import AnswerSplitter
 
@@ -97,7 +97,7 @@ class Answer(ABC):
         """Yield the answer as server-sent events."""
         for chunk in self._first_chunks():
             yield self._encoded(chunk)
-        async for index, output in self.service.read(self.streams):
+        async for index, output in merged(self.streams):
             self._count(output)
             for chunk in self._new_chunks(index, output):
                 yield self._encoded(chunk)
@@ -108,7 +108,7 @@ class Answer(ABC):
         """Return the HTTP response, in events if `stream`."""
         if stream:
             return EventStream(self.events(), self.streams, self.service.settings, self.service.metrics.count_error)
-        outputs = await self.service.outputs(self.streams)
+        outputs = await self.service.llm.gather(self.streams)
         for output in outputs:
             self._count(output)
         return await json_answer(lambda: self._whole(outputs), outputs, self.requests[0].params)

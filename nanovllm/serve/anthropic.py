@@ -70,7 +70,6 @@ class OutputConfig(Body):
     """The format of the answer."""
 
     format: OutputFormat | None = None
-    effort: str | None = Field(None, description="without effect")
 
 
 class CountTokensBody(Body):
@@ -83,7 +82,6 @@ class CountTokensBody(Body):
     tool_choice: MessagesToolChoice | None = None
     thinking: NoThinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: dict[str, Any] | None = Field(None, description="without effect; prefixes are cached anyway")
 
 
 class MessagesBody(CountTokensBody):
@@ -95,8 +93,6 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
-    metadata: dict[str, Any] | None = Field(None, description="without effect")
-    service_tier: str | None = Field(None, description="without effect")
 
 
 class MessagesErrorDetail(BaseModel):

@@ -36,7 +36,7 @@ from nanovllm.serve.limits import Connection, ConnectionPool, Guard, give_back_m
 from nanovllm.serve.logs import RequestLogs, log_refusal
 from nanovllm.serve.protocol import MOST_PROMPTS
 from nanovllm.serve.service import Service
-from nanovllm.serve.settings import Counted, ServeSettings, SharedServer
+from nanovllm.serve.settings import ServeSettings, SharedServer
 
 _logger = logging.getLogger(__name__)
 _SWITCH_SECONDS = 0.0005
@@ -101,14 +101,14 @@ def _add_error_handlers(app: FastAPI, service: Service) -> None:
         log_refusal(request.scope, found)
         return error_response(found, request.scope)
 
-    expected = RequestValidationError, HTTPException, ClientDisconnect, ApiError, ValueError, RuntimeError
-    for kind in (*expected, Exception):
+    expected = RequestValidationError, HTTPException, ClientDisconnect, ApiError, ValueError, OverflowError
+    for kind in (*expected, RuntimeError, Exception):
         app.add_exception_handler(kind, handle)
 
 
 def _answered(error: Exception, scope: Scope, service: Service) -> ApiError:
     if isinstance(error, RequestValidationError):
-        return validation_error(error.errors()[0], error.body)
+        return validation_error(error.errors(), error.body)
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=error.headers)
     found = api_error(error, scope)
@@ -181,7 +181,6 @@ class _Server(uvicorn.Server):
             _logger.info("serving %s at %s", self._service.model, place)
 
     async def on_tick(self, counter: int) -> bool:
-        self._service.counts.own[Counted.PENDING] = self._service.llm.num_pending_requests
         if self._service.settings.exit_when_engine_fails and self._service.llm.errored:
             _logger.error("ending, since the engine is lost")
             self.exit_code = 1

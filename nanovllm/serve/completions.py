@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
 from starlette.responses import Response
 
 from nanovllm.client.engine_thread import RequestStream
-from nanovllm.outputs import CompletionOutput, RequestOutput
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
 from nanovllm.sampling_params import SamplingParams, make_params
 from nanovllm.serve.answers import Answer, answer_head
 from nanovllm.serve.errors import ERRORS, answers
 from nanovllm.serve.openai_format import (
-    SAMPLING_FIELDS,
     Completion,
     ShownTokens,
     TextChoice,
@@ -26,13 +23,10 @@ from nanovllm.serve.openai_format import (
 )
 from nanovllm.serve.protocol import CompletionBody, GenerateBody, SamplingBody, prompt_list
 from nanovllm.serve.service import Service, ServiceDep, make_router
-from nanovllm.text.output_processor import TextOffsets, decode_options
 
 router = make_router(
     prompt=["token_ids", "prompt"], prompts=["prompt"], structured_outputs=["response_format", "structured_outputs"]
 )
-Logprobs = dict[str, list[Any]]
-"""Log-probabilities in the API's format: lists of tokens, log-probabilities, most likely tokens, and text offsets."""
 
 
 @router.post("/v1/completions", response_model=None, responses=answers(Completion))
@@ -49,12 +43,6 @@ def _sampling_params(service: Service, body: CompletionBody) -> SamplingParams:
     if not _shows_output(body):
         body = body.model_copy(update={"max_tokens": 1})
     params = service.sampling_params(body)
-    num_answers = body.n or 1
-    if body.best_of is not None and body.best_of != num_answers:
-        if body.best_of < num_answers or body.stream:
-            raise ValueError(f"best_of={body.best_of} must be at least n, and cannot be streamed")
-        # The best ones are selected by log-probability.
-        params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     if body.echo and body.logprobs is not None:
         if body.stream:
             raise ValueError("echo with logprobs cannot be streamed")
@@ -72,23 +60,18 @@ class CompletionAnswer(Answer):
 
     def __init__(self, service: Service, streams: list[RequestStream], body: CompletionBody) -> None:
         super().__init__(service, streams, body.stream_options, answer_head(service, "cmpl", "text_completion"))
-        self._params = self.requests[0].params
         self._num_answers = body.n or 1
         self.shows_output = _shows_output(body)
         self._echo, self._shows_logprobs = bool(body.echo), body.logprobs is not None
         self._shows_prompt_logprobs, self._shown = body.prompt_logprobs is not None, service.shown_tokens(body)
-        # By choice: number of characters sent, token offsets, and tokens that wait for their text.
-        self._lengths: dict[int, int] = {}
-        self._offsets: dict[int, TextOffsets] = {}
-        self._waiting: dict[int, Logprobs] = {}
+        # The number of characters so far by choice, counted where there are log-probabilities.
+        self._num_characters: dict[int, int] = {}
 
     def _whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         choices = []
         for i, output in enumerate(outputs):
-            for j, choice in enumerate(self._best(output)):
-                item = self._choice(i * self._num_answers + j, output, choice)
-                if self._echo and item["logprobs"] is not None:
-                    item["logprobs"] = _joined(self._prompt_logprobs(output), item["logprobs"])
+            for choice in output.outputs:
+                item = self._choice(i * self._num_answers + choice.index, output, choice)
                 if self._shows_prompt_logprobs:
                     item["prompt_logprobs"] = prompt_positions(output, self._shown)
                 choices.append(item)
@@ -98,28 +81,16 @@ class CompletionAnswer(Answer):
         for choice in output.outputs:
             yield self._chunk([self._choice(index * self._num_answers + choice.index, output, choice)])
 
-    def _best(self, output: RequestOutput) -> list[CompletionOutput]:
-        def mean_logprob(choice: CompletionOutput) -> float:
-            return (choice.cumulative_logprob or 0.0) / max(1, len(choice.token_ids))
-
-        if len(output.outputs) <= self._num_answers:
-            return output.outputs
-        # As in OpenAI's API.
-        return sorted(output.outputs, key=mean_logprob, reverse=True)[: self._num_answers]
-
     def _choice(self, index: int, output: RequestOutput, choice: CompletionOutput) -> TextChoice:
         """Return the new part of a choice; the first part includes an echoed prompt."""
-        is_first = index not in self._lengths
-        text = self._prompt_text(output) if self._echo and is_first else ""
-        start = self._lengths.get(index, len(text))
-        text += choice.text if self.shows_output else ""
-        self._lengths[index] = self._lengths.get(index, 0) + len(text)
+        is_first = index not in self._num_characters
+        self._num_characters.setdefault(index, 0)
+        text = choice.text if self.shows_output else ""
+        if self._echo and is_first:
+            text = self._prompt_text(output) + text
         item: TextChoice = {"index": index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
-        if choice.logprobs is not None and self._shows_logprobs:
-            if index not in self._offsets:
-                options, prompt = decode_options(self._params), output.prompt_token_ids
-                self._offsets[index] = TextOffsets(self.service.tokenizer, start, prompt, **options)
-            item["logprobs"] = self._logprobs(index, choice)
+        if self._shows_logprobs:
+            item["logprobs"] = self._logprobs(index, output, choice)
         if choice.finish_reason is not None:
             item["stop_reason"] = choice.stop_reason
         if self._shown.ids:
@@ -128,30 +99,18 @@ class CompletionAnswer(Answer):
                 item["prompt_token_ids"] = output.prompt_token_ids
         return item
 
-    def _logprobs(self, index: int, choice: CompletionOutput) -> Logprobs:
-        if not self.shows_output or choice.logprobs is None:
-            return text_logprobs([], [], self._shown)
-        length = self._lengths[index]
-        offsets = self._offsets[index].take(choice.token_ids)
-        logprobs = text_logprobs(choice.logprobs, choice.token_ids, self._shown, offsets)
-        logprobs = _joined(self._waiting.pop(index, None), logprobs)
-        if choice.finish_reason is not None:
-            # Tokens after a stop string have no text.
-            logprobs["text_offset"] = [min(offset, length) for offset in logprobs["text_offset"]]
-            return logprobs
-        # Hold back tokens of text that may become a stop string.
-        num_sent = bisect_left(logprobs["text_offset"], length)
-        self._waiting[index] = _part(logprobs, slice(num_sent, None))
-        return _part(logprobs, slice(num_sent))
-
-    def _prompt_logprobs(self, output: RequestOutput) -> Logprobs:
-        token_ids, text, llm = output.prompt_token_ids, self._prompt_text(output), self.service.llm.llm
-        # Special tokens added by the tokenizer are not in the text.
-        offsets = TextOffsets(llm.tokenizer, skip_special_tokens=self.service.decode(token_ids) != text)
-        first = llm.output_processor.decode_token(token_ids[0]) or ""
-        positions = output.prompt_logprobs or [None] * len(token_ids)
-        places = [min(offset, len(text)) for offset in offsets.take(token_ids)]
-        return text_logprobs(positions, token_ids, self._shown, places, first)
+    def _logprobs(self, index: int, output: RequestOutput, choice: CompletionOutput) -> dict[str, list[Any]]:
+        """Return log-probabilities of new tokens, after an echoed prompt's, which is not streamed."""
+        token_ids = choice.token_ids if self.shows_output else []
+        positions: Sequence[dict[int, Logprob] | None] = [*(choice.logprobs or ())][: len(token_ids)]
+        first = ""
+        if self._echo:
+            prompt = output.prompt_token_ids
+            token_ids, positions = [*prompt, *token_ids], [*(output.prompt_logprobs or ()), *positions]
+            first = self.service.llm.llm.output_processor.decode_token(prompt[0]) or ""
+        start = self._num_characters[index]
+        logprobs, self._num_characters[index] = text_logprobs(positions, token_ids, self._shown, start, first)
+        return logprobs
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None:
@@ -160,22 +119,11 @@ class CompletionAnswer(Answer):
         return self.service.decode(output.prompt_token_ids).rstrip("\ufffd")
 
 
-def _joined(first: Logprobs | None, second: Logprobs) -> Logprobs:
-    return second if first is None else {name: first[name] + second[name] for name in second}
-
-
-def _part(logprobs: Logprobs, part: slice) -> Logprobs:
-    return {name: values[part] for name, values in logprobs.items()}
-
-
 @router.post("/inference/v1/generate", response_model=None, responses=ERRORS)
 async def generate(body: GenerateBody, service: ServiceDep) -> Response:
     """Complete token ids with token ids."""
     service.check_model(body.model)
     values = {name: value for name, value in body.sampling_params.items() if value is not None}
-    if unknown := sorted(body.sampling_params.keys() - SAMPLING_FIELDS):
-        names = ", ".join(sorted(SAMPLING_FIELDS))
-        raise ValueError(f"sampling_params has {unknown[0]!r:.80}, which is none of {names}")
     sampling = SamplingBody.model_validate({"stream": body.stream, "priority": body.priority})
     streams = await service.submit([body.token_ids], make_params({"detokenize": False, **values}), sampling)
     return await GenerateAnswer(service, streams, body).respond(body.stream)

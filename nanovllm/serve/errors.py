@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import re
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -21,7 +21,7 @@ from nanovllm.text.grammar_trials import GrammarError
 
 # OpenAI's codes and our names in the metrics, by status.
 _CODES = {
-    401: "invalid_api_key", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large", 414: "uri_too_long",
+    401: "invalid_api_key", 405: "method_not_allowed", 408: "timeout", 413: "request_too_large",
     429: "rate_limit_exceeded", 500: "internal_error", 503: "service_unavailable",
 }  # fmt: skip
 _KINDS = {
@@ -125,68 +125,19 @@ def error_response(error: ApiError, scope: Scope) -> JsonResponse:
 
 _PIECES_DEPTH = 5
 """Depth of one token's log-probabilities in an answer: below choices, a choice, its logprobs and their lists."""
-_MOST_DEPTH = 128
-"""Maximum nesting depth of a body, since functions that walk it recurse as deeply."""
-_MOST_DIGITS = 308
-"""Maximum digits of an integer: those that the largest float has."""
-_AS_ZEROS = bytes(ord("0") if code in b"0123456789" else ord(" ") for code in range(256))
-_TOO_MANY_ZEROS = b"0" * (_MOST_DIGITS + 1)
 
 
 def parse_json(body: bytes) -> Any:
-    """Parse a body; ApiError if it is not JSON in UTF-8, too deep, or has a number outside a float's range."""
-    # A Python call for each of a million ids would take 0.1 s.
-    parse_int = _short_int if _TOO_MANY_ZEROS in body.translate(_AS_ZEROS) else None
-    too_deep = _invalid_json(f"it has more than {_MOST_DEPTH} lists and objects within each other")
+    """Parse a body; ApiError if it is not JSON in UTF-8, or has more than 201 lists and objects within each other."""
     try:
-        # Given bytes, it would also accept UTF-16.
-        value = json.loads(body.decode("utf-8-sig"), parse_int=parse_int, parse_float=_finite, parse_constant=_finite)
-    except UnicodeDecodeError:
-        raise _invalid_json("it is not in UTF-8") from None
-    except json.JSONDecodeError as error:
-        raise _invalid_json(str(error)) from None
-    except RecursionError:
-        raise too_deep from None
-    # Most bodies have too few brackets to be that deep.
-    if body.count(b"[") + body.count(b"{") > _MOST_DEPTH and _is_deeper(value, _MOST_DEPTH):
-        raise too_deep
-    return value
-
-
-def _short_int(text: str) -> int:
-    if len(text) > _MOST_DIGITS:
-        raise _invalid_json(f"it has an integer of more than {_MOST_DIGITS} digits")
-    return int(text)
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _invalid_json(f"{text:.40} is no number of JSON, or is too large")
-    return value
-
-
-def _is_deeper(value: Any, most: int) -> bool:
-    """Whether lists and objects are nested deeper than `most`."""
-    level = [value]
-    for _ in range(most):
-        inner = (item for found in level for item in (found.values() if isinstance(found, dict) else found))
-        level = [item for item in inner if isinstance(item, (dict, list))]
-        if not level:
-            return False
-    return True
-
-
-def _invalid_json(problem: str) -> ApiError:
-    return ApiError(400, f"what was sent cannot be read as JSON: {problem}", code="invalid_json")
+        return from_json(body.removeprefix(BOM_UTF8), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"what was sent cannot be read as JSON: {error}", code="invalid_json") from None
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode a value as JSON in UTF-8, or in ASCII if it has a lone surrogate, which UTF-8 cannot encode."""
-    try:
-        return to_json(value, inf_nan_mode="null")
-    except PydanticSerializationError:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    """Encode a value as JSON in UTF-8."""
+    return to_json(value, inf_nan_mode="null")
 
 
 def encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
@@ -219,7 +170,8 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
     if isinstance(error.__cause__, GrammarError):
         # The grammar turned out to be too complex or endless during generation.
         error = error.__cause__
-    if isinstance(error, ValueError):
+    # Of a number that no float holds.
+    if isinstance(error, (ValueError, OverflowError)):
         code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
         names, found, param = scope.get("names", {}), _FIELD.match(str(error)), None
         # Our messages about a field begin with its name, and write others as name=value.
@@ -240,25 +192,39 @@ def _sentence(text: str) -> str:
     return first if is_whole else f"{first.removesuffix(':')}: {others[-1]}"
 
 
-def validation_error(first: Mapping[str, Any], body: Any) -> ApiError:
+def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
     """Return the answer to a malformed request.
 
-    `first`: pydantic's first error for the parsed `body`; its `loc` begins with a part of the request: "body", "query".
+    `errors`: pydantic's for the parsed `body`; a `loc` begins with a part of the request: "body", "query".
     """
+    # Each form that a field may have has an error of its own: those that got farthest are about what was meant.
+    field_errors = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
+    farthest = max(map(_progress, field_errors))
+    first, *others = (error for error in field_errors if _progress(error) == farthest)
     kind, is_missing = first["type"], first["type"] == "missing"
     place = _place(first["loc"], body, is_missing=is_missing)
     if not place and kind != "value_error":
         # FastAPI treats the body as text if its content type is not JSON.
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
-    problem, given = first["msg"].removeprefix("Value error, "), first.get("input")
-    if kind in ("dict_type", "model_type", "model_attributes_type"):
-        problem = "Input should be an object"
+    problems, given = dict.fromkeys(map(_problem, [first, *others])), first.get("input")
+    problem = " or ".join(problems).replace(" or Input should be", " or")
     if isinstance(given, (bool, int, float)):
         problem += f", not {json.dumps(given):.40}"
     is_type = kind.endswith(("_type", "_parsing"))
     code = "missing_required_parameter" if is_missing else "invalid_type" if is_type else "invalid_value"
     return ApiError(400, f"{place or 'body'}: {problem}", place or None, code=code)
+
+
+def _progress(error: Mapping[str, Any]) -> tuple[bool, list[int], int]:
+    """Return how far validation got before an error: over the type, to which place in lists, and how deep."""
+    places = [part for part in error["loc"] if isinstance(part, int)]
+    return not error["type"].endswith("_type"), places, len(error["loc"])
+
+
+def _problem(error: Mapping[str, Any]) -> str:
+    is_object = error["type"] in ("dict_type", "model_type", "model_attributes_type")
+    return "Input should be an object" if is_object else str(error["msg"]).removeprefix("Value error, ")
 
 
 def _place(loc: Sequence[int | str], body: Any, *, is_missing: bool) -> str:

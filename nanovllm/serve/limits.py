@@ -34,8 +34,6 @@ from nanovllm.serve.settings import Counted, ServerCounts, ServeSettings
 _logger = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 128 * 2**10
-_MAX_URL_BYTES = 2**16 - 1
-"""Maximum length of a URL, the URL parser's limit."""
 _CHUNK_BYTES = 32
 """Bytes allowed around a body chunk's data; extensions and trailers count as bytes of a head."""
 _LINGER_SECONDS = 1.0
@@ -48,8 +46,6 @@ _OTHER_DESCRIPTORS = 8
 """Descriptors kept free for other files, besides `_MAX_LINGERING` for refused connections."""
 _OPEN_PATHS = ("/", "/health", "/ping", "/version", "/openapi.json", "/favicon.ico")
 """Paths that need no key, since they reveal nothing about requests or the model."""
-_DISCARD_FACTOR = 8
-"""Maximum read from a refused client, in multiples of the maximum body."""
 _MAX_VALUES = 2**18
 """Maximum quotes and brackets in a body. Each blocks all clients for about 0.5 us of parsing."""
 _DISCARD_SECONDS = 1.0
@@ -144,12 +140,6 @@ class Connection(HttpToolsProtocol):
             # This stops the parser; the previous request still gets its answer.
             raise ApiError(400, "a request came before the answer to the one before it")
         super().on_message_begin()
-
-    def on_url(self, url: bytes) -> None:
-        """Receive a part of the URL."""
-        super().on_url(url)
-        if len(self.url) > _MAX_URL_BYTES:
-            raise ApiError(414, f"the request's URL is over {_MAX_URL_BYTES} bytes")
 
     def on_headers_complete(self) -> None:
         """Pass a request to the application."""
@@ -359,7 +349,7 @@ class Guard:
         await send({"type": "http.response.body", "body": response.body, "more_body": True})
         # A client that is still sending when the connection closes would not see the answer.
         with anyio.move_on_after(_DISCARD_SECONDS), suppress(ClientDisconnect):
-            async for _ in _parts(receive, self._settings.max_body_bytes * _DISCARD_FACTOR):
+            async for _ in _parts(receive, sys.maxsize):
                 pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -49,8 +48,7 @@ _POLL_SECONDS = 0.05
 _START_SECONDS = 300.0
 _EXTRA_SECONDS = 3.0
 """Extra time for a front end's exit after the grace period."""
-_CAUSE_SECONDS = 2.0
-"""Time that a front end waits for the cause of an engine's exit."""
+_EXITED = "the engine's process has exited; the server's log says how"
 
 
 def serve(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -131,7 +129,6 @@ class FrontEnds:
         self._memory = tempfile.TemporaryFile()  # noqa: SIM115
         self._memory.truncate(ServerCounts.size(size))
         self._metrics_folder = ""
-        self._created = int(time.time())
         self._num_started = 0
         self._front_ends: list[FrontEndProcess] = []
         self._ended_engines: set[int] = set()
@@ -176,9 +173,8 @@ class FrontEnds:
         control, other = Pipe()
         listener = _bound(*self._place.getsockname()[:2])
         shared = SharedServer(
-            self._folder, listener.fileno(), self._memory.fileno(), index, self._num_started, self._metrics_folder,
-            self._created,
-        )  # fmt: skip
+            self._folder, listener.fileno(), self._memory.fileno(), index, self._num_started, self._metrics_folder
+        )
         self._num_started += 1
         with other, listener:
             arguments, title = (other.fileno(), os.getpid()), f"nanovllm front end {index}"
@@ -191,7 +187,7 @@ class FrontEnds:
         """Connect a front end, which may have exited meanwhile, to each live engine."""
         engines = [engine for engine in self._engines.all if engine.exit_code is None]
         with suppress(OSError):
-            front_end.control.send([engine.index for engine in engines])
+            front_end.control.send(len(engines))
             for engine in engines:
                 with engine.connect() as connection:
                     send_handle(front_end.control, connection.fileno(), front_end.pid)
@@ -214,12 +210,13 @@ class FrontEnds:
         _logger.info("serving %s at %s by %d front ends", model, place, self._size)
 
     def _watch(self) -> int:
-        """Restart front ends and report exited engines to them, until a signal; return the exit code."""
+        """Restart front ends and log how engines exited, until a signal; return the exit code."""
         deadline, is_announced = time.monotonic() + _START_SECONDS, False
         while self._signal is None:
             for engine in self._engines.all:
                 if engine.exit_code is not None and engine.index not in self._ended_engines:
-                    self._report_end(engine.index, engine.exit_text())
+                    self._ended_engines.add(engine.index)
+                    _logger.error("%s", engine.exit_text())
             is_lost = len(self._ended_engines) == len(self._engines.all)
             if is_lost and self._settings.exit_when_engine_fails:
                 _logger.error("ending, since the engine is lost")
@@ -235,14 +232,6 @@ class FrontEnds:
                 return 1
             time.sleep(_POLL_SECONDS)
         return 0
-
-    def _report_end(self, index: int, text: str) -> None:
-        """Tell all front ends why an engine exited."""
-        self._ended_engines.add(index)
-        _logger.error("%s", text)
-        for front_end in self._front_ends:
-            with suppress(OSError):
-                front_end.control.send((index, text))
 
     def _restart(self, index: int, code: int, is_lost: bool) -> bool:
         """Restart a front end, and return whether the server can continue."""
@@ -274,22 +263,6 @@ def _bound(host: str, port: int) -> socket.socket:
     return bound
 
 
-class EngineCauses:
-    """Causes of engine exits, as reported to a front end by the supervisor."""
-
-    def __init__(self, control: Connection) -> None:
-        self._control, self._lock = control, threading.Lock()
-        self._texts: dict[int, str] = {}
-
-    def text(self, index: int) -> str:
-        """Return the cause of an engine's exit."""
-        with self._lock, suppress(EOFError, OSError):
-            while index not in self._texts and self._control.poll(_CAUSE_SECONDS):
-                ended, text = self._control.recv()
-                self._texts[ended] = text
-        return self._texts.get(index, "the engine's process has exited")
-
-
 def run_front_end(descriptor: int, parent: int) -> None:
     """Run a front end's process, given the socket to the supervisor, and the supervisor's process id."""
     faulthandler.enable()
@@ -319,13 +292,11 @@ def _answer(config: Config, settings: ServeSettings, shared: SharedServer, contr
     # The engines report problems with the model.
     reading = ThreadPoolExecutor(1).submit(read_model_files, replace(config, model=shared.model_folder))
     try:
-        engines: list[int] = control.recv()
-        connections = [Connection(recv_handle(control)) for _ in engines]
+        connections = [Connection(recv_handle(control)) for _ in range(control.recv())]
     except EOFError:
         # The engines failed to start, which the supervisor reports.
         return 1
-    causes = EngineCauses(control)
-    exit_texts = [partial(causes.text, index) for index in engines]
+    exit_texts = [lambda: _EXITED] * len(connections)
     engine = ReplicatedEngine(config, connections, exit_texts, lambda: None, number=shared.number)
     llm = ModelClient(config, LoadedModel(engine, reading.result(), engine.device))
     max_connections = raise_descriptor_limit(settings.max_connections)

@@ -104,14 +104,9 @@ class Metrics(Collector):
             self._requests.labels(**labels, finished_reason=reason)
         self._errors = Counter("nanovllm_errors", "Errors by kind.", [*labels, "kind"], registry=own)
 
-    def observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
-        """Count a finished request and its known times.
-
-        `num_tokens`: tokens of its longest output, required for a stream, whose last output has only new tokens.
-        """
+    def observe(self, output: RequestOutput, num_tokens: int) -> None:
+        """Count a finished request, whose longest output has `num_tokens`, and its known times."""
         self._requests.labels(**self._labels, finished_reason=output.outputs[0].finish_reason).inc()
-        if num_tokens is None:
-            num_tokens = max(len(completion.token_ids) for completion in output.outputs)
         num_prompt_tokens, times = len(output.prompt_token_ids), output.metrics or RequestMetrics(0.0)
         queue, first, total = times.queue_time, times.time_to_first_token, times.total_time
         decode = _difference(total, first)
@@ -134,9 +129,9 @@ class Metrics(Collector):
         """Record a request's sampling parameters."""
         self._observe(request_params_n=params.n, request_params_max_tokens=params.max_tokens)
 
-    def count_aborted(self, count: int) -> None:
-        """Count requests aborted because their client disconnected."""
-        self._requests.labels(**self._labels, finished_reason="abort").inc(count)
+    def count_aborted(self) -> None:
+        """Count a request whose reader left before its end."""
+        self._requests.labels(**self._labels, finished_reason="abort").inc()
 
     def count_error(self, kind: str) -> None:
         """Count an error. Kinds must be few and not chosen by clients, since each is kept forever."""

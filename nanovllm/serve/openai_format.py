@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate
 from typing import Any, Literal
 
 # `typing` has both since Python 3.11, but pydantic accepts them from there only since 3.12.
@@ -60,7 +59,9 @@ class TextChoice(TypedDict):
     prompt_logprobs: NotRequired[list[Any] | None]
 
 
-class _Head(TypedDict):
+class AnswerHead(TypedDict):
+    """Fields of every answer, or chunk of one."""
+
     id: str
     created: int
     model: str
@@ -68,7 +69,7 @@ class _Head(TypedDict):
     usage: NotRequired[UsageCounts | None]
 
 
-class ChatCompletion(_Head):
+class ChatCompletion(AnswerHead):
     """Answers to messages, or a chunk of them."""
 
     object: Literal["chat.completion", "chat.completion.chunk"]
@@ -77,7 +78,7 @@ class ChatCompletion(_Head):
     prompt_token_ids: NotRequired[list[int]]
 
 
-class Completion(_Head):
+class Completion(AnswerHead):
     """Completions, or a chunk of them."""
 
     object: Literal["text_completion"]
@@ -277,23 +278,28 @@ def prompt_positions(output: RequestOutput, shown: ShownTokens) -> list[Any] | N
 def text_choice(choice: CompletionOutput, shown: ShownTokens) -> TextChoice:
     """Return one answer to a prompt."""
     found = choice.logprobs
-    logprobs = None if found is None else text_logprobs(found, choice.token_ids, shown)
+    logprobs = None if found is None else text_logprobs(found, choice.token_ids, shown)[0]
     return {"index": choice.index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
 
 
 def text_logprobs(
     positions: Sequence[Mapping[int, Logprob] | None], token_ids: Sequence[int], shown: ShownTokens,
-    offsets: list[int] | None = None, first_token: str = "",
-) -> dict[str, list[Any]]:  # fmt: skip
-    """Return log-probabilities of tokens; a token without any, such as a prompt's first, has the text `first_token`.
+    start: int = 0, first_token: str = "",
+) -> tuple[dict[str, list[Any]], int]:  # fmt: skip
+    """Return log-probabilities of tokens, and the number of characters up to their end, given that before them.
 
-    `offsets`: the tokens' places in the answer's text; None computes them from the lengths of their texts.
+    A token without any, such as a prompt's first, has the text `first_token`. A token in the middle of a character has
+    the offset of that character.
     """
     own = [None if found is None else found[token_id] for found, token_id in zip(positions, token_ids, strict=True)]
     texts = [first_token if item is None else item.decoded_token or "" for item in own]
-    if offsets is None:
-        offsets = [0, *accumulate(map(len, texts[:-1]))] if texts else []
-    return {
+    offsets = []
+    for token_id, text in zip(token_ids, texts, strict=True):
+        # In UTF-8, all bytes of a character but the first are 10xxxxxx in binary.
+        begins = [byte & 0xC0 != 0x80 for byte in shown.bytes_of(token_id, text) or text.encode()]
+        offsets.append(start - (begins[:1] == [False]))
+        start += sum(begins)
+    logprobs: dict[str, list[Any]] = {
         "tokens": [shown.name(token_id, text) for token_id, text in zip(token_ids, texts, strict=True)],
         "token_logprobs": [None if item is None else max(item.logprob, LEAST_LOGPROB) for item in own],
         "top_logprobs": [
@@ -304,3 +310,4 @@ def text_logprobs(
         ],
         "text_offset": offsets,
     }
+    return logprobs, start

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import time
 from typing import Annotated, Literal
 from uuid import uuid4
 
@@ -13,10 +12,12 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from nanovllm.outputs import RequestOutput
+from nanovllm.serve.answers import answer_head
 from nanovllm.serve.errors import ERRORS, JsonResponse
-from nanovllm.serve.protocol import Body, IsObject, Prompts, Text, TextOrTexts, one_of, prompt_list
+from nanovllm.serve.openai_format import AnswerHead, UsageCounts, usage
+from nanovllm.serve.protocol import Body, Prompts, TextOrTexts, prompt_list
 from nanovllm.serve.service import ServiceDep, make_router
-from nanovllm.tasks.ranking import ranked
+from nanovllm.tasks import ranking
 
 router = make_router(prompt=["input"], prompts=["input"])
 
@@ -29,7 +30,6 @@ class PoolingBody(Body):
         None, description="the last token's state, or the mean of all; None: as the model's folder says"
     )
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="lower ones run first")
-    user: str | None = Field(None, description="without effect")
 
 
 class EmbeddingBody(PoolingBody):
@@ -53,23 +53,13 @@ class RerankDocument(BaseModel):
     text: str
 
 
-_Document = Annotated[Text | Annotated[RerankDocument, IsObject], one_of("a string or an object with a text")]
-
-
 class RerankBody(PoolingBody):
     """A request to rank documents by relevance to a query; `top_n`: number to return, all if None or 0."""
 
     query: str
-    documents: Annotated[list[_Document], Field(min_length=1, max_length=1023, fail_fast=True)]
+    documents: Annotated[list[str | RerankDocument], Field(min_length=1, max_length=1023, fail_fast=True)]
     top_n: int | None = Field(None, ge=0)
     return_documents: bool = True
-
-
-class PoolingUsage(TypedDict):
-    """Token counts."""
-
-    prompt_tokens: int
-    total_tokens: int
 
 
 class EmbeddingItem(TypedDict):
@@ -80,13 +70,11 @@ class EmbeddingItem(TypedDict):
     embedding: list[float] | str
 
 
-class EmbeddingAnswer(TypedDict):
+class EmbeddingAnswer(AnswerHead):
     """Embeddings in the order of the prompts."""
 
     object: Literal["list"]
     data: list[EmbeddingItem]
-    model: str
-    usage: PoolingUsage
 
 
 class ScoreItem(TypedDict):
@@ -97,15 +85,11 @@ class ScoreItem(TypedDict):
     score: float
 
 
-class ScoreAnswer(TypedDict):
+class ScoreAnswer(AnswerHead):
     """Scores in the order of the pairs."""
 
-    id: str
     object: Literal["list"]
-    created: int
-    model: str
     data: list[ScoreItem]
-    usage: PoolingUsage
 
 
 class RerankItem(TypedDict):
@@ -122,7 +106,7 @@ class RerankAnswer(TypedDict):
     id: str
     model: str
     results: list[RerankItem]
-    usage: PoolingUsage
+    usage: UsageCounts
 
 
 # Described alone: answers are encoded without being validated, number by number.
@@ -138,12 +122,13 @@ async def embeddings(body: EmbeddingBody, service: ServiceDep) -> Response:
     size = service.llm.llm.model_config.hidden_size
     if body.dimensions not in (None, size):
         raise ValueError(f"dimensions={body.dimensions}: this model's embeddings have {size}")
-    vectors, outputs = await service.embed(prompt_list(body.input), body.pooling, body.priority)
+    priority = service.priority(body.priority)
+    outputs = await service.llm.pool(prompt_list(body.input), body.pooling, priority=priority)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        for index, vector in enumerate(vectors)
+        for index, vector in enumerate(ranking.embeddings(outputs, size))
     ]
-    return JsonResponse({"object": "list", "data": data, "model": service.model, "usage": _usage(outputs)})
+    return JsonResponse({**answer_head(service, "embd", "list"), "data": data, "usage": _usage(outputs)})
 
 
 def _encoded(vector: torch.Tensor, encoding: str) -> list[float] | str:
@@ -160,10 +145,10 @@ async def scores(body: ScoreBody, service: ServiceDep) -> Response:
     first, second = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(first) not in (1, len(second)):
         raise ValueError(f"text_1 has {len(first)} texts, and text_2 {len(second)}: it must have one or equally many")
-    found, outputs = await service.relevance(first, second, body.pooling, body.priority)
+    priority = service.priority(body.priority)
+    found, outputs = await service.llm.relevance(first, second, pooling=body.pooling, priority=priority)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(found)]
-    head = {"id": f"score-{uuid4().hex}", "object": "list", "created": int(time.time()), "model": service.model}
-    return JsonResponse({**head, "data": data, "usage": _usage(outputs)})
+    return JsonResponse({**answer_head(service, "score", "list"), "data": data, "usage": _usage(outputs)})
 
 
 @router.post("/rerank", response_model=None, responses=_RANKS)
@@ -173,19 +158,19 @@ async def rank(body: RerankBody, service: ServiceDep) -> Response:
     """Return documents by descending relevance to a query, with their index in the request."""
     service.check_model(body.model)
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
-    found, outputs = await service.relevance([body.query], texts, body.pooling, body.priority)
+    priority = service.priority(body.priority)
+    found, outputs = await service.llm.relevance([body.query], texts, pooling=body.pooling, priority=priority)
     results = [
         {
             "index": item.index,
             "document": {"text": item.document} if body.return_documents else None,
             "relevance_score": item.score,
         }
-        for item in ranked(found, texts, body.top_n or None)
+        for item in ranking.ranked(found, texts, body.top_n or None)
     ]
     head = {"id": f"rerank-{uuid4().hex}", "model": service.model}
     return JsonResponse({**head, "results": results, "usage": _usage(outputs)})
 
 
-def _usage(outputs: list[RequestOutput]) -> dict[str, int]:
-    num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+def _usage(outputs: list[RequestOutput]) -> UsageCounts:
+    return usage(sum(len(output.prompt_token_ids) for output in outputs), 0)

@@ -1,17 +1,16 @@
 """Request bodies of OpenAI's and vLLM's APIs, and the types of their fields.
 
 `SamplingParams`, which checks limits, and OpenAI's reference explain the fields. Unsupported fields of OpenAI's and
-vLLM's APIs may have a neutral value. Other fields are ignored and logged once.
+vLLM's APIs may have a neutral value. Other fields are ignored, and logged with `log_requests`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from nanovllm.serve.errors import ApiError, validation_error
@@ -20,60 +19,31 @@ from nanovllm.serve.logs import one_line
 _logger = logging.getLogger(__name__)
 MOST_CHOICES = 10_000
 """Maximum choices in `structured_outputs`, which take 0.2 s."""
-MOST_MESSAGES, MOST_PROMPTS, MOST_TOOLS = 4096, 1024, 256
-_MOST_FIELDS, _MOST_IDS, _MOST_STOPS, _MOST_TOKENS = 128, 4096, 64, 2**20
-_MOST_LOGGED, _LONGEST_NAME = 256, 80
+MOST_FIELDS, MOST_MESSAGES, MOST_PROMPTS, MOST_TOOLS = 128, 4096, 1024, 256
+_MOST_IDS, _MOST_STOPS, _MOST_TOKENS = 4096, 64, 2**20
 _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 """Maps vLLM's retired fields to the fields of `structured_outputs` that replace them."""
-# The value's type selects the form by which a field is validated, so that the error is about that form.
 # Validation of a list stops at the first error: an error for each of a million entries would take minutes.
-_FORMS: dict[type, str] = {str: "<text>", list: "<list>", dict: "<object>"}
-
-
-def _form(given: Any) -> str | None:
-    """Return the tag of a value's form, for validation and dumping; None for an unsupported type."""
-    return "<object>" if isinstance(given, BaseModel) else _FORMS.get(type(given))
-
-
-def _prompt_form(given: Any) -> str | None:
-    first = given[0] if isinstance(given, list) and given else None
-    is_number = isinstance(first, (int, float))
-    return "<ids>" if is_number else "<lists>" if isinstance(first, list) else _form(given)
-
-
-def one_of(forms: str, get_form: Callable[[Any], str | None] = _form) -> Discriminator:
-    """Return a discriminator for a field's forms; `forms` describes them in the error."""
-    return Discriminator(get_form, custom_error_type="form_type", custom_error_message=f"Input should be {forms}")
-
-
-IsText, IsList, IsObject = Tag("<text>"), Tag("<list>"), Tag("<object>")
-Text = Annotated[str, IsText]
-Object = Annotated[dict[str, Any], IsObject]
 Nothing = Annotated[dict[str, Any], Field(max_length=0)]
 # JSON's true and 1.0 are not ids.
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(max_length=_MOST_TOKENS, fail_fast=True)]
-_TokenLists = Annotated[list[Annotated[TokenIds, Field(min_length=1)]], Field(max_length=MOST_PROMPTS, fail_fast=True)]
+_PromptIds = Annotated[TokenIds, Field(min_length=1)]
+_TokenLists = Annotated[list[_PromptIds], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-TextOrTexts = Annotated[Text | Annotated[Texts, IsList], one_of("a string or a list of strings")]
+TextOrTexts = str | Texts
 Stops = Annotated[list[str], Field(max_length=_MOST_STOPS, fail_fast=True)]
-TextOrStops = Annotated[Text | Annotated[Stops, IsList], one_of("a string or a list of strings")]
-TextOrObject = Annotated[Text | Object, one_of("a string or an object")]
+TextOrStops = str | Stops
+TextOrObject = str | dict[str, Any]
 Objects = Annotated[list[dict[str, Any]], Field(max_length=MOST_MESSAGES, fail_fast=True)]
-TextOrObjects = Annotated[Text | Annotated[Objects, IsList], one_of("a string or a list of objects")]
-Parts = Annotated[list[TextOrObject], Field(max_length=MOST_MESSAGES, fail_fast=True)]
-TextOrParts = Annotated[Text | Annotated[Parts, IsList], one_of("a string or a list of parts")]
-Prompts = Annotated[
-    Text | Annotated[Texts, IsList] | Annotated[TokenIds, Tag("<ids>")] | Annotated[_TokenLists, Tag("<lists>")],
-    one_of("a string, a list of strings, a list of token ids, or a list of such lists", _prompt_form),
-]
-ToolChoiceMode = Annotated[Literal["auto", "none", "required"], IsText]
-TOOL_CHOICE = one_of("'auto', 'none', 'required' or an object")
+TextOrObjects = str | Objects
+TextOrParts = str | Annotated[list[TextOrObject], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+Prompts = str | Texts | _PromptIds | _TokenLists
+ToolChoiceMode = Literal["auto", "none", "required"]
 
-_logged: set[str] = set()
 _Value = TypeVar("_Value")
 
 
-def _at_most(count: int, given: _Value) -> _Value:
+def at_most(count: int, given: _Value) -> _Value:
     """Return a value, or raise if it has too many fields: each could become a pydantic error."""
     if isinstance(given, dict) and len(given) > count:
         raise ValueError(f"{len(given)} fields are over {count}")
@@ -84,35 +54,26 @@ def _invalid(name: str, problem: str) -> ApiError:
     return ApiError(400, f"{name} {problem}", name, code="invalid_value")
 
 
-Metadata = Annotated[dict[str, str], BeforeValidator(partial(_at_most, _MOST_FIELDS))]
-
-
 class Body(BaseModel):
-    """A JSON object. Unknown fields are ignored, as in vLLM."""
+    """A JSON object. Other fields, such as OpenAI's `user` and `store`, are ignored, as in vLLM."""
 
     model_config = ConfigDict(extra="ignore")
 
     @model_validator(mode="before")
     @classmethod
     def _check_fields(cls, given: Any) -> Any:
-        if not isinstance(_at_most(_MOST_FIELDS, given), dict):
+        if not isinstance(at_most(MOST_FIELDS, given), dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        for name in map(str, given.keys() - known - _logged):
-            # Clients choose the names, which must fill neither memory nor log.
-            if len(_logged) < _MOST_LOGGED and len(name) <= _LONGEST_NAME:
-                if not _logged:
-                    _logger.warning("ignored: requests have fields that are not known; --log-requests names them")
-                _logged.add(name)
-                _logger.info("ignored: requests have an unknown field %s (%s)", one_line(name), cls.__name__)
+        if unknown := given.keys() - known:
+            _logger.info("ignored: fields that %s lacks: %s", cls.__name__, one_line(", ".join(sorted(unknown))))
         return given
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer; `include_obfuscation` has no effect."""
+    """Options of a streamed answer."""
 
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
@@ -145,19 +106,7 @@ class StructuredOutputs(Body):
     disable_additional_properties: bool | None = None
 
 
-class IgnoredFields(Body):
-    """Fields of OpenAI's APIs without effect."""
-
-    user: str | None = None
-    metadata: Metadata | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-
-
-class SamplingBody(IgnoredFields):
+class SamplingBody(Body):
     """Common fields of chats and completions."""
 
     model: str | None = None
@@ -171,7 +120,7 @@ class SamplingBody(IgnoredFields):
     stop: TextOrStops | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], BeforeValidator(partial(_at_most, _MOST_IDS))] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(partial(at_most, _MOST_IDS))] | None = None
     response_format: ResponseFormat | None = None
     # Fields of vLLM.
     top_k: int | None = None
@@ -193,8 +142,6 @@ class SamplingBody(IgnoredFields):
     cache_salt: str | None = Field(None, min_length=1, max_length=256, description="only equal ones share prefixes")
     truncate_prompt_tokens: int | None = Field(None, ge=-1, description="last tokens that are kept; -1: what fits")
     add_special_tokens: bool | None = Field(None, description="whether encoding a text adds tokens such as BOS")
-    # Without effect.
-    request_id: str | None = None
     # Not supported.
     use_beam_search: Literal[False] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
@@ -274,10 +221,9 @@ class ChatBody(SamplingBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Tools | None = None
-    tool_choice: Annotated[ToolChoiceMode | Annotated[NamedToolChoice, IsObject], TOOL_CHOICE] | None = None
+    tool_choice: ToolChoiceMode | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="a variable of the chat template")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="without effect")
     echo: bool | None = Field(None, description="put the last message, if it is the assistant's, before the answer")
     chat_template: str | None = Field(None, description="refused: the server has one")
     documents: Objects | None = Field(None, description="for the chat template")
@@ -309,20 +255,26 @@ class ChatBody(SamplingBody):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise ValueError(str(validation_error({**first, "loc": ("body", *first["loc"])}, given))) from error
+            errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+            raise ValueError(str(validation_error(errors, given))) from error
 
 
 class CompletionBody(SamplingBody):
     """A request to complete prompts: texts or token ids."""
 
     prompt: Prompts
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
     # Not supported.
+    best_of: int | None = None
     suffix: Literal[""] | None = None
     prompt_embeds: None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise _invalid("best_of", f"must be n={self.n or 1}, if given, not {self.best_of}")
+        return self
 
 
 class TokenizeBody(Body):
@@ -352,7 +304,7 @@ class GenerateBody(Body):
 
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     model: str | None = None
-    token_ids: Annotated[TokenIds, Field(min_length=1)]
+    token_ids: _PromptIds
     sampling_params: dict[str, Any] = {}
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -17,17 +18,15 @@ from nanovllm.serve.answers import Event, TranslatedAnswer
 from nanovllm.serve.chat_completions import submit_chat
 from nanovllm.serve.errors import answers, encode_json
 from nanovllm.serve.protocol import (
+    MOST_FIELDS,
     MOST_TOOLS,
-    TOOL_CHOICE,
     Body,
     ChatBody,
-    IgnoredFields,
-    IsObject,
     JsonSchemaFormat,
-    StreamOptions,
     TextOrObjects,
     ToolChoiceMode,
     ToolFunction,
+    at_most,
 )
 from nanovllm.serve.service import Service, ServiceDep, make_router
 from nanovllm.text.answers import AnswerSplitter
@@ -67,10 +66,11 @@ class ResponseToolChoice(Body):
     name: str
 
 
-class ResponseBody(IgnoredFields):
+class ResponseBody(Body):
     """A request for a text response."""
 
     model: str | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(partial(at_most, MOST_FIELDS))] | None = None
     input: TextOrObjects
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -79,17 +79,13 @@ class ResponseBody(IgnoredFields):
     stream: bool | None = None
     text: ResponseText | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Annotated[ToolChoiceMode | Annotated[ResponseToolChoice, IsObject], TOOL_CHOICE] | None = None
+    tool_choice: ToolChoiceMode | ResponseToolChoice | None = None
     # Not supported.
     truncation: Literal["disabled"] | None = None
     previous_response_id: None = None
     conversation: None = None
     prompt: None = None
     background: Literal[False] | None = None
-    # Without effect.
-    stream_options: StreamOptions | None = None
-    reasoning: dict[str, Any] | None = None
-    max_tool_calls: int | None = None
     top_logprobs: Literal[0] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     parallel_tool_calls: bool | None = None

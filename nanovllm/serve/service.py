@@ -6,9 +6,7 @@ import asyncio
 import inspect
 import logging
 import mmap
-import time
 import warnings
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,7 +14,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
-import torch
 from fastapi import APIRouter, Depends
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
@@ -26,8 +23,8 @@ from starlette.types import Receive
 
 import nanovllm
 from nanovllm.client.async_llm import AsyncLLM
+from nanovllm.client.engine_client import RequestState
 from nanovllm.client.engine_thread import RequestStream
-from nanovllm.config import Pooling
 from nanovllm.engine.request import PromptTooLongError, Request
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -37,7 +34,6 @@ from nanovllm.serve.metrics import Metrics
 from nanovllm.serve.openai_format import ShownTokens, request_params, template_values
 from nanovllm.serve.protocol import MOST_CHOICES, ChatBody, ChatMessage, SamplingBody, TokenizeBody
 from nanovllm.serve.settings import ServerCounts, ServeSettings, SharedServer
-from nanovllm.tasks.ranking import Judge, cosines, embeddings, rank_method, text_pairs
 from nanovllm.text.answers import AnswerFormat
 from nanovllm.text.chat_template import one_conversation, render_text, template_options
 from nanovllm.text.input_processor import work_of
@@ -56,7 +52,6 @@ class Service:
         names: the model's names in the API; `model`, the first one, is used in answers.
         chat_template: a chat template that replaces the tokenizer's, or None.
         fingerprint: hash of the version and the engine's settings; equal fingerprints and seeds give equal answers.
-        created: start time in seconds since 1970.
         answer_format: the model's format of tool calls and reasoning.
     """
 
@@ -67,11 +62,10 @@ class Service:
         self.model = self.names[0]
         # vLLM's clients use the model's name as given on the command line.
         self._accepted = {*self.names, *([] if settings.served_model_name else [self.config.model])}
-        self.counts = ServerCounts()
-        self.created, folder = int(time.time()), None
+        self.counts, folder = ServerCounts(), None
         if shared is not None:
             self.counts = ServerCounts(mmap.mmap(shared.counts, 0), shared.index)
-            self.created, folder = shared.created, shared.metrics_folder
+            folder = shared.metrics_folder
         stats = llm.llm.stats()
         cache_config = {
             "block_size": self.config.kvcache_block_size,
@@ -80,6 +74,7 @@ class Service:
             "gpu_memory_utilization": self.config.gpu_memory_utilization,
         }
         self.metrics = Metrics(llm.llm.stats, self.model, cache_config, llm.llm.step_histograms, folder)
+        llm.on_begin, llm.on_end = self._note_begin, self._note_end
         self.chat_template = settings.template_text()
         settled = f"{nanovllm.__version__} {self.config}"
         self.fingerprint = f"fp_{sha256(settled.encode()).hexdigest()[:10]}"
@@ -155,7 +150,7 @@ class Service:
             body: the request, with encoding options, priority, and whether to stream.
             max_tokens: output tokens for which the model must have room; None reduces `params` to the available room.
         """
-        params, priority = self._limited(params, len(prompts)), self._priority(body.priority)
+        params, priority = self._limited(params, len(prompts)), self.priority(body.priority)
         count, longest, most = len(prompts), self.limits.max_model_len, body.truncate_prompt_tokens
         if most is not None and most > longest:
             raise ValueError(f"truncate_prompt_tokens={most} is over max_model_len={longest}")
@@ -179,9 +174,7 @@ class Service:
             self._check_size(requests, max_tokens)
             return requests
 
-        streams = await self.llm.enqueue(count, process, work_of([*map(_as_text, prompts)], params))
-        self._note([len(stream.state.request.token_ids) for stream in streams], params)
-        return streams
+        return await self.llm.enqueue(count, process, work_of([*map(_as_text, prompts)], params))
 
     def _limited(self, params: SamplingParams, num_prompts: int) -> SamplingParams:
         """Return sampling parameters with the server's `max_output_tokens` as the default, or raise over a limit."""
@@ -208,84 +201,28 @@ class Service:
             problem = f"up to {count} log-probabilities are over the server's {most} (max_logprobs_per_request)"
             raise ValueError(f"{problem}: ask for fewer of them, or give a smaller max_tokens or n")
 
-    async def outputs(self, streams: list[RequestStream]) -> list[RequestOutput]:
-        """Return the complete outputs of requests, which are aborted on cancellation or if one of them fails."""
-        return await self._observed(self.llm.gather(streams), len(streams))
-
-    async def embed(
-        self, prompts: list[Any], pooling: Pooling | None, priority: int | None
-    ) -> tuple[torch.Tensor, list[RequestOutput]]:
-        """Return the embeddings of prompts, [num_prompts, hidden_size] float32, and their outputs."""
-        work = self.llm.pool(prompts, pooling, priority=self._priority(priority))
-        outputs = await self._noted(work, prompts, SamplingParams(max_tokens=1))
-        return embeddings(outputs, self.llm.llm.model_config.hidden_size), outputs
-
-    async def relevance(
-        self, queries: list[str], documents: list[str], pooling: Pooling | None, priority: int | None
-    ) -> tuple[list[float], list[RequestOutput]]:
-        """Return the relevance of each document to its query, or to the single query, and the outputs."""
-        pairs = text_pairs(queries, documents)
-        if rank_method(None, self.config.model) == "embedding":
-            vectors, outputs = await self.embed([*queries, *documents], pooling, priority)
-            return cosines(vectors, len(queries)), outputs
-        judge = Judge(self.llm.llm.input_processor)
-        prompts = judge.prompts(pairs)
-        work = self.llm.generate_all(prompts, judge.params, priority=self._priority(priority))
-        outputs = await self._noted(work, prompts, judge.params)
-        return judge.scores(outputs), outputs
-
-    def _priority(self, given: int | None) -> int:
+    def priority(self, given: int | None) -> int:
+        """Return a request's priority; ValueError if requests may not choose it."""
         if given and not self.settings.allow_priority:
             raise ValueError(f"priority={given}: this server does not let requests choose it (allow_priority)")
         return given or 0
 
-    def _note(self, lengths: list[int], params: SamplingParams) -> None:
-        """Count and log prompts of these lengths."""
-        for _ in lengths:
-            self.metrics.observe_params(params)
+    def _note_begin(self, request: Request) -> None:
+        """Count and log a request to the engine."""
+        self.metrics.observe_params(request.params)
         if self.settings.log_requests:
-            _logger.info("%d prompts, at most %d tokens: %s", len(lengths), sum(lengths), one_line(repr(params)))
+            _logger.info("a prompt of %d tokens: %s", len(request.token_ids), one_line(repr(request.params)))
 
-    async def _noted(
-        self, work: Awaitable[list[RequestOutput]], prompts: list[Any], params: SamplingParams
-    ) -> list[RequestOutput]:
-        # A text has no more tokens than characters.
-        self._note([min(len(prompt), self.limits.max_model_len) for prompt in prompts], params)
-        return await self._observed(work, len(prompts))
-
-    async def _observed(self, work: Awaitable[list[RequestOutput]], count: int) -> list[RequestOutput]:
-        """Return the outputs of `count` requests, and count them as finished or aborted."""
-        try:
-            outputs = await work
-        except asyncio.CancelledError:
-            self.metrics.count_aborted(count)
-            raise
-        for output in outputs:
-            self._observe(output)
-        return outputs
-
-    def _observe(self, output: RequestOutput, num_tokens: int | None = None) -> None:
-        """Count and log a finished request; see `Metrics.observe`."""
-        self.metrics.observe(output, num_tokens)
-        if self.settings.log_requests:
-            reasons = [choice.finish_reason for choice in output.outputs]
-            _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
-
-    async def read(self, streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
-        """Yield new parts of all streams, each with its stream's index."""
-        counts: Counter[tuple[int, int]] = Counter()
-        num_finished = 0
-        try:
-            async for index, output in _merged(streams):
-                for choice in output.outputs:
-                    counts[index, choice.index] += len(choice.token_ids)
-                if output.finished:
-                    num_finished += 1
-                    self._observe(output, max(counts[index, choice.index] for choice in output.outputs))
-                yield index, output
-        except (GeneratorExit, asyncio.CancelledError):
-            self.metrics.count_aborted(len(streams) - num_finished)
-            raise
+    def _note_end(self, state: RequestState) -> None:
+        """Count and log a finished request, or count one whose client has gone; failed steps are counted as errors."""
+        output = state.output
+        if output is not None:
+            self.metrics.observe(output, state.num_tokens)
+            if self.settings.log_requests:
+                reasons = [choice.finish_reason for choice in output.outputs]
+                _logger.info("%d prompt tokens, ended: %s, %s", len(output.prompt_token_ids), reasons, output.metrics)
+        elif state.error is None:
+            self.metrics.count_aborted()
 
 
 def _as_text(prompt: Any) -> Any:
@@ -304,7 +241,8 @@ def _plain(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     return plain
 
 
-async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+async def merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """Yield new parts of all streams, each with its stream's index."""
     if len(streams) == 1:
         async for output in streams[0]:
             yield 0, output

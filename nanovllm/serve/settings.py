@@ -182,16 +182,15 @@ def _is_loopback(host: str) -> bool:
 
 
 class Counted(IntEnum):
-    """Counted quantities: requests with a body, connections, and requests in the engine."""
+    """Counted quantities: requests with a body, and connections."""
 
     REQUESTS = 0
     CONNECTIONS = 1
-    PENDING = 2
 
 
 @dataclass(frozen=True)
 class SharedServer:
-    """A front end's part, at `index`, in a server of several that began at `created`.
+    """A front end's part, at `index`, in a server of several.
 
     `listener` and `counts`: descriptors of its socket and of the memory of all `ServerCounts`; `number`: how many
     front ends started before it, including replaced ones.
@@ -203,7 +202,6 @@ class SharedServer:
     index: int
     number: int
     metrics_folder: str
-    created: int
 
 
 class ServerCounts:

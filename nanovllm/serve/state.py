@@ -55,9 +55,8 @@ async def version() -> dict[str, str]:
 
 @router.get("/load", responses={401: ERRORS[401]})
 async def load(service: ServiceDep) -> dict[str, int]:
-    """Return the number of requests in the engine."""
-    service.counts.own[Counted.PENDING] = service.llm.num_pending_requests
-    return {"server_load": service.counts.total(Counted.PENDING)}
+    """Return the number of requests that wait or run."""
+    return {"server_load": service.counts.total(Counted.REQUESTS)}
 
 
 @router.get("/metrics", response_class=Response, responses={401: ERRORS[401]})

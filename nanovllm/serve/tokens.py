@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ def _describe(service: Service, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "created": service.created,
+        "created": int(time.time()),
         "owned_by": "nanovllm",
         "root": service.config.model,
         "parent": None,

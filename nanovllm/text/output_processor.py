@@ -88,26 +88,6 @@ def decode_options(params: SamplingParams) -> dict[str, bool]:
     return {"skip_special_tokens": False, "spaces_between_special_tokens": params.spaces_between_special_tokens}
 
 
-class TextOffsets:
-    """Counts the characters before each token of a text, by decoding it incrementally; see `Detokenizer`.
-
-    A token that completes a character begins where the character does. `start`: characters before the first token.
-    """
-
-    def __init__(self, tokenizer: Any, start: int = 0, prompt: Sequence[int] = (), **options: bool) -> None:
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, prompt, **options)
-        self._end = start
-
-    def take(self, token_ids: list[int]) -> list[int]:
-        """Return the offsets of more tokens, as if no stop string cut the text."""
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(self._end)
-            if self._detokenizer is not None:
-                self._end += len(self._detokenizer.append([token_id]))
-        return offsets
-
-
 class OutputDelta(NamedTuple):
     """New text and tokens of an output, with log-probability records if requested."""
 

@@ -12,30 +12,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import get_args
+from typing import Any
 
 import torch
 
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.attention.kv_cache_spec import StateLayout
 from nanovllm.cli import IMPORT_STARTED
-from nanovllm.config import Config, KVCacheDtype, Quantization
+from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.llm import LLM
 from nanovllm.models import make_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.flags import CommandParser, json_reader, user_errors
+from nanovllm.utils.flags import CommandParser, add_flags, flag_values, user_errors
 
 IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 ROUNDS = 2
@@ -66,10 +64,6 @@ HYBRIDS = {
 # of gpt-oss, whose experts are in MXFP4: layers, experts
 GPT_OSS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
-_ENGINE_FLAGS = (
-    "enforce_eager", "attention_backend", "quantization", "kv_cache_dtype", "gpu_memory_utilization",
-    "speculative_config",
-)  # fmt: skip
 LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
 """A workload that takes minutes, and the `max_num_seqs` for it."""
 
@@ -337,18 +331,18 @@ def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
     return r
 
 
-def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
-    """Construct the engine, generate a first token, and print how long that took."""
+def make_llm(shape: str, workload: str, settings: Mapping[str, Any]) -> LLM:
+    """Construct the engine, generate a first token, and print how long that took.
+
+    `settings` of `LLM`; without a `model` it has random weights of the shape.
+    """
     started = time.perf_counter()
-    with user_errors(options.parser):
-        llm = LLM(
-            options.model or shape_folder(options.shape),
-            load_format="auto" if options.model else "dummy",
-            tensor_parallel_size=tensor_parallel_size,
-            max_num_seqs=LONG_NUM_SEQS if options.workload == LONG_WORKLOAD else Config.max_num_seqs,
-            seed=0,
-            **{name: getattr(options, name) for name in _ENGINE_FLAGS},
-        )
+    defaults: dict[str, Any] = {}
+    if "model" not in settings:
+        defaults = {"model": shape_folder(shape), "load_format": "dummy"}
+    if workload == LONG_WORKLOAD:
+        defaults["max_num_seqs"] = LONG_NUM_SEQS
+    llm = LLM(**{**defaults, **settings})
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     print(f"imports {IMPORT_SECONDS:.2f} s, from LLM(...) to the first token {time.perf_counter() - started:.2f} s")
     return llm
@@ -362,73 +356,31 @@ def profile(llm: LLM, work: Workload, file: str) -> None:
     print(trace.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60))
 
 
-def plot(results: list[Result], title: str, file: str) -> None:
-    """Draw each workload's throughput as a share of its maximum by the floor."""
-    import matplotlib.pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(figsize=(8, 0.6 * len(results) + 1.6), layout="constrained")
-    names = [f"{r.workload}, {r.gpus} GPUs" if r.gpus > 1 else r.workload for r in results]
-    axes.barh(names, [100.0] * len(results), color="#e4e4e4", label="floor")
-    bars = axes.barh(names, [100 * r.floor_share for r in results], color="#3b6fb6", label="measured")
-    labels = [f"{r.output_tokens_per_second:,.0f} out, {r.input_tokens_per_second:,.0f} in" for r in results]
-    axes.bar_label(bars, labels, padding=4, fontsize=9)
-    axes.invert_yaxis()
-    axes.set(xlabel="share of the floor's throughput, % (tokens/s beside the bars)", title=title, xlim=(0, 130))
-    figure.savefig(file, dpi=150)
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, with defaults that depend on the machine."""
+def make_parser() -> CommandParser:
+    """Return the parser of the command line."""
     parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, LONG_WORKLOAD, "all"])
     parser.add_argument(
-        "--shape", default="0.6B", choices=[*SHAPES, *HYBRIDS, *GPT_OSS], help="a published shape, random weights"
-    )
-    parser.add_argument("--model", help="folder or Hub id instead of a shape")
-    parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the linear layers' weights")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--speculative-config", type=json_reader(dict), metavar="JSON", help="settings of speculation")
+        "--shape", default="0.6B", choices=[*SHAPES, *HYBRIDS, *GPT_OSS],
+        help="a published shape with random weights, unless there is a model",
+    )  # fmt: skip
     parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
-    parser.set_defaults(parser=parser)
-    options = parser.parse_args(arguments)
-    if not ON_GPU:
-        options.model = options.model or BUNDLED_MODEL
-    return options
-
-
-def measure_apart(size: int, arguments: Sequence[str]) -> list[Result]:
-    """Run this program in a separate process for one tensor-parallel size; no results if that fails."""
-    changes = ["--tensor-parallel-size", str(size), "--plot", "", "--profile", ""]
-    command = [sys.executable, "-m", "nanovllm.cli.bench", *arguments, *changes]
-    # The package may not be installed: `python bench.py` finds it beside the script.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    lines: list[str] = []
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-        for line in child.stdout or ():
-            lines.append(line)
-            if not line.startswith("{"):
-                print(line, end="", flush=True)
-    if child.returncode:
-        print(f"tensor_parallel_size={size} failed with code {child.returncode}", file=sys.stderr)
-        return []
-    return [Result(**result) for result in json.loads(lines[-1])["results"]]
+    add_flags(parser, Config, "engine", seed=0)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the machine, run the workloads of a command line, print the table and the JSON."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parse_arguments(arguments)
+    parser = make_parser()
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    settings = ({} if ON_GPU else {"model": BUNDLED_MODEL}) | flag_values(options, Config)
     names = WORKLOADS if options.workload == "all" else (options.workload,)
-    first, *others = options.tensor_parallel_size
     shape = options.shape if options.shape in GPT_OSS else f"Qwen3-{options.shape}"
-    model_name = options.model or f"{shape} (random weights)"
+    model_name = settings.get("model", f"{shape} (random weights)")
     # Before CUDA is initialised, since an engine's start depends on that.
-    with make_llm(options, first) as llm:
+    with user_errors(parser):
+        llm = make_llm(options.shape, options.workload, settings)
+    with llm:
         ceilings = measure_ceilings()
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
@@ -438,13 +390,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = [measure(llm, workload, ceilings) for workload in names]
         if options.profile:
             profile(llm, make_workload(names[0], "profile", llm), options.profile)
-    for size in others:
-        results += measure_apart(size, arguments)
-    if options.plot:
-        plot(results, f"{model_name}, {name}", options.plot)
     summary = {"model": model_name, "device": name, "torch": torch.__version__, **asdict(ceilings)}
     print(json.dumps(summary | {"import_seconds": IMPORT_SECONDS, "results": [asdict(r) for r in results]}))
-
-
-if __name__ == "__main__":
-    main()

@@ -223,9 +223,7 @@ def cached(hub_cache: Path, checkpoint: Path) -> Path:
 def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert Path(resolve_model("me/tiny", None)) == cached
-    with pytest.raises(
-        ValueError, match=r"HF_HUB_OFFLINE .*`hf download me/other --revision v1` without it, or give a"
-    ):
+    with pytest.raises(ValueError, match=r"OfflineModeIsEnabled.*run `hf download me/other --revision v1` where"):
         resolve_model("me/other", "v1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     # As a firewall leaves it: it takes the connection, and never answers.
@@ -233,7 +231,7 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Pat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert Path(resolve_model("me/tiny", None)) == cached
-        with pytest.raises(ValueError, match="the Hub cannot be reached") as info:
+        with pytest.raises(ValueError, match="the Hub does not give it") as info:
             resolve_model("me/other", None)
     ways = "run `hf download me/other` where there is a network, give a folder with the model, or set HF_HUB_OFFLINE=1"
     assert ways in str(info.value)
@@ -246,9 +244,9 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Pat
     [
         ("no such model", None, "neither a folder nor a Hub id, such as 'Qwen/Qwen3-0.6B'"),
         ("https://huggingface.co/me/tiny", None, "is a page of the Hub: give its id, 'me/tiny'"),
-        ("me/typo", (404, "RepoNotFound"), "the Hub has no model of this name"),
-        ("me/gated", (403, "GatedRepo"), "the Hub asks to accept its terms first: https://huggingface.co/me/gated"),
-        ("me/tiny", (404, "RevisionNotFound"), "the Hub has no revision 'v1' of it"),
+        ("me/typo", (404, "RepoNotFound"), "Repository Not Found.*make sure you"),
+        ("me/gated", (403, "GatedRepo"), "GatedRepoError: .*Cannot access gated repo"),
+        ("me/tiny", (404, "RevisionNotFound"), "Revision Not Found"),
         ("me/tiny", ["README.md", "q4.gguf"], "GGUF files: run `hf download me/tiny q4.gguf`"),
         ("me/tiny", ["config.json", "pytorch_model.bin"], "only pickled weights, .*from_pretrained\\('me/tiny'\\)"),
     ],

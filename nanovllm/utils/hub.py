@@ -8,7 +8,7 @@ import re
 from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub.errors import HFValidationError
 
-from nanovllm.utils.folder_faults import no_folder, other_layout
+from nanovllm.utils.folder_faults import MODEL_FORMS, not_in
 from nanovllm.utils.remote import fetch_small_files, is_url
 
 _CONFIG_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*_Pooling/config.json"]
@@ -59,7 +59,7 @@ def _local_folder(path: str) -> str:
     if (file := gguf_file(path)) is not None:
         return cached_folder(file)
     if not os.path.isdir(path):
-        raise ValueError(no_folder(path))
+        raise ValueError(f"{path!r} is a file that holds no model: {MODEL_FORMS}")
     return path
 
 
@@ -69,17 +69,13 @@ def _snapshot(model: str, revision: str | None, weights: bool) -> str:
     names: list[str] = []
     try:
         info = HfApi().model_info(model, revision=revision, timeout=_ANSWER_SECONDS)
-        names = sorted(file.rfilename for file in info.siblings or ())
+        names = [file.rfilename for file in info.siblings or ()]
     except HFValidationError:
         raise ValueError(f"{model!r} is neither a folder nor a Hub id, such as 'Qwen/Qwen3-0.6B'") from None
     except Exception as error:  # each version of the Hub's client has another HTTP client's errors
         unreached = error
-    has_weights = not weights or any(name.endswith(".safetensors") for name in names)
-    if not has_weights and (gguf := [name for name in names if name.endswith(".gguf")]):
-        command = f"`hf download {model} {gguf[0]}`"
-        raise ValueError(f"{model!r} has its weights in GGUF files: run {command}, and give the path that it prints")
-    if not has_weights and (advice := other_layout(model, names)) is not None:
-        raise ValueError(advice)
+    if weights and names and not any(name.endswith(".safetensors") for name in names):
+        raise ValueError(not_in(model, "*.safetensors", names))
     try:
         return snapshot_download(
             model, revision=revision, allow_patterns=_CONFIG_FILES + (_WEIGHT_FILES if weights else []),

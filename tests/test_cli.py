@@ -26,7 +26,7 @@ import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.cli import main, make_parsers
-from nanovllm.cli.batch_files import AnsweredRequests, UnansweredLines, request_digest
+from nanovllm.cli.batch_files import AnsweredRequests, request_digest
 from nanovllm.cli.batch_lines import RequestParser
 from nanovllm.cli.chat import Conversation
 from nanovllm.cli.run import BatchRun
@@ -53,8 +53,8 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def unanswered(source: Iterable[bytes], answered: AnsweredRequests | None = None) -> UnansweredLines:
-    return UnansweredLines(source, AnsweredRequests() if answered is None else answered)
+def unanswered(source: Iterable[bytes], answered: AnsweredRequests | None = None) -> Iterator[tuple[int, int, bytes]]:
+    return (AnsweredRequests() if answered is None else answered).unanswered(source)
 
 
 def requests_of(llm: LLM, **defaults: Any) -> RequestParser:

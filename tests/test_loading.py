@@ -223,9 +223,7 @@ def cached(hub_cache: Path, checkpoint: Path) -> Path:
 def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert Path(resolve_model("me/tiny", None)) == cached
-    with pytest.raises(
-        ValueError, match=r"HF_HUB_OFFLINE .*`hf download me/other --revision v1` without it, or give a"
-    ):
+    with pytest.raises(ValueError, match=r"OfflineModeIsEnabled.*run `hf download me/other --revision v1` where"):
         resolve_model("me/other", "v1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     # As a firewall leaves it: it takes the connection, and never answers.
@@ -233,7 +231,7 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Pat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         assert Path(resolve_model("me/tiny", None)) == cached
-        with pytest.raises(ValueError, match="the Hub cannot be reached") as info:
+        with pytest.raises(ValueError, match="the Hub does not give it") as info:
             resolve_model("me/other", None)
     ways = "run `hf download me/other` where there is a network, give a folder with the model, or set HF_HUB_OFFLINE=1"
     assert ways in str(info.value)
@@ -246,11 +244,15 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch, cached: Pat
     [
         ("no such model", None, "neither a folder nor a Hub id, such as 'Qwen/Qwen3-0.6B'"),
         ("https://huggingface.co/me/tiny", None, "is a page of the Hub: give its id, 'me/tiny'"),
-        ("me/typo", (404, "RepoNotFound"), "the Hub has no model of this name"),
-        ("me/gated", (403, "GatedRepo"), "the Hub asks to accept its terms first: https://huggingface.co/me/gated"),
-        ("me/tiny", (404, "RevisionNotFound"), "the Hub has no revision 'v1' of it"),
-        ("me/tiny", ["README.md", "q4.gguf"], "GGUF files: run `hf download me/tiny q4.gguf`"),
-        ("me/tiny", ["config.json", "pytorch_model.bin"], "only pickled weights, .*from_pretrained\\('me/tiny'\\)"),
+        ("me/typo", (404, "RepoNotFound"), "Repository Not Found.*make sure you"),
+        ("me/gated", (403, "GatedRepo"), "GatedRepoError: .*Cannot access gated repo"),
+        ("me/tiny", (404, "RevisionNotFound"), "Revision Not Found"),
+        ("me/tiny", ["README.md", "q4.gguf"], "no \\*.safetensors, but .*'q4.gguf'.*: a model is a folder"),
+        (
+            "me/tiny",
+            ["config.json", "pytorch_model.bin"],
+            "pytorch_model.bin'.*: a model is a folder .*save_pretrained",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_hub_id_is_said(
@@ -444,15 +446,16 @@ def test_parts_without_an_index_are_a_model(checkpoint: Path, copy: Path, model_
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["consolidated.safetensors", "params.json"], r"their maker's own layout, 'consolidated\.safetensors'"),
-        (["pytorch_model.bin", "optimizer.bin"], r"only pickled weights, .* 'pytorch_model\.bin'.*save_pretrained"),
-        (["m-Q4_K_M.gguf"], "in GGUF files, such as 'm-Q4_K_M.gguf': give the path of one"),
-        ([], r"no \*\.safetensors"),
+        (["consolidated.safetensors", "params.json"], r"'consolidated\.safetensors'.*layouts of a maker's own"),
+        (["pytorch_model.bin"], r"'pytorch_model\.bin'.*pickled weights .*save_pretrained"),
+        (["adapter_config.json"], r"'adapter_config\.json'.*an adapter is loaded into its model, by llm\.load_weights"),
+        ([], r"no \*\.safetensors.*load_format='dummy'"),
     ],
 )
 def test_weights_in_another_layout(copy: Path, names: list[str], message: str) -> None:
     (copy / "model.safetensors").unlink()
-    touch(copy, *names)
+    for name in names:
+        write_json(copy / name, {})
     with pytest.raises(ValueError, match=message):
         load(copy)
     if "params.json" in names:
@@ -461,37 +464,21 @@ def test_weights_in_another_layout(copy: Path, names: list[str], message: str) -
             load(copy)
 
 
-def test_an_adapter_is_no_model(copy: Path, tmp_path: Path) -> None:
-    adapter = tmp_path / "adapter"
-    write_json(adapter / "adapter_config.json", {"base_model_name_or_path": "me/base"})
-    for folder in (adapter, copy):
-        touch(folder, "adapter_model.safetensors")
-        shutil.copy(adapter / "adapter_config.json", folder / "copied.json")
-    (copy / "model.safetensors").unlink()
-    shutil.copy(adapter / "adapter_config.json", copy)
-    for folder in (adapter, copy):
-        with pytest.raises(ValueError, match=r"is an adapter of 'me/base', not a model: .*llm\.load_weights\('.*'\)"):
-            load(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("notes.txt", "notes.txt' is a file that holds no model: a model is a folder with config.json"),
-        ("model.safetensors", "model.safetensors' is a file of weights: give its folder"),
-        ("pytorch_model.bin", "pytorch_model.bin' is a file of pickled weights, .*: a model is a folder"),
-        ("empty/", "empty/' is empty: a model is a folder"),
+        ("empty/", r"empty/' has no config.json, but \[\]: a model is a folder"),
         ("absent/model", "absent/model' does not exist"),
-        ("others", "others' has no config.json: a model is a folder"),
-        ("models--me--tiny", "is a folder of the Hub's cache: give the Hub id, 'me/tiny'"),
+        ("others", r"others' has no config.json, but \['notes.txt'\]: a model is a folder"),
         ("a.gguf", "a.gguf' is no GGUF file"),
         ("two", r"has GGUF files of several models: give the path of one of \['a.gguf', 'b.gguf'\]"),
     ],
 )
 def test_a_path_that_is_no_model_is_named_with_what_to_give(tmp_path: Path, name: str, message: str) -> None:
-    for folder in ("empty", "others", "models--me--tiny/snapshots", "two"):
+    for folder in ("empty", "others", "two"):
         (tmp_path / folder).mkdir(parents=True)
-    touch(tmp_path, "notes.txt", "model.safetensors", "pytorch_model.bin", "a.gguf", "others/notes.txt")
+    touch(tmp_path, "notes.txt", "a.gguf", "others/notes.txt")
     touch(tmp_path / "two", "a.gguf", "b.gguf")
     with patch("nanovllm.utils.gguf.find_spec"), pytest.raises(ValueError, match=message):
         LLM(f"{tmp_path}/{name}", device="cpu")

@@ -18,7 +18,6 @@ from nanovllm.cli.batch_files import (
     InputFile,
     LineShard,
     ResultFile,
-    UnansweredLines,
     request_digest,
     whole_file,
 )
@@ -117,7 +116,7 @@ Change = Callable[[list[bytes]], list[bytes]]
         (lambda lines: [*lines, lines[0]], "line 1 is answered twice"),
         (lambda lines: lines[1:], "line 1 of .* has no result"),
         (lambda lines: [answered(1, "other"), *lines[1:]], "line 1 of .* has changed"),
-        (lambda lines: [*lines, answered(9, "9")], "results of 1 lines after the last"),
+        (lambda lines: [*lines, answered(9, "9")], "results of 1 lines that are blank or gone"),
         (lambda lines: [*lines[:3], answered(4, "d", "f" * 16)], "another model"),
         (lambda lines: [*lines, b"my only copy\n"], "something else than results"),
     ],
@@ -192,7 +191,7 @@ def test_no_file_of_an_input_stays_open(tmp_path: Path, monkeypatch: pytest.Monk
 def test_reading_takes_no_more_memory_for_a_longer_input() -> None:
     with memory.MemoryFileSystem().open("/long.gz", "wb") as file:
         file.write(gzip.compress(b'{"prompt": "%s"}\n' % (b"x" * 1000) * 20_000, 1))
-    lines = UnansweredLines(InputFile("memory://long.gz").lines, AnsweredRequests())
+    lines = AnsweredRequests().unanswered(InputFile("memory://long.gz").lines)
     tracemalloc.start()
     assert sum(1 for _ in lines) == 20_000
     assert tracemalloc.get_traced_memory()[1] < 2**20

@@ -146,8 +146,8 @@ def _add_run(commands: Any) -> CommandParser:
     )
     run.add_argument(
         "-i", "--input", required=True, metavar="FILE",
-        help='lines are {"prompt": ...}, {"messages": ...} or requests of OpenAI\'s batch API; may be compressed '
-        "(gzip, bz2, xz, zstd); - is the standard input",
+        help='lines are {"prompt": ...}, {"messages": ...} or requests of OpenAI\'s batch API; compressed if the name '
+        "ends in .gz, .bz2 or .xz; - is the standard input",
     )  # fmt: skip
     run.add_argument(
         "-o", "--output", required=True, metavar="FILE",

@@ -8,12 +8,9 @@ line remains.
 
 from __future__ import annotations
 
-import bz2
 import codecs
-import gzip
 import io
 import json
-import lzma
 import os
 import re
 import shutil
@@ -25,9 +22,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fsspec.compression import compr
+from fsspec.utils import infer_compression
 
 from nanovllm.config import Config
 from nanovllm.utils.flags import CommandParser, user_errors
@@ -40,9 +39,8 @@ _START = b'{"line": '
 _SETTINGS = (
     "revision", "dtype", "load_format", "model_impl", "quantization", "kv_cache_dtype", "logprobs_mode", "seed",
 )  # fmt: skip
-# Inputs are recognised by their first bytes, outputs by their extension; `compression.zstd` is in Python 3.14 and up.
-_MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "lzma", b"\x28\xb5\x2f\xfd": "compression.zstd"}
-_COMPRESSED: dict[str, Any] = {".gz": gzip, ".bz2": bz2, ".xz": lzma}
+# What begins like this is not JSON Lines: an array, or zstd where no package decompresses it.
+_NO_LINES = (b"[", b"\x28\xb5\x2f\xfd")
 
 
 class UnreadableInputError(ValueError):
@@ -61,55 +59,6 @@ def run_digest(config: Config, defaults: Mapping[str, Any]) -> str:
     settings = [model, *(getattr(config, name) for name in _SETTINGS)]
     text = json.dumps([settings, dict(defaults)], sort_keys=True, default=asdict)
     return blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-class AnsweredRequests:
-    """The digests of answered requests by line number, in 8 bytes per line, so that files larger than memory work.
-
-    Attributes: `num_unchanged` and `num_changed` lines so far, and `num_gone` answers whose line is blank or gone.
-    """
-
-    def __init__(self) -> None:
-        self._digests = array("Q")
-        self.num_unchanged = self.num_changed = self.num_gone = 0
-
-    def __len__(self) -> int:
-        return len(self._digests) - self._digests.count(0)
-
-    def __getitem__(self, number: int) -> int:
-        """Return the digest of a line's answered request; 0 if there is none."""
-        return self._digests[number] if number < len(self._digests) else 0
-
-    def add(self, number: int, digest: int) -> None:
-        """Record the newest result of a line; a digest of 0 means a failure."""
-        missing = number + 1 - len(self._digests)
-        if missing > 0 and digest:
-            self._digests.frombytes(bytes(missing * self._digests.itemsize))
-        if number < len(self._digests):
-            self._digests[number] = digest
-
-    def check(self, number: int, digest: int) -> bool:
-        """Return whether a line is blank or has a valid answer, count it, and forget an invalid answer."""
-        answered = self[number]
-        if answered == digest:
-            self.num_unchanged += digest != 0
-            return True
-        if answered:
-            self._digests[number] = 0
-            self.num_changed += digest != 0
-            self.num_gone += digest == 0
-        return digest == 0
-
-    def require_shard(self, shard: LineShard) -> None:
-        """Raise ValueError if an answered line belongs to another shard."""
-        if any(digest and not shard.takes(number) for number, digest in enumerate(self._digests)):
-            raise ValueError("the output has answers of another shard: give another output, or --overwrite")
-
-    def forget_after(self, number: int) -> None:
-        """Forget the answers to lines after the input's last line."""
-        before = len(self)
-        del self._digests[number + 1 :]
-        self.num_gone += before - len(self)
 
 
 @dataclass(frozen=True)
@@ -145,20 +94,63 @@ WHOLE = LineShard()
 """The shard of all lines."""
 
 
-class UnansweredLines:
-    """The shard's lines that are neither blank nor answered, with number, from 1, and digest; `num_lines`: read."""
+class AnsweredRequests:
+    """The digests of answered requests by line number, in 8 bytes per line, so that files larger than memory work.
 
-    def __init__(self, source: Iterable[bytes], answered: AnsweredRequests, shard: LineShard = WHOLE) -> None:
-        self._source, self._answered, self._shard = source, answered, shard
-        self.num_lines = 0
+    Attributes: `num_lines` of the input, and `num_unchanged` and `num_changed` ones among them, so far; and `num_gone`
+    answers whose line is blank or gone.
+    """
 
-    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
-        for number, line in enumerate(self._source, 1):
+    def __init__(self) -> None:
+        self._digests = array("Q")
+        self.num_lines = self.num_unchanged = self.num_changed = self.num_gone = 0
+
+    def __len__(self) -> int:
+        return len(self._digests) - self._digests.count(0)
+
+    def __getitem__(self, number: int) -> int:
+        """Return the digest of a line's answered request; 0 if there is none."""
+        return self._digests[number] if number < len(self._digests) else 0
+
+    def add(self, number: int, digest: int) -> None:
+        """Record the newest result of a line; a digest of 0 means a failure."""
+        missing = number + 1 - len(self._digests)
+        if missing > 0 and digest:
+            self._digests.frombytes(bytes(missing * self._digests.itemsize))
+        if number < len(self._digests):
+            self._digests[number] = digest
+
+    def check(self, number: int, digest: int) -> bool:
+        """Return whether a line is blank or has a valid answer, count it, and forget an invalid answer."""
+        answered = self[number]
+        if answered == digest:
+            self.num_unchanged += digest != 0
+            return True
+        if answered:
+            self._digests[number] = 0
+            self.num_changed += digest != 0
+            self.num_gone += digest == 0
+        return digest == 0
+
+    def require_shard(self, shard: LineShard) -> None:
+        """Raise ValueError if an answered line belongs to another shard."""
+        if any(digest and not shard.takes(number) for number, digest in enumerate(self._digests)):
+            raise ValueError("the output has answers of another shard: give another output, or --overwrite")
+
+    def unanswered(self, lines: Iterable[bytes], shard: LineShard = WHOLE) -> Iterator[tuple[int, int, bytes]]:
+        """Yield the shard's lines that are neither blank nor answered, with number, from 1, and digest."""
+        for number, line in enumerate(lines, 1):
             self.num_lines = number
-            if self._shard.takes(number):
+            if shard.takes(number):
                 digest = request_digest(line)
-                if not self._answered.check(number, digest):
+                if not self.check(number, digest):
                     yield number, digest, line
+
+    def forget_rest(self) -> None:
+        """Forget the answers to lines after the input's last line."""
+        before = len(self)
+        del self._digests[self.num_lines + 1 :]
+        self.num_gone += before - len(self)
 
 
 class InputFile:
@@ -211,32 +203,23 @@ def _open(path: str) -> Any:
 
 
 def read_lines(file: Any, name: str) -> Iterator[bytes]:
-    """Yield the decompressed lines of a file without a byte order mark; OSError or UnreadableInputError."""
+    """Yield the lines of a file, decompressed according to its name, without a byte order mark.
+
+    OSError or UnreadableInputError.
+    """
     try:
-        reader = _decompressed(file if isinstance(file, io.BufferedReader) else io.BufferedReader(file), name)
+        opened = compr[infer_compression(name)](file, mode="rb")
+        reader = opened if isinstance(opened, io.BufferedReader) else io.BufferedReader(opened)
+        if reader.peek(1).startswith(codecs.BOM_UTF8):
+            reader.read(len(codecs.BOM_UTF8))
         head = reader.peek(1).lstrip()
-        if b"\0" in head or head.startswith(b"["):
+        if b"\0" in head or head.startswith(_NO_LINES):
             raise UnreadableInputError(f"{name} is not JSON Lines, one object a line: it begins with {head[:20]!r}")
         yield from reader
     except UnreadableInputError:
         raise
     except Exception as error:
         raise OSError(f"{name} cannot be read: {error}") from error
-
-
-def _decompressed(reader: io.BufferedReader, name: str) -> io.BufferedReader:
-    head = reader.peek(1)
-    for magic, module in _MAGIC.items():
-        if head.startswith(magic):
-            try:
-                opened = import_module(module).open(reader)
-            except ImportError as error:
-                problem = f"is compressed, and this Python has no module {module}"
-                raise UnreadableInputError(f"{name} {problem}: decompress it first, such as by zstd -d") from error
-            return _decompressed(io.BufferedReader(opened), name)
-    if head.startswith(codecs.BOM_UTF8):
-        reader.read(len(codecs.BOM_UTF8))
-    return reader
 
 
 class StoredResult(NamedTuple):
@@ -248,10 +231,18 @@ class StoredResult(NamedTuple):
     text: bytes
 
 
-def _answer(text: bytes) -> StoredResult | None:
-    """Return an answer; None if the text is none."""
-    match = _HEADER.match(text)
-    return None if match is None else StoredResult(int(match[1]), match[2].decode(), int(match[3], 16), text)
+def _stored_result(line: bytes) -> StoredResult | None:
+    """Parse a line of an output; None if it is no result."""
+    if match := _HEADER.match(line):
+        return StoredResult(int(match[1]), match[2].decode(), int(match[3], 16), line)
+    try:
+        record = json.loads(line) if line.startswith(_START) else {}
+    except ValueError:
+        return None
+    number = record.get("line")
+    if record.get("error") is not None and isinstance(number, int) and number > 0:
+        return StoredResult(number, None, 0, line)
+    return None
 
 
 def stored_results(lines: Iterable[bytes], path: str) -> Iterator[StoredResult]:
@@ -259,7 +250,9 @@ def stored_results(lines: Iterable[bytes], path: str) -> Iterator[StoredResult]:
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n") and _START.startswith(line[: len(_START)]):
             return
-        yield _answer(line) or StoredResult(_failed_line(line, path, number), None, 0, line)
+        if (result := _stored_result(line)) is None:
+            raise ValueError(f"{path} holds something else than results, in line {number}: give another output")
+        yield result
 
 
 def check_run(result: StoredResult, run: str, path: str) -> None:
@@ -269,18 +262,6 @@ def check_run(result: StoredResult, run: str, path: str) -> None:
             f"{path} has answers of another model or with other parameters: repeat those, give another output, or "
             "start anew with --overwrite"
         )
-
-
-def _failed_line(line: bytes, path: str, number: int) -> int:
-    """Return the line number of an error, a result without digests."""
-    try:
-        result = json.loads(line) if line.startswith(_START) else {}
-    except ValueError:
-        result = {}
-    failed = result.get("line")
-    if result.get("error") is not None and isinstance(failed, int) and failed > 0:
-        return failed
-    raise ValueError(f"{path} holds something else than results, in line {number}: give another output")
 
 
 class ResultFile:
@@ -295,7 +276,7 @@ class ResultFile:
         self.answered = AnsweredRequests()
         self.is_stream = path == "-" or Path(path).is_fifo() or Path(path).is_char_device()
         # The final destination of the results; None if they are written there directly.
-        self._copied_to = path if is_url(path) or Path(path).suffix in _COMPRESSED else None
+        self._copied_to = path if is_url(path) or infer_compression(path) else None
         self._path = _copy_of(path) if self._copied_to else path
         # Size of the results of earlier runs.
         self._num_old = self._old_size = 0
@@ -358,7 +339,7 @@ class ResultFile:
                 yield line
             # After an interrupt, another thread may still compare the input: an answer forgotten meanwhile may or may
             # not be kept, and the resuming run compares again.
-            elif (old := _answer(line)) and old.request and self.answered[old.number] == old.request:
+            elif (old := _stored_result(line)) and old.request and self.answered[old.number] == old.request:
                 self.answered.add(old.number, 0)
                 yield line
         if sys.platform == "win32":
@@ -368,16 +349,16 @@ class ResultFile:
 
 @contextmanager
 def whole_file(path: str) -> Iterator[Any]:
-    """Open a file for atomic writing, compressed according to its extension; StorageError if that fails."""
+    """Open a file for atomic writing, compressed according to its name; StorageError if that fails."""
     files, found = filesystem(path)
-    module = _COMPRESSED.get(Path(path).suffix)
+    compression = infer_compression(path)
     with storage_errors(path), ExitStack() as stack:
         if is_url(path):
             stack.enter_context(files.transaction)
             file = stack.enter_context(files.open(found, "wb"))
         else:
             file = stack.enter_context(_replaced(path))
-        yield file if module is None else stack.enter_context(module.open(file, "wb"))
+        yield file if compression is None else stack.enter_context(compr[compression](file, mode="wb"))
 
 
 @contextmanager
@@ -458,16 +439,15 @@ def _load_shards(paths: Sequence[str]) -> tuple[AnsweredRequests, set[int]]:
 
 def _require_complete(source: InputFile, answered: AnsweredRequests, failed: set[int]) -> None:
     """Raise ValueError if a line of the input has no result, or a result belongs to another line."""
-    num_results, number = len(answered) + len(failed), 0
-    for number, line in enumerate(source.lines, 1):
-        digest, is_there = request_digest(line), answered[number] != 0 or number in failed
-        if answered[number] and digest not in (0, answered[number]):
-            raise ValueError(f"line {number} of {source.path} has changed since it was answered")
-        if digest and not is_there:
-            raise ValueError(f"line {number} of {source.path} has no result: its shard has not run to its end")
-        num_results -= is_there
-    if num_results:
-        raise ValueError(f"there are results of {num_results} lines after the last of {source.path}, {number}")
+    for number, _, _ in answered.unanswered(source.lines):
+        if number not in failed:
+            missing = "has no result: its shard has not run to its end"
+            problem = "has changed since it was answered" if answered.num_changed else missing
+            raise ValueError(f"line {number} of {source.path} {problem}")
+    answered.forget_rest()
+    num_gone = answered.num_gone + sum(number > answered.num_lines for number in failed)
+    if num_gone:
+        raise ValueError(f"there are results of {num_gone} lines that are blank or gone in {source.path}")
 
 
 def _merged(paths: Sequence[str], failed: set[int]) -> Iterator[bytes]:

@@ -12,64 +12,109 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import get_args
+from typing import Any
 
 import torch
 
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.attention.kv_cache_spec import StateLayout
 from nanovllm.cli import IMPORT_STARTED
-from nanovllm.config import Config, KVCacheDtype, Quantization
+from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.llm import LLM
 from nanovllm.models import make_model
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.flags import CommandParser, json_reader, user_errors
+from nanovllm.utils.flags import CommandParser, add_flags, flag_values, user_errors
 
 IMPORT_SECONDS = time.perf_counter() - IMPORT_STARTED
 ROUNDS = 2
 ON_GPU = torch.cuda.is_available()
 
-_SIZES = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "tie_word_embeddings",
-)  # fmt: skip
-"""Names of what SHAPES and HYBRIDS have of a model; the intermediate size is one expert's in a mixture."""
+
+def sizes(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int,
+    *, ties: bool = False, experts: tuple[int, int] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what the shapes of Qwen3 and Qwen3.5 have in common.
+
+    `ties`: embedding and head; `experts`: their number and each token's; `intermediate_size` is one expert's then.
+    """
+    config = {
+        "hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_hidden_layers": num_layers,
+        "num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "tie_word_embeddings": ties,
+        "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    if experts is not None:
+        config["num_experts"], config["num_experts_per_tok"] = experts
+        config["moe_intermediate_size"] = intermediate_size
+    return config
+
+
+def qwen3_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a shape of Qwen3."""
+    is_mixture = "num_experts" in config
+    return config | {
+        "architectures": ["Qwen3MoeForCausalLM" if is_mixture else "Qwen3ForCausalLM"],
+        "model_type": "qwen3_moe" if is_mixture else "qwen3", "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rope_theta": 1000000, "norm_topk_prob": True,
+    }  # fmt: skip
+
+
+def qwen35_config(config: dict[str, Any], value_heads: int) -> dict[str, Any]:
+    """Return the config.json of a shape of Qwen3.5's text models, with the number of its delta nets' value heads."""
+    is_mixture = "num_experts" in config
+    return config | {
+        "architectures": ["Qwen3_5MoeForCausalLM" if is_mixture else "Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_moe_text" if is_mixture else "qwen3_5_text", "head_dim": 256, "vocab_size": 248320,
+        "max_position_embeddings": 262144, "shared_expert_intermediate_size": config["intermediate_size"],
+        "linear_num_key_heads": 16, "linear_num_value_heads": value_heads, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (config["num_hidden_layers"] // 4),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+
+
+def gpt_oss_config(layers: int, num_experts: int) -> dict[str, Any]:
+    """Return the config.json of a shape of gpt-oss, whose experts are in MXFP4."""
+    return {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64,
+        "intermediate_size": 2880, "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "num_local_experts": num_experts, "num_experts_per_tok": 4, "tie_word_embeddings": False, "vocab_size": 201088,
+        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000.0, "attention_bias": True,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        "swiglu_limit": 7.0, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+
+
 SHAPES = {
-    "0.6B": (1024, 3072, 28, 16, 8, True),
-    "1.7B": (2048, 6144, 28, 16, 8, True),
-    "4B": (2560, 9728, 36, 32, 8, True),
-    "8B": (4096, 12288, 36, 32, 8, False),
-    "14B": (5120, 17408, 40, 40, 8, False),
-    "32B": (5120, 25600, 64, 64, 8, False),
-    "30B-A3B": (2048, 768, 48, 32, 4, False),
+    "0.6B": qwen3_config(sizes(1024, 3072, 28, 16, 8, ties=True)),
+    "1.7B": qwen3_config(sizes(2048, 6144, 28, 16, 8, ties=True)),
+    "4B": qwen3_config(sizes(2560, 9728, 36, 32, 8, ties=True)),
+    "8B": qwen3_config(sizes(4096, 12288, 36, 32, 8)),
+    "14B": qwen3_config(sizes(5120, 17408, 40, 40, 8)),
+    "32B": qwen3_config(sizes(5120, 25600, 64, 64, 8)),
+    "30B-A3B": qwen3_config(sizes(2048, 768, 48, 32, 4, experts=(128, 8))),
+    "3.5-4B": qwen35_config(sizes(2560, 9216, 32, 16, 4, ties=True), 32),
+    "3.5-27B": qwen35_config(sizes(5120, 17408, 64, 24, 4), 48),
+    "3.5-35B-A3B": qwen35_config(sizes(2048, 512, 40, 16, 2, experts=(256, 8)), 32),
+    "gpt-oss-20b": gpt_oss_config(24, 32),
+    "gpt-oss-120b": gpt_oss_config(36, 128),
 }
-# experts, and experts per token
-EXPERTS = {"30B-A3B": (128, 8), "3.5-35B-A3B": (256, 8)}
-# of Qwen3.5, and value heads of delta nets
-HYBRIDS = {
-    "3.5-4B": ((2560, 9216, 32, 16, 4, True), 32),
-    "3.5-27B": ((5120, 17408, 64, 24, 4, False), 48),
-    "3.5-35B-A3B": ((2048, 512, 40, 16, 2, False), 32),
-}
-# of gpt-oss, whose experts are in MXFP4: layers, experts
-GPT_OSS = {"gpt-oss-20b": (24, 32), "gpt-oss-120b": (36, 128)}
+"""The config.json of published shapes."""
 WORKLOADS = ("bench", "single", "eight", "prefill", "shared", "many")
-_ENGINE_FLAGS = (
-    "enforce_eager", "attention_backend", "quantization", "kv_cache_dtype", "gpu_memory_utilization",
-    "speculative_config",
-)  # fmt: skip
 LONG_WORKLOAD, LONG_NUM_SEQS = "square", 1024
 """A workload that takes minutes, and the `max_num_seqs` for it."""
 
@@ -123,59 +168,8 @@ def bench_lens(count: int, low: int, high: int) -> list[tuple[int, int]]:
 def shape_folder(shape: str) -> str:
     """Write the config.json of a published shape to a temporary folder, which is not removed."""
     folder = Path(tempfile.mkdtemp(prefix=f"qwen3-{shape}-"))
-    make = hybrid_config if shape in HYBRIDS else gpt_oss_config if shape in GPT_OSS else shape_config
-    (folder / "config.json").write_text(json.dumps(make(shape)))
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return str(folder)
-
-
-def gpt_oss_config(shape: str) -> dict[str, object]:
-    """Return the config.json of a shape of gpt-oss."""
-    layers, num_experts = GPT_OSS[shape]
-    return {
-        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "head_dim": 64,
-        "intermediate_size": 2880, "num_hidden_layers": layers, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "num_local_experts": num_experts, "num_experts_per_tok": 4, "tie_word_embeddings": False, "vocab_size": 201088,
-        "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
-        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 150000.0, "attention_bias": True,
-        "rope_scaling": {
-            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-        "swiglu_limit": 7.0, "torch_dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4"},
-    }  # fmt: skip
-
-
-def hybrid_config(shape: str) -> dict[str, object]:
-    """Return the config.json of a shape of Qwen3.5's text models."""
-    sizes, value_heads = HYBRIDS[shape]
-    num_layers, is_mixture = sizes[2], shape in EXPERTS
-    return _sized_config(shape, sizes) | {
-        "architectures": ["Qwen3_5MoeForCausalLM" if is_mixture else "Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_moe_text" if is_mixture else "qwen3_5_text", "head_dim": 256, "vocab_size": 248320,
-        "max_position_embeddings": 262144, "shared_expert_intermediate_size": sizes[1], "linear_num_key_heads": 16,
-        "linear_num_value_heads": value_heads, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
-        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (num_layers // 4),
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
-    }  # fmt: skip
-
-
-def shape_config(shape: str) -> dict[str, object]:
-    """Return the config.json of a shape of Qwen3."""
-    is_mixture = shape in EXPERTS
-    return _sized_config(shape, SHAPES[shape]) | {
-        "architectures": ["Qwen3MoeForCausalLM" if is_mixture else "Qwen3ForCausalLM"],
-        "model_type": "qwen3_moe" if is_mixture else "qwen3", "head_dim": 128, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "rope_theta": 1000000, "norm_topk_prob": True,
-    }  # fmt: skip
-
-
-def _sized_config(shape: str, sizes: Sequence[int]) -> dict[str, object]:
-    config: dict[str, object] = dict(zip(_SIZES, sizes, strict=True))
-    if shape in EXPERTS:
-        num_experts, top_k = EXPERTS[shape]
-        config |= {"moe_intermediate_size": sizes[1], "num_experts": num_experts, "num_experts_per_tok": top_k}
-    return config | {"rms_norm_eps": 1e-6, "torch_dtype": "bfloat16"}
 
 
 @dataclass
@@ -337,18 +331,18 @@ def measure(llm: LLM, name: str, ceilings: Ceilings) -> Result:
     return r
 
 
-def make_llm(options: argparse.Namespace, tensor_parallel_size: int) -> LLM:
-    """Construct the engine, generate a first token, and print how long that took."""
+def make_llm(shape: str, workload: str, settings: Mapping[str, Any]) -> LLM:
+    """Construct the engine, generate a first token, and print how long that took.
+
+    `settings` of `LLM`; without a `model` it has random weights of the shape.
+    """
     started = time.perf_counter()
-    with user_errors(options.parser):
-        llm = LLM(
-            options.model or shape_folder(options.shape),
-            load_format="auto" if options.model else "dummy",
-            tensor_parallel_size=tensor_parallel_size,
-            max_num_seqs=LONG_NUM_SEQS if options.workload == LONG_WORKLOAD else Config.max_num_seqs,
-            seed=0,
-            **{name: getattr(options, name) for name in _ENGINE_FLAGS},
-        )
+    defaults: dict[str, Any] = {}
+    if "model" not in settings:
+        defaults = {"model": shape_folder(shape), "load_format": "dummy"}
+    if workload == LONG_WORKLOAD:
+        defaults["max_num_seqs"] = LONG_NUM_SEQS
+    llm = LLM(**{**defaults, **settings})
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
     print(f"imports {IMPORT_SECONDS:.2f} s, from LLM(...) to the first token {time.perf_counter() - started:.2f} s")
     return llm
@@ -362,73 +356,31 @@ def profile(llm: LLM, work: Workload, file: str) -> None:
     print(trace.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60))
 
 
-def plot(results: list[Result], title: str, file: str) -> None:
-    """Draw each workload's throughput as a share of its maximum by the floor."""
-    import matplotlib.pyplot as plt  # noqa: PLC0415
-
-    figure, axes = plt.subplots(figsize=(8, 0.6 * len(results) + 1.6), layout="constrained")
-    names = [f"{r.workload}, {r.gpus} GPUs" if r.gpus > 1 else r.workload for r in results]
-    axes.barh(names, [100.0] * len(results), color="#e4e4e4", label="floor")
-    bars = axes.barh(names, [100 * r.floor_share for r in results], color="#3b6fb6", label="measured")
-    labels = [f"{r.output_tokens_per_second:,.0f} out, {r.input_tokens_per_second:,.0f} in" for r in results]
-    axes.bar_label(bars, labels, padding=4, fontsize=9)
-    axes.invert_yaxis()
-    axes.set(xlabel="share of the floor's throughput, % (tokens/s beside the bars)", title=title, xlim=(0, 130))
-    figure.savefig(file, dpi=150)
-
-
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line, with defaults that depend on the machine."""
+def make_parser() -> CommandParser:
+    """Return the parser of the command line."""
     parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="bench", choices=[*WORKLOADS, LONG_WORKLOAD, "all"])
     parser.add_argument(
-        "--shape", default="0.6B", choices=[*SHAPES, *HYBRIDS, *GPT_OSS], help="a published shape, random weights"
-    )
-    parser.add_argument("--model", help="folder or Hub id instead of a shape")
-    parser.add_argument("--tensor-parallel-size", type=int, nargs="+", default=[1], help="one after the other")
-    parser.add_argument("--attention-backend", default="auto")
-    parser.add_argument("--quantization", choices=get_args(Quantization), help="of the linear layers' weights")
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--speculative-config", type=json_reader(dict), metavar="JSON", help="settings of speculation")
+        "--shape", default="0.6B", choices=SHAPES,
+        help="a published shape with random weights, unless there is a model",
+    )  # fmt: skip
     parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
-    parser.set_defaults(parser=parser)
-    options = parser.parse_args(arguments)
-    if not ON_GPU:
-        options.model = options.model or BUNDLED_MODEL
-    return options
-
-
-def measure_apart(size: int, arguments: Sequence[str]) -> list[Result]:
-    """Run this program in a separate process for one tensor-parallel size; no results if that fails."""
-    changes = ["--tensor-parallel-size", str(size), "--plot", "", "--profile", ""]
-    command = [sys.executable, "-m", "nanovllm.cli.bench", *arguments, *changes]
-    # The package may not be installed: `python bench.py` finds it beside the script.
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    lines: list[str] = []
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as child:
-        for line in child.stdout or ():
-            lines.append(line)
-            if not line.startswith("{"):
-                print(line, end="", flush=True)
-    if child.returncode:
-        print(f"tensor_parallel_size={size} failed with code {child.returncode}", file=sys.stderr)
-        return []
-    return [Result(**result) for result in json.loads(lines[-1])["results"]]
+    add_flags(parser, Config, "engine", seed=0)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure the machine, run the workloads of a command line, print the table and the JSON."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    options = parse_arguments(arguments)
+    parser = make_parser()
+    options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    settings = ({} if ON_GPU else {"model": BUNDLED_MODEL}) | flag_values(options, Config)
     names = WORKLOADS if options.workload == "all" else (options.workload,)
-    first, *others = options.tensor_parallel_size
-    shape = options.shape if options.shape in GPT_OSS else f"Qwen3-{options.shape}"
-    model_name = options.model or f"{shape} (random weights)"
+    shape = options.shape if options.shape.startswith("gpt-oss") else f"Qwen3-{options.shape}"
+    model_name = settings.get("model", f"{shape} (random weights)")
     # Before CUDA is initialised, since an engine's start depends on that.
-    with make_llm(options, first) as llm:
+    with user_errors(parser):
+        llm = make_llm(options.shape, options.workload, settings)
+    with llm:
         ceilings = measure_ceilings()
         torch.cuda.empty_cache()
         name = torch.cuda.get_device_name() if ON_GPU else f"CPU, {torch.get_num_threads()} threads"
@@ -438,13 +390,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = [measure(llm, workload, ceilings) for workload in names]
         if options.profile:
             profile(llm, make_workload(names[0], "profile", llm), options.profile)
-    for size in others:
-        results += measure_apart(size, arguments)
-    if options.plot:
-        plot(results, f"{model_name}, {name}", options.plot)
     summary = {"model": model_name, "device": name, "torch": torch.__version__, **asdict(ceilings)}
     print(json.dumps(summary | {"import_seconds": IMPORT_SECONDS, "results": [asdict(r) for r in results]}))
-
-
-if __name__ == "__main__":
-    main()

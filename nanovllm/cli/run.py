@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from nanovllm.cli.batch_files import (
     InputFile,
     LineShard,
     ResultFile,
-    UnansweredLines,
     UnreadableInputError,
     run_digest,
 )
@@ -51,7 +50,7 @@ class BatchRun:
     """
 
     llm: LLM
-    lines: UnansweredLines
+    lines: Iterable[tuple[int, int, bytes]]
     parser: RequestParser
     digest: str
     write: Callable[[list[bytes]], object]
@@ -156,10 +155,10 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
                 results.clear()
             # For the progress bar; a large file takes seconds.
             num_lines = source.count_unanswered(results.answered, shard) if sys.stderr.isatty() else None
-            lines = UnansweredLines(source.lines, results.answered, shard)
+            lines = results.answered.unanswered(source.lines, shard)
             batch = BatchRun(llm, lines, requests, digest, results.write, num_lines=num_lines)
             try:
-                _answer(batch, lines, source, results)
+                _answer(batch, source, results)
             except UnreadableInputError as error:
                 parser.error(str(error))
     print(_summary(batch, results.answered, options.output), file=sys.stderr)
@@ -185,7 +184,7 @@ def _load_results(
         results.answered.require_shard(shard)
 
 
-def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results: ResultFile) -> None:
+def _answer(batch: BatchRun, source: InputFile, results: ResultFile) -> None:
     # Loaded objects stay alive: collecting garbage among them takes as long as thousands of lines.
     gc.collect()
     gc.freeze()
@@ -193,7 +192,7 @@ def _answer(batch: BatchRun, lines: UnansweredLines, source: InputFile, results:
         batch.run()
         if not source.is_stream:
             # A stream ends early if its writer is killed.
-            results.answered.forget_after(lines.num_lines)
+            results.answered.forget_rest()
     finally:
         # Native libraries report objects that are frozen at exit as leaks.
         gc.unfreeze()

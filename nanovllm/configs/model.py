@@ -17,7 +17,7 @@ from nanovllm.config import ModelImpl, Pooling, Quantization
 from nanovllm.configs.quantization import FourBits, QuantizationConfig, modelopt_config
 from nanovllm.configs.rope import RopeConfig, read_rope, yarn_length
 from nanovllm.utils.checks import UnsupportedError, check_int
-from nanovllm.utils.folder_faults import no_model, read_json, read_json_list, refuse_remote_code
+from nanovllm.utils.folder_faults import not_in, read_json, read_json_list, refuse_remote_code
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class ModelConfig:
         ValueError if the config is missing, unreadable, or has a value that is not supported.
         """
         if not os.path.isfile(file := os.path.join(path, "config.json")):
-            raise ValueError(no_model(path))
+            raise ValueError(not_in(path, "config.json", os.listdir(path)))
         # transformers rejects a value that is not an object without naming it.
         if not isinstance(stored := read_json(file).get("quantization_config"), dict | None):
             raise ValueError(f"quantization_config={stored!r:.400} in {file!r} must be an object")

@@ -7,10 +7,15 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+from nanovllm.utils.display import shown
+
 _POINTER = b"version https://git-lfs.github.com/spec/"
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_OF_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")
-_FORMS = "a model is a folder with config.json, *.safetensors and a tokenizer, a GGUF file, or a Hub id"
+MODEL_FORMS = (
+    "a model is a folder with config.json, *.safetensors and a tokenizer, a GGUF file, or a Hub id; an adapter is "
+    "loaded into its model, by llm.load_weights; pickled weights (.bin, .pt), which may run code when they are "
+    "read, and layouts of a maker's own (consolidated.*) are converted first, by from_pretrained and "
+    "save_pretrained of transformers"
+)
 ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -68,67 +73,6 @@ def refuse_remote_code(folder: str, file: str, auto_class: str) -> None:
         )
 
 
-def no_folder(path: str) -> str:
-    """Return an explanation for a file given as a model's folder, with advice."""
-    if path.endswith(".safetensors"):
-        return f"{path!r} is a file of weights: give its folder"
-    if path.endswith(_PICKLED):
-        return f"{path!r} is a file of pickled weights, which may run code when they are read: {_FORMS}"
-    return f"{path!r} is a file that holds no model: {_FORMS}"
-
-
-def no_model(folder: str) -> str:
-    """Return an explanation for a folder without config.json, with advice."""
-    names = sorted(os.listdir(folder))
-    if ADAPTER_CONFIG in names:
-        return _adapter_advice(folder)
-    if (advice := other_layout(folder, names)) is not None:
-        return advice
-    kind, _, name = os.path.basename(folder.rstrip("/")).partition("--")
-    if kind == "models" and "snapshots" in names:
-        return f"{folder!r} is a folder of the Hub's cache: give the Hub id, {name.replace('--', '/')!r}"
-    return f"{folder!r} {'has no config.json' if names else 'is empty'}: {_FORMS}"
-
-
-def no_weights(place: str, folder: str, names: Iterable[str]) -> str:
-    """Return an explanation for a place without weights, given its files; `folder`: a copy of the small ones."""
-    if os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
-        return _adapter_advice(folder)
-    if (advice := other_layout(place, sorted(names))) is not None:
-        return advice
-    return (
-        f"no *.safetensors in {place!r}: fetch the weights too, as `hf download` does, or draw random ones with "
-        "load_format='dummy'"
-    )
-
-
-def _adapter_advice(folder: str) -> str:
-    path = os.path.join(folder, ADAPTER_CONFIG)
-    refuse_pointer(path)
-    try:
-        with open(path, encoding="utf-8") as stream:
-            base = json.load(stream)["base_model_name_or_path"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path!r} names no base_model_name_or_path: {error!r}") from error
-    return (
-        f"{folder!r} is an adapter of {base!r}, not a model: load that one, and then the adapter with "
-        f"llm.load_weights({folder!r})"
-    )
-
-
-def other_layout(place: str, names: list[str]) -> str | None:
-    """Return advice on weights in other formats at a folder, URL or Hub id, given the sorted names there, or None."""
-    if found := [name for name in names if name.endswith(".gguf")]:
-        return f"{place!r} has its weights in GGUF files, such as {found[0]!r}: give the path of one"
-    if found := [name for name in names if name.startswith("consolidated") or name == "params.json"]:
-        return (
-            f"{place!r} has weights in their maker's own layout, {found[0]!r}: download, or convert to, the layout of "
-            "transformers: config.json with model.safetensors"
-        )
-    if found := [name for name in names if name.endswith(_PICKLED) and not name.startswith(_OF_TRAINING)]:
-        return (
-            f"no *.safetensors in {place!r}, only pickled weights, which may run code when they are read, such as "
-            f"{found[0]!r}: if you trust them, AutoModelForCausalLM.from_pretrained({place!r}).save_pretrained(...) of "
-            "transformers writes safetensors"
-        )
-    return None
+def not_in(place: str, missing: str, names: Iterable[str]) -> str:
+    """Return an explanation for a folder, URL or Hub id without a part of a model, given the names there."""
+    return f"{place!r} has no {missing}, but {shown(sorted(names))}: {MODEL_FORMS}"

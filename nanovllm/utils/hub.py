@@ -5,16 +5,10 @@ from __future__ import annotations
 import os
 import re
 
-from huggingface_hub import HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, snapshot_download
+from huggingface_hub.errors import HFValidationError
 
-from nanovllm.utils.folder_faults import no_folder, other_layout
+from nanovllm.utils.folder_faults import MODEL_FORMS, not_in
 from nanovllm.utils.remote import fetch_small_files, is_url
 
 _CONFIG_FILES = ["*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "*_Pooling/config.json"]
@@ -25,6 +19,7 @@ _CODE_FILES = ["*.py"]
 _PAGE = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/]+/[^/]+)/?")
 _ANSWER_SECONDS = 5.0
 """Timeout for the Hub; behind a firewall its own client would wait for minutes, or forever."""
+_MAX_REASON = 400
 
 
 def resolve_model(model: str, revision: str | None, weights: bool = True, code: bool = False) -> str:
@@ -64,7 +59,7 @@ def _local_folder(path: str) -> str:
     if (file := gguf_file(path)) is not None:
         return cached_folder(file)
     if not os.path.isdir(path):
-        raise ValueError(no_folder(path))
+        raise ValueError(f"{path!r} is a file that holds no model: {MODEL_FORMS}")
     return path
 
 
@@ -74,43 +69,25 @@ def _snapshot(model: str, revision: str | None, weights: bool) -> str:
     names: list[str] = []
     try:
         info = HfApi().model_info(model, revision=revision, timeout=_ANSWER_SECONDS)
-        names = sorted(file.rfilename for file in info.siblings or ())
+        names = [file.rfilename for file in info.siblings or ()]
     except HFValidationError:
         raise ValueError(f"{model!r} is neither a folder nor a Hub id, such as 'Qwen/Qwen3-0.6B'") from None
     except Exception as error:  # each version of the Hub's client has another HTTP client's errors
         unreached = error
-    has_weights = not weights or any(name.endswith(".safetensors") for name in names)
-    if not has_weights and (gguf := [name for name in names if name.endswith(".gguf")]):
-        command = f"`hf download {model} {gguf[0]}`"
-        raise ValueError(f"{model!r} has its weights in GGUF files: run {command}, and give the path that it prints")
-    if not has_weights and (advice := other_layout(model, names)) is not None:
-        raise ValueError(advice)
+    if weights and names and not any(name.endswith(".safetensors") for name in names):
+        raise ValueError(not_in(model, "*.safetensors", names))
     try:
         return snapshot_download(
             model, revision=revision, allow_patterns=_CONFIG_FILES + (_WEIGHT_FILES if weights else []),
             ignore_patterns=_UNUSED_FILES, local_files_only=unreached is not None,
         )  # fmt: skip
     except Exception as error:
-        reason = _advice(model, revision, unreached or error)
-        raise ValueError(f"{model!r} is neither a folder nor whole in the cache, and {reason}") from None
-
-
-def _advice(model: str, revision: str | None, error: Exception) -> str:
-    """Return an explanation for a failed download, with advice."""
-    command = f"`hf download {model}{'' if revision is None else f' --revision {revision}'}`"
-    advice = {
-        GatedRepoError: f"the Hub asks to accept its terms first: https://huggingface.co/{model}, then `hf auth login`",
-        RepositoryNotFoundError: "the Hub has no model of this name, or none for this account: check the name, or "
-        "`hf auth login`",
-        RevisionNotFoundError: f"the Hub has no revision {revision!r} of it",
-        OfflineModeIsEnabled: f"HF_HUB_OFFLINE allows no other place than {constants.HF_HUB_CACHE}: run {command} "
-        "without it, or give a folder with the model",
-    }
-    for kind, text in advice.items():
-        if isinstance(error, kind):
-            return text
-    reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    return (
-        f"the Hub cannot be reached ({reason}): run {command} where there is a network, give a folder with the model, "
-        "or set HF_HUB_OFFLINE=1 for one that is in the cache"
-    )
+        failure = unreached or error
+        # The Hub's client says what to do about a gated model, a name or a revision that is not there.
+        reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:_MAX_REASON]}"
+        command = f"`hf download {model}{'' if revision is None else f' --revision {revision}'}`"
+        raise ValueError(
+            f"{model!r} is neither a folder nor whole in the cache, and the Hub does not give it ({reason}): run "
+            f"{command} where there is a network, give a folder with the model, or set HF_HUB_OFFLINE=1 for one that "
+            "is in the cache"
+        ) from None

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanovllm.utils.display import shown
-from nanovllm.utils.folder_faults import no_weights, refuse_pointer
+from nanovllm.utils.folder_faults import not_in, refuse_pointer
 from nanovllm.utils.remote import cached_copy, filesystem, list_names, storage_errors, weights_place
 
 _WHOLE = "model.safetensors"
@@ -53,7 +53,7 @@ def weight_files(folder: str) -> list[str]:
         stored = sorted(name for name in present if name.endswith(".safetensors") and not _OTHERS.match(name))
         names = [name for name in stored if name.startswith("model-") and _PART.search(name)] or stored
     if not names:
-        raise ValueError(no_weights(place, folder, present))
+        raise ValueError(f"{not_in(place, '*.safetensors', present)}; load_format='dummy' draws random weights")
     if (total := max((int(found[1]) for name in names if (found := _PART.search(name))), default=0)) > len(names):
         # The index is written last.
         raise ValueError(

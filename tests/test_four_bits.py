@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,17 +34,25 @@ from nanovllm.kernels.four_bits import (
     quantize_four_bits,
 )
 from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm
-from nanovllm.kernels.linear.norm_linear import norm_linear_ref
-from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import sort_slots
 from nanovllm.kernels.moe.route import Routing
-from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.four_bits import FourBitWeight
 from nanovllm.quantization.weight import MatrixShard
 from tests.conftest import MakeCheckpoint
 from tests.test_fp8 import GREEDY, PROMPTS, SETTINGS, change, check_logits, check_parts, tokens_and_logits
-from tests.test_kernels import BATCHES, DEVICE, DTYPES, GPU, by_triton, check_error, over_dtypes, randn
+from tests.test_kernels import (
+    BATCHES,
+    DEVICE,
+    DTYPES,
+    GPU,
+    by_triton,
+    check_norm_linear,
+    check_product,
+    over_dtypes,
+    randn,
+)  # fmt: skip
+from tests.test_moe import check_experts
 
 # Three ranks have a KV head each, whose group of query heads has 128 inputs of o_proj, and 128 columns.
 SHAPE: dict[str, Any] = {
@@ -381,14 +390,12 @@ def make_matrix(outs: int, ins: int, kind: Any, group: int, dtype: torch.dtype, 
 def test_products(case: tuple[str, int], rows: int, dtype: torch.dtype) -> None:
     """A part of a step, and outputs, end within tiles."""
     for has_zeros in (False, True)[: 1 + (case[0] == "int4")]:
-        matrix, x = make_matrix(70, 304, *case, dtype, has_zeros), randn(rows, 304, dtype=dtype)
-        bias = randn(70, dtype=dtype)
+        matrix = make_matrix(70, 304, *case, dtype, has_zeros)
         # Padding is never read.
         matrix.values[:, 304 // 2 :] = 0xFF
-        wide = dequantize_four_bits_ref(matrix, torch.float32)
-        exact = functional.linear(x.float(), wide, bias.float())
-        check_error(four_bit_gemm(x, matrix, bias), norm_linear_ref(x, matrix, bias)[0], exact)
+        check_product(lambda x, weight, bias, _: four_bit_gemm(x, weight, bias), rows, matrix, dtype, "bias")
         # An eighth of float16's least number may be lost.
+        wide = dequantize_four_bits_ref(matrix, torch.float32)
         assert torch.equal(by_triton(dequantize_four_bits)(matrix, torch.float32), wide)
 
 
@@ -401,19 +408,10 @@ def test_products_of_few_rows(rows: int, tile: Any, dtype: torch.dtype, case: tu
     """Steps end within the inputs, and outputs within tiles; a program may have several tiles."""
     from nanovllm.kernels.linear.skinny_four_bit_gemm import SkinnyTile, skinny_four_bit_gemm  # noqa: PLC0415
 
-    outs, ins = (1034 if tile is None else 4802), 1312
-    for has_zeros, gated in ((False, True), (case[0] == "int4", False)):
-        matrix, bias = make_matrix(outs, ins, *case, dtype, has_zeros), randn(outs, dtype=dtype)
-        x, residual = randn(rows, ins, dtype=dtype), randn(rows, ins, dtype=dtype) if gated else None
-        norm = Norm(randn(ins, dtype=dtype), 0.1) if gated else None
-        given = x, matrix, bias, norm, residual, gated
-        out, total = skinny_four_bit_gemm(*given, tile=None if tile is None else SkinnyTile(*tile))
-        same, same_total = norm_linear_ref(*given)
-        assert torch.equal(total, same_total)
-        wide = dequantize_four_bits_ref(matrix, torch.float32)
-        wide_norm = None if norm is None else Norm(norm.weight.float(), norm.eps)
-        exact, _ = norm_linear_ref(same_total.float(), wide, bias.float(), wide_norm, None, gated)
-        check_error(out, same, exact)
+    form = partial(skinny_four_bit_gemm, tile=None if tile is None else SkinnyTile(*tile))
+    for has_zeros, has in ((False, "norm residual bias gated"), (case[0] == "int4", "bias")):
+        matrix = make_matrix(1034 if tile is None else 4802, 1312, *case, dtype, has_zeros)
+        check_norm_linear(form, rows, matrix, dtype, has)
 
 
 @pytest.mark.gpu
@@ -422,33 +420,19 @@ def test_products_of_few_rows(rows: int, tile: Any, dtype: torch.dtype, case: tu
 @pytest.mark.parametrize(
     ("rows", "tile"),
     [
-        (17, None),
-        (63, None),
-        (130, None),
-        (256, None),
-        (63, (32, 128, 3)),
-        (63, (32, 256, 3)),
-        (130, (64,)),
-        (130, (64, 256)),
-        (130, (128, 128, 3)),
-        (256, (256, 64)),
+        *((rows, None) for rows in (17, 63, 130, 256)), (63, (32, 128, 3)), (63, (32, 256, 3)), (130, (64,)),
+        (130, (64, 256)), (130, (128, 128, 3)), (256, (256, 64)),
     ],
-)
+)  # fmt: skip
 def test_products_of_more_rows_on_hopper(rows: int, tile: Any, dtype: torch.dtype, case: tuple[str, int]) -> None:
     """Outputs and rows end within tiles, and there are several tiles for a program; inputs end within a step."""
     from nanovllm.kernels.linear.hopper_four_bit_gemm import HopperTile, hopper_four_bit_gemm  # noqa: PLC0415
 
     skip_unless_hopper()
     chosen = None if tile is None else HopperTile(*tile)
-    for has_zeros, gated, ins, parts in ((False, True, 1312, 1), (case[0] == "int4", False, 2048, 2)):
-        outs = 5002 if gated else 1034
-        matrix, x = make_matrix(outs, ins, *case, dtype, has_zeros), randn(rows, ins, dtype=dtype)
-        bias = None if parts > 1 else randn(outs, dtype=dtype)
-        out = hopper_four_bit_gemm(x, matrix, bias, gated, parts=parts, tile=chosen)
-        same, _ = norm_linear_ref(x, matrix, bias, gated=gated)
-        wide = dequantize_four_bits_ref(matrix, torch.float32)
-        exact, _ = norm_linear_ref(x.float(), wide, None if bias is None else bias.float(), gated=gated)
-        check_error(out.sum(0) if parts > 1 else out, same, exact)
+    for has_zeros, has, ins, parts in ((False, "bias gated", 1312, 1), (case[0] == "int4", "", 2048, 2)):
+        matrix = make_matrix(5002 if has else 1034, ins, *case, dtype, has_zeros)
+        check_product(partial(hopper_four_bit_gemm, parts=parts, tile=chosen), rows, matrix, dtype, has)
 
 
 def stacked(matrices: list[FourBitMatrix]) -> FourBitMatrix:
@@ -474,22 +458,15 @@ def test_experts_of_more_rows_on_hopper(activation: Any, case: tuple[str, int], 
     experts = torch.tensor([[0, 1], [3, 0], [0, 4], [0, 1], [0, 3]], dtype=torch.int32, device=DEVICE).repeat(40, 1)
     routing = Routing(experts, torch.rand(200, 2, device=DEVICE), 5)
     order, size = sort_slots(routing, 0, 4), 416 * (1 if activation == "relu2" else 2)
-    matrices = [
-        [make_matrix(outs, ins, *case, dtype, False) for _ in range(4)] for outs, ins in ((size, 608), (608, 416))
-    ]
-    up, down = (stacked(own) for own in matrices)
+    up, down = (
+        stacked([make_matrix(*shape, *case, dtype, False) for _ in range(4)]) for shape in ((size, 608), (608, 416))
+    )
     biases, x = (randn(4, size, dtype=dtype), randn(4, 608, dtype=dtype)), randn(200, 608, dtype=dtype)
     activated = torch.empty(400, 416, dtype=dtype, device=DEVICE)
     parts = torch.zeros(200, 2, 608, dtype=dtype, device=DEVICE)
     hopper_four_bit_experts(x, routing, order, up, activated, activation, bias=biases[0], tile=chosen)
     hopper_four_bit_experts(activated, routing, order, down, parts.flatten(0, 1), None, bias=biases[1], tile=chosen)
-    same = fused_experts_ref(x, routing, up, down, activation=activation, biases=biases)
-    wide_up, wide_down = (
-        torch.stack([dequantize_four_bits_ref(matrix, torch.float32) for matrix in own]) for own in matrices
-    )
-    wide_biases = biases[0].float(), biases[1].float()
-    exact = fused_experts_ref(x.float(), routing, wide_up, wide_down, activation=activation, biases=wide_biases)
-    check_error(parts.sum(1), same, exact)
+    check_experts(x, routing, up, down, out=parts.sum(1), activation=activation, biases=biases)
 
 
 def test_rounding_has_the_least_error_among_clips(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,9 @@ from tests.test_kernels import (
     new_slots,
     over_dtypes,
     paged,
+    planned,
     randn,
     unfilled,
-    with_shared_prefixes,
 )
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -163,60 +163,33 @@ def test_prompts_are_widened_for_hopper(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("head_dim", "group", "block_size"), [(128, 2, 256), (128, 8, 64), (64, 7, 128), (64, 1, 64)])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(("shares", "repeats"), [(1, 1), (1, 20), (33, 1), (3000, 1)])
-@pytest.mark.parametrize("projected", [False, True])
 def test_hopper_decode(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, repeats: int, projected: bool
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, repeats: int
 ) -> None:
-    """Tokens that lie in the cache, and those that the kernel rotates, rounds and stores there itself."""
+    """Tokens that the kernel rotates, rounds and stores in the cache itself; others: `test_hopper_decode`."""
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     lens = [1, 2, 16, 17, 18, 63, 64, 65, 66, 129, 257, 700, 4100] * repeats
     cache, tables, seq_lens = paged(lens, block_size, 2, head_dim, dtype)
     pages, _ = in_e4m3(cache)
-    query_scale, heads = 0.1 * head_dim**-0.5, 2 * group
-    slots = new_slots(tables, lens, block_size)
-    query, rope = randn(len(lens), heads, head_dim, dtype=dtype), None
-    stored = query
-    if projected:
-        # Some beyond 448 times the scale.
-        qkv = randn(len(lens), heads + 4, head_dim, dtype=dtype)
-        qkv[:, heads + 2 :] *= 200
-        weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
-        rope = NormRope(weights, 1e-6, torch.rand(4200, head_dim, device=DEVICE))
-        other = KVPages(pages.k_cache.clone(), pages.v_cache.clone(), make_scales(2))
-        query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, seq_lens - 1, other, slots)
-        stored = qkv
-    plan = plan_decode(seq_lens, heads, 2, head_dim, 64, shares)
-    for part in plan.partial or ():
-        part.fill_(float("nan"))
-    out = unfilled(query)
-    hopper_decode_attention(stored, pages, out, tables, slots, plan, query_scale, rope=rope)
-    assert pages.scales is not None
-    if projected:
-        bytes_differ = (pages.k_cache.view(torch.uint8) != other.k_cache.view(torch.uint8)).float().mean()
-        assert bytes_differ < 1e-3 and other.scales is not None
-        new = [part.view(torch.uint8).flatten(0, 1)[slots.long()] for part in (pages.v_cache, other.v_cache)]
-        assert (new[0] != new[1]).float().mean() < 0.01
-        counts = pages.scales.num_clipped.item(), other.scales.num_clipped.item()
-        assert abs(counts[0] - counts[1]) <= 0.01 * counts[1] and counts[1] > 0
+    heads, slots = 2 * group, new_slots(tables, lens, block_size)
+    # Some beyond 448 times the scale.
+    qkv = randn(len(lens), heads + 4, head_dim, dtype=dtype)
+    qkv[:, heads + 2 :] *= 200
+    weights = randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)
+    rope = NormRope(weights, 1e-6, torch.rand(4200, head_dim, device=DEVICE))
+    other = KVPages(pages.k_cache.clone(), pages.v_cache.clone(), make_scales(2))
+    query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, seq_lens - 1, other, slots)
+    plan, out = planned(seq_lens, heads, 2, head_dim, 64, shares), unfilled(query)
+    hopper_decode_attention(qkv, pages, out, tables, slots, plan, 0.1 * head_dim**-0.5, rope=rope)
+    assert pages.scales is not None and other.scales is not None
+    assert (pages.k_cache.view(torch.uint8) != other.k_cache.view(torch.uint8)).float().mean() < 1e-3
+    new = [part.view(torch.uint8).flatten(0, 1)[slots.long()] for part in (pages.v_cache, other.v_cache)]
+    assert (new[0] != new[1]).float().mean() < 0.01
+    counts = pages.scales.num_clipped.item(), other.scales.num_clipped.item()
+    assert abs(counts[0] - counts[1]) <= 0.01 * counts[1] and counts[1] > 0
     scales = pages.scales.keys, pages.scales.values
     meant = [part.float() * scale[:, None] for part, scale in zip((pages.k_cache, pages.v_cache), scales, strict=True)]
-    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=0.1)
-
-
-@needs_hopper
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("shares", [1, 33])
-def test_hopper_decode_over_shared_prefixes(dtype: torch.dtype, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
-
-    lens, cache, tables, seq_lens, shared = with_shared_prefixes(monkeypatch, 128, 2, 64, dtype, 64)
-    pages, meant = in_e4m3(cache)
-    query = randn(len(lens), 4, 128, dtype=dtype)
-    out = unfilled(query)
-    plan = plan_decode(seq_lens, 4, 2, 128, 64, shares, shared=shared)
-    slots = new_slots(tables, lens, 64)
-    hopper_decode_attention(query, pages, out, tables, slots, plan, 0.1 * 128**-0.5)
     check_attention(out, query, meant, tables, [1] * len(lens), lens, share=0.1)
 
 

@@ -14,10 +14,8 @@ from safetensors.torch import load_file, save_file
 from nanovllm import LLM
 from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.configs.model import ModelConfig
-from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref, quantize_four_bits
-from nanovllm.kernels.moe import fused_experts as experts_op
+from nanovllm.kernels.four_bits import quantize_four_bits
 from nanovllm.kernels.moe import route as route_op
-from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.route import route_ref
 from nanovllm.models import count_parameters, make_model
 from nanovllm.parallel.communicator import Communicator
@@ -25,7 +23,8 @@ from tests.conftest import MakeCheckpoint
 from tests.test_four_bits import TABLE, Tensors, e2m1, pairs
 from tests.test_fp8 import GREEDY, PROMPTS, SETTINGS, change, check_logits, tokens_and_logits
 from tests.test_fp8_experts import make_routing
-from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, check_error, randn
+from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, randn
+from tests.test_moe import check_experts
 
 # A rank has two groups of inputs of `down`; windows are shorter than prompts, and gates are beyond the limit.
 SHAPE: dict[str, Any] = {
@@ -134,19 +133,7 @@ def test_experts(rows: int, ins: int, kind: Any) -> None:
         zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=DEVICE) if kind == "int4" else None
         return made[0]._replace(values=values, scales=scales, zeros=zeros, factors=factors)
 
-    def exactly(weight: Any) -> torch.Tensor:
-        if not isinstance(weight, FourBitMatrix):
-            return torch.as_tensor(weight).float()
-        return torch.stack([dequantize_four_bits_ref(weight.expert(i), torch.float32) for i in range(3)])
-
-    up, down = stack(2 * size, ins), stack(ins, size)
-    out = by_triton(experts_op.fused_experts)(x, routing, up, down, first, activation="clamped", biases=biases)
-    same = fused_experts_ref(x, routing, up, down, first, activation="clamped", biases=biases)
-    wide_biases = biases[0].float(), biases[1].float()
-    exact = fused_experts_ref(
-        x.float(), routing, exactly(up), exactly(down), first, activation="clamped", biases=wide_biases
-    )
-    check_error(out.float().sum(0) if out.dim() == 3 else out, same, exact)
+    check_experts(x, routing, stack(2 * size, ins), stack(ins, size), first, activation="clamped", biases=biases)
 
 
 @pytest.mark.parametrize("rows", [1, 17])

@@ -18,7 +18,7 @@ from nanovllm.attention.backend import AttentionSetup
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.triton import DecodeVariant, TritonBackend
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups
-from nanovllm.kernels.attention.decode_attention import merge_splits, plan_decode, split_contexts
+from nanovllm.kernels.attention.decode_attention import merge_splits, split_contexts
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope, qkv_rope_store_ref
 from nanovllm.runner.batch import BatchBuilder, StepShape
@@ -28,6 +28,7 @@ from tests.mock_runner import slot_rows
 from tests.test_gpu import SHAPE, make_llm, prompts
 from tests.test_kernels import (
     DEVICE,
+    E4M3,
     check_attention,
     check_error,
     dense_attention,
@@ -35,6 +36,8 @@ from tests.test_kernels import (
     needs_hopper,
     new_slots,
     paged,
+    pages_of,
+    planned,
     randn,
     with_shared_prefixes,
 )
@@ -45,21 +48,20 @@ LENS = [1, 2, 16, 17, 18, 33, 34, 49, 50, 63, 64, 65, 66, 128, 129, 226, 255, 25
 
 
 def attend(
-    shares: int, x: torch.Tensor, cache: torch.Tensor, out: torch.Tensor, tables: torch.Tensor,
+    shares: int, x: torch.Tensor, pages: KVPages, out: torch.Tensor, tables: torch.Tensor,
     seq_lens: torch.Tensor, slots: torch.Tensor, rope: NormRope | None = None, shared: CascadeGroups | None = None,
+    share: float = 1.0,
 ) -> None:  # fmt: skip
     """Attend in `shares` parts, with 1 to whole contexts. Fills `out` with NaN, after the plan, which must be older."""
     from nanovllm.kernels.attention.hopper_decode import hopper_decode_attention  # noqa: PLC0415
 
     _, num_heads, head_dim = out.shape
-    plan = plan_decode(seq_lens, num_heads, cache.shape[3], head_dim, 64, shares, shared=shared)
-    prefix = () if plan.prefix is None else (plan.prefix.partial, plan.prefix.lse)
-    for part in (*(plan.partial or ()), *prefix):
-        part.fill_(float("nan"))
+    plan = planned(seq_lens, num_heads, pages.k_cache.shape[2], head_dim, 64, shares, shared=shared)
     out.fill_(float("nan"))
-    hopper_decode_attention(x, KVPages(cache[0], cache[1]), out, tables, slots, plan, head_dim**-0.5, rope=rope)
+    hopper_decode_attention(x, pages, out, tables, slots, plan, share * head_dim**-0.5, rope=rope)
 
 
+CACHES = pytest.mark.parametrize("cached", [None, E4M3])
 WAYS = pytest.mark.parametrize(("shares", "repeats"), [(1, 1), (1, 5), (2, 1), (7, 1), (33, 1), (33, 5), (3000, 1)])
 
 
@@ -68,10 +70,12 @@ WAYS = pytest.mark.parametrize(("shares", "repeats"), [(1, 1), (1, 5), (2, 1), (
     ("head_dim", "group", "block_size"), [(128, 2, 256), (128, 8, 64), (64, 7, 128), (128, 5, 256), (64, 1, 64)]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@CACHES
 @WAYS
 def test_stored_contexts(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, repeats: int
-) -> None:
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, cached: torch.dtype | None, shares: int,
+    repeats: int,
+) -> None:  # fmt: skip
     kv_heads, lens = 2, LENS * repeats
     cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
     # Padding reads block 0 instead, which is as finite as all of an engine's.
@@ -79,11 +83,12 @@ def test_stored_contexts(
     slots = new_slots(tables, lens, block_size).masked_fill(seq_lens == 1, -1)
     out = torch.empty(len(lens), group * kv_heads, head_dim, dtype=dtype, device=DEVICE)
     query = randn(*out.shape, dtype=dtype)
-    attend(shares, query, cache, out, tables, seq_lens, slots)
+    pages, meant, share = pages_of(cache, cached)
+    attend(shares, query, pages, out, tables, seq_lens, slots, share=share)
     assert out.isfinite().all()
     stored = (slots >= 0).nonzero().flatten()
-    stored_lens = seq_lens[stored].tolist()
-    check_attention(out[stored], query[stored], cache, tables[stored], [1] * len(stored), stored_lens)
+    stored_lens, query_lens = seq_lens[stored].tolist(), [1] * len(stored)
+    check_attention(out[stored], query[stored], meant, tables[stored], query_lens, stored_lens, share=share)
 
 
 @needs_hopper
@@ -91,9 +96,10 @@ def test_stored_contexts(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shares", [1, 33, 100, 3000])
 @pytest.mark.parametrize("max_items", [3, 64])
+@CACHES
 def test_contexts_behind_shared_prefixes(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype, shares: int, max_items: int,
-    monkeypatch: pytest.MonkeyPatch,
+    cached: torch.dtype | None, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The result equals attention over the whole contexts."""
     case = with_shared_prefixes(monkeypatch, head_dim, group, block_size, dtype, max_items)
@@ -105,8 +111,9 @@ def test_contexts_behind_shared_prefixes(
     assert max_items == 3 or block_size > 64 or shared.rows[2].max() == 7
     of_prefixed = split_contexts_ref(seq_lens, 64, shares, shared.rows[0])[1][shared.rows[0] > 0]
     assert (of_prefixed[:, 1].max() > 1) == (shares > 1)
-    attend(shares, query, cache, out, tables, seq_lens, slots, shared=shared)
-    check_attention(out, query, cache, tables, [1] * len(lens), lens)
+    pages, meant, share = pages_of(cache, cached)
+    attend(shares, query, pages, out, tables, seq_lens, slots, shared=shared, share=share)
+    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=share)
 
 
 @needs_hopper
@@ -132,7 +139,7 @@ def test_projected_tokens(
     got = cache.clone()
     out = torch.empty(len(lens), group * kv_heads, head_dim, dtype=dtype, device=DEVICE)
     qkv = randn(len(lens), (group + 2) * kv_heads, head_dim, dtype=dtype)
-    attend(shares, qkv, got, out, tables, seq_lens, stored, NormRope(norms, 1e-6, cos_sin))
+    attend(shares, qkv, KVPages(got[0], got[1]), out, tables, seq_lens, stored, NormRope(norms, 1e-6, cos_sin))
 
     rope, wide_rope, positions = NormRope(norms, 1e-6, cos_sin), NormRope(wide, 1e-6, cos_sin), seq_lens - 1
     same_cache, exact_cache = cache.clone(), cache.float()

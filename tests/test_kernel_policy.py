@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ import torch
 from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.kernels import ops, policy
 from nanovllm.kernels.four_bits import FourBitMatrix
+from nanovllm.kernels.gates import silu_and_mul_ref
+from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.moe.fused_experts import fused_experts
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FASTEST, KernelPolicy, LinearKernel, SplitKTile
+from nanovllm.kernels.rms_norm import Norm, rms_norm_ref
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.layers.mixers import GatedDeltaNet
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -116,34 +120,66 @@ def test_one_class_makes_the_choice_the_same_for_every_batch() -> None:
     assert FASTEST.experts(1) is not FASTEST.experts(2)
 
 
-def test_four_bits_are_widened_for_many_rows_later_with_many_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+OWN_KERNELS = [kernel for kernel in LinearKernel if kernel.name not in ("CUBLAS", "SCALED_MM")]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("kernel", OWN_KERNELS)
+def test_every_kernel_of_a_linear_layer_is_in_the_file_that_it_names(kernel: LinearKernel) -> None:
+    assert norm_linear._function(kernel).__name__ == kernel.name.lower()
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in OWN_KERNELS if kernel is not LinearKernel.SCALED_GEMM])
+def test_norm_linear_calls_the_kernel_that_is_chosen(kernel: LinearKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the norm, or after it; what no kernel activates is activated afterwards."""
+    policy, out = KernelPolicy(), torch.randn(3, 8)
+    monkeypatch.setattr(policy, "linear", lambda *args, **_: kernel)
+    can_normalise = kernel in (LinearKernel.GEMV, LinearKernel.RESIDENT_GEMM, LinearKernel.SKINNY_FOUR_BIT_GEMM)
+    called = Mock(return_value=(out, out) if can_normalise else out)
+    monkeypatch.setattr(norm_linear, "_function", {kernel: called}.__getitem__)
+    x, residual, weight, norm = torch.randn(3, 8), torch.randn(3, 8), torch.randn(8, 8), Norm(torch.randn(8), 0.1)
+    found, _ = norm_linear.norm_linear(x, weight, None, norm, residual, True, policy=policy)
+    rows, given, *others = called.call_args.args
+    normed = x if can_normalise else rms_norm_ref(x, norm.weight, norm.eps, residual)[0]
+    assert torch.equal(rows, normed) and given is weight
+    assert any(other is norm for other in others) == can_normalise
+    assert torch.equal(found, silu_and_mul_ref(out) if kernel is LinearKernel.FOUR_BIT_GEMM else out)
+
+
+MATRIX = FourBitMatrix(torch.empty(4096, 512, dtype=torch.uint8), torch.empty(4096, 8), None, None, 128, "int4", 1024)
+LARGE = MATRIX._replace(values=MATRIX.values.expand(3, -1, -1).flatten(0, 1))
+ODD = MATRIX._replace(in_features=1040)
+SKINNY, HOPPER, TILED, WIDENED = (
+    LinearKernel.SKINNY_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM, LinearKernel.FOUR_BIT_GEMM,
+    LinearKernel.CUBLAS,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("on_hopper", "matrix", "choices"),
+    [
+        # More outputs are widened later.
+        (False, MATRIX, {1: (SKINNY, 1), 2: (SKINNY, 4), 16: (SKINNY, 4), 17: (TILED, 1), 64: (TILED, 1),
+                         65: (WIDENED, 1)}),
+        (False, LARGE, {2: (SKINNY, 1), 128: (TILED, 1), 129: (WIDENED, 1)}),
+        (False, ODD, {1: (TILED, 1), 2: (TILED, 1), 65: (WIDENED, 1)}),
+        # Its parts would end within groups.
+        (False, MATRIX._replace(group=512), {2: (SKINNY, 1)}),
+        (True, MATRIX, {16: (SKINNY, 4), 17: (HOPPER, 4), 128: (HOPPER, 4), 129: (HOPPER, 2), 256: (HOPPER, 2),
+                        257: (HOPPER, 1), 512: (HOPPER, 1), 513: (WIDENED, 1)}),
+        (True, ODD, {64: (TILED, 1)}),
+    ],
+)  # fmt: skip
+def test_kernels_and_parts_beside_four_bits(
+    on_hopper: bool, matrix: FourBitMatrix, choices: dict[int, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(policy, "uses_triton", lambda device: True)
-    own = []
-    for num_outs in (4096, 24576):
-        values, scales = torch.empty(num_outs, 64, dtype=torch.uint8), torch.empty(num_outs, 1)
-        matrix = FourBitMatrix(values, scales, None, None, 128, "int4", 128)
-        for rows in (1, 64, 65, 128, 129):
-            kernel = FASTEST.four_bit_linear(rows, torch.bfloat16, matrix)
-            own.append(kernel is LinearKernel.FOUR_BIT_GEMM)
-    assert own == [True, True, False, False, False, True, True, True, True, False]
-
-
-def test_more_rows_beside_four_bits_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("uses_triton", "is_hopper"):
-        monkeypatch.setattr(policy, name, lambda device: True)
+    monkeypatch.setattr(policy, "is_hopper", lambda device: on_hopper)
     monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
-    matrix = FourBitMatrix(
-        torch.empty(4096, 512, dtype=torch.uint8), torch.empty(4096, 8), None, None, 128, "int4", 1024
-    )
-    kernels = [FASTEST.four_bit_linear(rows, torch.bfloat16, matrix) for rows in (16, 17, 512, 513)]
-    assert kernels == [
-        LinearKernel.SKINNY_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM,
-        LinearKernel.CUBLAS,
-    ]  # fmt: skip
-    parts = [FASTEST.four_bit_parts(rows, torch.bfloat16, matrix) for rows in (17, 128, 129, 256, 257, 513)]
-    assert parts == [4, 4, 2, 2, 1, 1]
-    odd = matrix._replace(in_features=1040)
-    assert FASTEST.four_bit_linear(64, torch.bfloat16, odd) is LinearKernel.FOUR_BIT_GEMM
+    for rows, (kernel, parts) in choices.items():
+        assert FASTEST.four_bit_linear(rows, torch.bfloat16, matrix) is kernel, rows
+        assert FASTEST.four_bit_parts(rows, torch.bfloat16, matrix) == parts, rows
+    assert FASTEST.four_bit_linear(2, torch.float32, matrix) is WIDENED
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
@@ -166,18 +202,3 @@ def test_tiles_of_linear_layers_change_where_kernels_are_compiled(outs: int, par
     tiles = [choose_linear_tile(rows, outs, parts, 132) for rows in range(513)]
     changes = {rows for rows in range(18, 513) if tiles[rows] != tiles[rows - 1]}
     assert changes and changes <= set(FASTEST.four_bit_rows), changes
-
-
-def test_few_rows_beside_four_bits_leave_parts_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "uses_triton", lambda device: True)
-    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
-    values = torch.empty(4096, 512, dtype=torch.uint8)
-    matrix = FourBitMatrix(values, torch.empty(4096, 8), None, None, 128, "int4", 1024)
-    wide, odd = matrix._replace(values=values.expand(3, -1, -1).flatten(0, 1)), matrix._replace(in_features=1040)
-    cases = [(1, matrix), (2, matrix), (16, matrix), (17, matrix), (2, wide), (2, odd), (2, matrix._replace(group=512))]
-    kernels = [FASTEST.four_bit_linear(rows, torch.bfloat16, weight) for rows, weight in cases]
-    is_skinny = [kernel is LinearKernel.SKINNY_FOUR_BIT_GEMM for kernel in kernels]
-    assert is_skinny == [True, True, True, False, True, False, True]
-    parts = [FASTEST.four_bit_parts(rows, torch.bfloat16, weight) for rows, weight in cases]
-    assert parts == [1, 4, 4, 1, 1, 1, 1]
-    assert FASTEST.four_bit_linear(2, torch.float32, matrix) is LinearKernel.CUBLAS

@@ -27,10 +27,11 @@ from nanovllm.attention.cascade import plan_cascade_groups
 from nanovllm.kernels import gates, policy, qkv_rope_store, rms_norm, sampling, slot_tensors
 from nanovllm.kernels._triton import device_limits, is_hopper, jit, tl
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, rows_per_item
-from nanovllm.kernels.attention.decode_attention import decode_attention, plan_decode
+from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, ChunkRows, prefill_attention
 from nanovllm.kernels.fast_math import pack_pair, round_to
+from nanovllm.kernels.four_bits import FourBitMatrix, dequantize_four_bits_ref
 from nanovllm.kernels.linear import norm_linear, skinny_gemm
 from nanovllm.kernels.linear.gemv import gemv
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales, NormRope
@@ -85,19 +86,22 @@ def check_error(out: torch.Tensor, same_dtype: torch.Tensor, exact: torch.Tensor
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_rms_norm(rows: int, dtype: torch.dtype, with_residual: bool) -> None:
+@pytest.mark.parametrize("parts", [None, 2, 4])
+def test_rms_norm(rows: int, dtype: torch.dtype, with_residual: bool, parts: int | None) -> None:
+    """Rows, and sums in parts."""
     size = 1024 if GPU else 80
     weight = randn(size, dtype=dtype)
-    x = randn(rows, 2 * size, dtype=dtype)[:, :size]
     residual = randn(rows, size, dtype=dtype) if with_residual else None
-    out, total = by_triton(rms_norm.rms_norm)(x, weight, 1e-6, residual)
-    _, same_total = rms_norm.rms_norm_ref(x, weight, 1e-6, residual)
-    torch.testing.assert_close(total, same_total, rtol=0, atol=0)
-    wide = total.float()
-    exact = torch.nn.functional.rms_norm(wide, (size,), weight.float(), 1e-6)
-    check_error(out, torch.nn.functional.rms_norm(total, (size,), weight, 1e-6), exact)
-    reference, _ = rms_norm.rms_norm_ref(x, weight, 1e-6, residual)
-    check_error(reference, torch.nn.functional.rms_norm(total, (size,), weight, 1e-6), exact)
+    x = randn(rows, 2 * size, dtype=dtype)[:, :size] if parts is None else randn(parts, rows, size)
+    wide = x.float() if parts is None else x.sum(0)
+    wide, same = (x if residual is None else x + residual.to(x.dtype) for x in (wide, wide.to(dtype)))
+    for form in (by_triton(rms_norm.rms_norm), rms_norm.rms_norm_ref):
+        out, total = form(x, weight, 1e-6, residual)
+        assert out.dtype == total.dtype == dtype and out.shape == total.shape == (rows, size)
+        check_error(total, same, wide)
+        assert parts is not None or torch.equal(total, same)
+        exact = torch.nn.functional.rms_norm(total.float(), (size,), weight.float(), 1e-6)
+        check_error(out, torch.nn.functional.rms_norm(total, (size,), weight, 1e-6), exact)
 
 
 @pytest.mark.parametrize("rows", BATCHES)
@@ -200,74 +204,81 @@ def test_qkv_rope_store(tokens: int, head_dim: int, with_norm: bool, dtype: torc
     assert query.shape == (tokens, 0, head_dim) and torch.equal(before, out)
 
 
-LINEARS = [
-    {"norm": False, "residual": False, "bias": False, "gated": False},
-    {"norm": True, "residual": False, "bias": True, "gated": False},
-    {"norm": True, "residual": True, "bias": True, "gated": False},
-    {"norm": True, "residual": True, "bias": False, "gated": True},
-]
+LINEARS = ["", "norm bias", "norm residual bias", "norm residual gated"]
+"""What a layer has beside its product; "parts": its input is in parts of a sum."""
+PRODUCTS = ["", "bias", "gated"]
 
 
-def check_norm_linear(function: Any, rows: int, size: tuple[int, int], dtype: torch.dtype, parts: Any) -> None:
-    """Compare a form of `norm_linear` with the reference; its epsilon is large enough to be missed."""
-    (in_features, out_features), eps = size, 0.1
-    weight = randn(out_features * (1 + parts["gated"]), in_features, dtype=dtype) * in_features**-0.5
-    bias = randn(out_features, dtype=dtype) if parts["bias"] else None
-    norm = Norm(randn(in_features, dtype=dtype), eps) if parts["norm"] else None
+@contextmanager
+def empty_is_nan() -> Iterator[None]:
+    """Have torch fill new tensors, so that what a kernel leaves out does not look right by chance."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_norm_linear(
+    function: Any, rows: int, size: tuple[int, int] | FourBitMatrix, dtype: torch.dtype, has: str
+) -> None:
+    """Compare a form of `norm_linear` with the reference; its epsilon is large enough to be missed.
+
+    size: inputs and outputs of weights in `dtype`, or other weights, with outputs of gate and up if it is gated.
+    """
+    weight: Any = size
+    if isinstance(size, FourBitMatrix):
+        in_features, wide = size.in_features, dequantize_four_bits_ref(size, torch.float32)
+    else:
+        in_features, out_features = size
+        weight = randn(out_features * (1 + ("gated" in has)), in_features, dtype=dtype) * in_features**-0.5
+        wide = weight.float()
+    bias = randn(len(wide), dtype=dtype) if "bias" in has else None
+    norm = Norm(randn(in_features, dtype=dtype), 0.1) if "norm" in has else None
     wide_bias = None if bias is None else bias.float()
-    wide_norm = None if norm is None else Norm(norm.weight.float(), eps)
-    x = randn(rows, in_features, dtype=dtype)
-    residual = randn(rows, in_features, dtype=dtype) if parts["residual"] else None
-    out, total = function(x, weight, bias, norm, residual, parts["gated"])
-    same, same_total = norm_linear.norm_linear_ref(x, weight, bias, norm, residual, parts["gated"])
-    assert torch.equal(total, same_total)
-    exact, _ = norm_linear.norm_linear_ref(total.float(), weight.float(), wide_bias, wide_norm, None, parts["gated"])
+    wide_norm = None if norm is None else Norm(norm.weight.float(), norm.eps)
+    residual = randn(rows, in_features, dtype=dtype) if "residual" in has else None
+    x = randn(3, rows, in_features) if "parts" in has else randn(rows, in_features, dtype=dtype)
+    out, total = function(x, weight, bias, norm, residual, "gated" in has)
+    same, same_total = norm_linear.norm_linear_ref(x, weight, bias, norm, residual, "gated" in has)
+    # Sums of parts in float32 may be added up in another order.
+    torch.testing.assert_close(total, same_total, rtol=1e-5 * ("parts" in has), atol=1e-5 * ("parts" in has))
+    exact, _ = norm_linear.norm_linear_ref(total.float(), wide, wide_bias, wide_norm, None, "gated" in has)
     check_error(out, same, exact)
 
 
+def check_product(
+    multiply: Any, rows: int, size: tuple[int, int] | FourBitMatrix, dtype: torch.dtype, has: str
+) -> None:
+    """Compare a kernel that takes rows, weight, bias and gate; the parts of a sum are added up."""
+
+    def form(x: torch.Tensor, weight: Any, bias: Any, _norm: None, _residual: None, gated: bool) -> Any:
+        with empty_is_nan():
+            out = multiply(x, weight, bias, gated)
+        return out.sum(0) if out.dim() == 3 else out, x
+
+    check_norm_linear(form, rows, size, dtype, has)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", LINEARS)
+@pytest.mark.parametrize("has", [*LINEARS, "norm parts", "norm residual parts"])
 @pytest.mark.parametrize("size", [(48, 80), (1024, 3072), (3072, 1024), (12288, 520)] if GPU else [(48, 80), (80, 34)])
-def test_gemv(dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
-    check_norm_linear(gemv, 1, size, dtype, parts)
-
-
-@pytest.mark.parametrize("has_residual", [False, True])
-def test_gemv_of_parts(has_residual: bool) -> None:
-    """Sums are rounded as by a norm of its own."""
-    dtype, x = DTYPES[-1], randn(3, 1, 200)
-    weight = randn(48, 200, dtype=dtype)
-    norm, residual = Norm(randn(200, dtype=dtype), 0.1), randn(1, 200, dtype=dtype) if has_residual else None
-    out, total = gemv(x, weight, None, norm, residual)
-    same, same_total = norm_linear.norm_linear_ref(x, weight, None, norm, residual)
-    assert torch.equal(total, same_total)
-    wide = Norm(norm.weight.float(), norm.eps)
-    check_error(out, same, norm_linear.norm_linear_ref(total.float(), weight.float(), None, wide)[0])
+def test_gemv(dtype: torch.dtype, has: str, size: tuple[int, int]) -> None:
+    check_norm_linear(gemv, 1, size, dtype, has)
 
 
 # Its tiles are sized for elements of two bytes; the dispatcher gives it no others.
-@pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize(
-    ("rows", "size", "bias", "gated"),
-    [
-        (rows, size, bias, gated)
-        for i, rows in enumerate((1, 2, 7, 16))
-        for j, (bias, gated) in enumerate([(False, False), (True, False), (False, True)])
-        for k, size in enumerate(
-            [(48, 80), (1024, 6144), (2048, 1024), (4096, 520), (512, 33000)] if GPU else [(48, 80), (300, 34)]
-        )
-        if GPU or (i + j + k) % 2
-    ],
+    ("rows", "size", "has", "dtype"),
+    over_dtypes(
+        (1, 2, 7, 16),
+        [(48, 80), (1024, 6144), (2048, 1024), (4096, 520), (512, 33000)] if GPU else [(48, 80), (300, 34)],
+        PRODUCTS,
+        dtypes=DTYPES[1:],
+    ),
 )
-def test_skinny_gemm(rows: int, dtype: torch.dtype, bias: bool, gated: bool, size: tuple[int, int]) -> None:
-    in_features, out_features = size
-    weight = randn(out_features * (1 + gated), in_features, dtype=dtype) * in_features**-0.5
-    biases = randn(out_features, dtype=dtype) if bias else None
-    x = randn(rows, in_features, dtype=dtype)
-    same, _ = norm_linear.norm_linear_ref(x, weight, biases, gated=gated)
-    wide = None if biases is None else biases.float()
-    exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), wide, gated=gated)
-    check_error(skinny_gemm.skinny_gemm(x, weight, biases, gated), same, exact)
+def test_skinny_gemm(rows: int, size: tuple[int, int], has: str, dtype: torch.dtype) -> None:
+    check_product(skinny_gemm.skinny_gemm, rows, size, dtype, has)
 
 
 # What the largest of the sizes takes. An H100 or later has it; elsewhere the dispatcher leaves the kernel alone.
@@ -278,15 +289,15 @@ RESIDENT_BYTES = 192 * 1024
 @pytest.mark.skipif(GPU and device_limits(torch.device("cuda"))[1] < RESIDENT_BYTES, reason="needs more shared memory")
 @pytest.mark.parametrize("rows", [1, 2, 7, 16])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("parts", LINEARS)
+@pytest.mark.parametrize("has", LINEARS)
 @pytest.mark.parametrize("size", [(48, 66), (896, 1152), (1024, 3072), (1024, 4096), (2048, 4096), (3072, 1024)])
-def test_resident_gemm(rows: int, dtype: torch.dtype, parts: dict[str, bool], size: tuple[int, int]) -> None:
+def test_resident_gemm(rows: int, dtype: torch.dtype, has: str, size: tuple[int, int]) -> None:
     from nanovllm.kernels.linear.resident_gemm import resident_gemm  # noqa: PLC0415
 
     in_features, out_features = size
-    if parts["norm"] or parts["gated"]:
+    if "norm" in has:
         in_features = min(in_features, 1000)
-    check_norm_linear(resident_gemm, rows, (in_features, out_features), dtype, parts)
+    check_norm_linear(resident_gemm, rows, (in_features, out_features), dtype, has)
 
 
 @pytest.mark.parametrize(
@@ -314,32 +325,15 @@ def test_resident_gemm_pays_where_its_programs_fit_at_once(
 needs_hopper = pytest.mark.skipif(not is_hopper(torch.device(DEVICE)), reason="needs a Hopper GPU")
 
 
-@contextmanager
-def empty_is_nan() -> Iterator[None]:
-    """Have torch fill new tensors, so that what a kernel leaves out does not look right by chance."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @needs_hopper
 @pytest.mark.parametrize("rows", [1, 129, 2000, 4500])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("size", [(64, 128), (1024, 3072), (320, 1664)])
-def test_persistent_gated_gemm(rows: int, dtype: torch.dtype, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize("num_programs", [132, 7])
+def test_persistent_gated_gemm(rows: int, dtype: torch.dtype, size: tuple[int, int], num_programs: int) -> None:
     from nanovllm.kernels.linear.persistent_gemm import persistent_gated_gemm  # noqa: PLC0415
 
-    in_features, out_features = size
-    weight = randn(2 * out_features, in_features, dtype=dtype) * in_features**-0.5
-    x = randn(rows, in_features, dtype=dtype)
-    same, _ = norm_linear.norm_linear_ref(x, weight, gated=True)
-    exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=True)
-    for num_programs in (device_limits(x.device)[0], 7):
-        with empty_is_nan():
-            out = persistent_gated_gemm(x, weight, num_programs)
-        check_error(out, same, exact)
+    check_product(lambda x, weight, *_: persistent_gated_gemm(x, weight, num_programs), rows, size, dtype, "gated")
 
 
 @needs_hopper
@@ -391,37 +385,18 @@ def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.Monke
         return kernel(*args)
 
     monkeypatch.setattr(persistent_gemm, "persistent_gated_gemm", counted)
-    parts = {"norm": True, "residual": True, "bias": False, "gated": True}
-    check_norm_linear(norm_linear.norm_linear, 4096, (1024, 3072), torch.bfloat16, parts)
-    check_norm_linear(norm_linear.norm_linear, 1500, (1024, 3072), torch.bfloat16, parts)
+    for rows in (4096, 1500):
+        check_norm_linear(norm_linear.norm_linear, rows, (1024, 3072), torch.bfloat16, "norm residual gated")
     # The tiles of 1500 rows fill two rounds of programs, and a fifth of the third.
     assert len(calls) == 1
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_linear_takes_each_road(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has", ["norm residual gated", "norm residual parts", "norm residual gated parts"])
+def test_norm_linear_takes_each_road(rows: int, dtype: torch.dtype, has: str) -> None:
     """The dispatcher's result is the reference's, whether the rows are one, few or many."""
-    weight, norm = randn(96, 64, dtype=dtype) / 8, Norm(randn(64, dtype=dtype), 1e-6)
-    x, residual = randn(rows, 64, dtype=dtype), randn(rows, 64, dtype=dtype)
-    out, total = norm_linear.norm_linear(x, weight, None, norm, residual, True)
-    same, same_total = norm_linear.norm_linear_ref(x, weight, None, norm, residual, True)
-    exact, _ = norm_linear.norm_linear_ref(
-        total.float(), weight.float(), None, Norm(norm.weight.float(), 1e-6), None, True
-    )
-    assert torch.equal(total, same_total)
-    check_error(out, same, exact)
-
-
-@pytest.mark.parametrize("rows", [1, 17])
-@pytest.mark.parametrize("gated", [False, True])
-def test_norm_linear_adds_up_parts_and_residual(rows: int, gated: bool) -> None:
-    weight, norm = randn(96, 64) / 8, Norm(randn(64), 1e-6)
-    parts, residual = randn(3, rows, 64), randn(rows, 64)
-    out, total = norm_linear.norm_linear(parts, weight, None, norm, residual, gated)
-    torch.testing.assert_close(total, parts.sum(0) + residual, rtol=1e-5, atol=1e-5)
-    whole, _ = norm_linear.norm_linear_ref(total, weight, None, norm, None, gated)
-    torch.testing.assert_close(out, whole, rtol=1e-4, atol=1e-4)
+    check_norm_linear(norm_linear.norm_linear, rows, (64, 48), dtype, has)
 
 
 @pytest.mark.parametrize("rows", BATCHES)
@@ -590,7 +565,7 @@ def in_e4m3(caches: Any) -> tuple[KVPages, tuple[torch.Tensor, torch.Tensor]]:
     return KVPages(stored[0], stored[1], scales), (meant[0], meant[1])
 
 
-def pages_of(caches: Any, dtype: torch.dtype) -> tuple[KVPages, Any, float]:
+def pages_of(caches: Any, dtype: torch.dtype | None) -> tuple[KVPages, Any, float]:
     """Pages in a dtype, what they mean, and the share of a query by which they are attended to."""
     if dtype == E4M3:
         return *in_e4m3(caches), 0.1
@@ -635,92 +610,57 @@ if GPU:
     SHAPES += [(64, 4, 32), (128, 2, 256), (64, 3, 16)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "split", "dtypes"), over_dtypes(SHAPES, [(1, 32), (7, 64), (100, 16)], dtypes=CACHED)
-)
-def test_decode_attention(shape: tuple[int, int, int], split: tuple[int, int], dtypes: Any) -> None:
-    (head_dim, group, block_size), (shares, tile), kv_heads, (dtype, cached) = shape, split, 2, dtypes
-    lens = [1, 2, 16, 17, 300, *([15, 129, 1000, 2047, 4100] * 3 if GPU else [])]
-    cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
-    pages, meant, share = pages_of(cache, cached)
-    query = randn(len(lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
-    out = unfilled(query)
-    plan = plan_decode(seq_lens, group * kv_heads, kv_heads, head_dim, tile, shares)
-    assert (plan.partial is None) == (shares == 1)
-    for part in plan.partial or ():
-        part.fill_(float("nan"))
-    decode_attention(query, pages, out, tables, plan, share * head_dim**-0.5)
-    check_attention(out, query, meant, tables, [1] * len(lens), lens, share=share)
-
-
-SMALL, WIDE, LARGE = (48, 80, 2, 48), (192, 128, 3, 16), (512, 512, 2, 64)
+Sizes = tuple[int, int, int, int]
 """Elements of a key and of a value, query heads per KV head, block size."""
+SMALL, WIDE, LARGE = (48, 80, 2, 48), (192, 128, 3, 16), (512, 512, 2, 64)
 UNEVEN = [(SMALL, 1, False), (SMALL, 50, True), (WIDE, None, True), (WIDE, 129, False), (LARGE, 60, True)]
-"""With windows, and whether there are a softcap and sinks."""
-Uneven = tuple[tuple[int, int, int, int], int | None, bool]
+PLAIN_CASES = [((size, size, group, block_size), None, False) for size, group, block_size in SHAPES]
+Case = tuple[Sizes, int | None, bool]
+"""Sizes, window, and whether there are a softcap and sinks."""
 
 
-def uneven_case(
-    lens: list[int], sizes: tuple[int, int, int, int], capped: bool, window: int | None, dtype: torch.dtype
-) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor, AttentionOptions]:
-    """Keys and values of different sizes, and options; as `paged`."""
-    key_dim, value_dim, group, block_size = sizes
-    cache, tables, seq_lens = paged(lens, block_size, 2, max(key_dim, value_dim), dtype)
+def case_of(
+    lens: list[int], case: Case, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[KVPages, Any, float, torch.Tensor, torch.Tensor, AttentionOptions]:
+    """Pages, what they mean, and the share of a query; tables and lengths as `paged`; and options."""
+    (key_dim, value_dim, group, block_size), window, capped = case
+    cache, tables, seq_lens = paged(lens, block_size, 2, max(key_dim, value_dim), dtypes[0])
     caches = cache[0, ..., :key_dim].contiguous(), cache[1, ..., :value_dim].contiguous()
-    sinks = randn(2 * group, dtype=dtype) if capped else None
-    return caches, tables, seq_lens, AttentionOptions(window, 0.7 if capped else None, sinks)
+    sinks = randn(2 * group, dtype=dtypes[0]) if capped else None
+    return *pages_of(caches, dtypes[1]), tables, seq_lens, AttentionOptions(window, 0.7 if capped else None, sinks)
 
 
-@pytest.mark.parametrize(("case", "split", "dtypes"), over_dtypes(UNEVEN, [(1, 32), (20, 16)], dtypes=CACHED))
-def test_decode_attention_with_options(case: Uneven, split: tuple[int, int], dtypes: Any) -> None:
-    (sizes, window, capped), (shares, tile), (dtype, cached) = case, split, dtypes
-    lens = [1, 49, 50, 51, 200, *([1000, 4100] if GPU else [])]
-    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
-    query = randn(len(lens), 2 * sizes[2], sizes[0], dtype=dtype)
-    out = unfilled(query, sizes[1])
-    plan = plan_decode(seq_lens, 2 * sizes[2], 2, sizes[1], tile, shares, window=window)
-    for part in plan.partial or ():
+def planned(*args: Any, **options: Any) -> DecodePlan:
+    """`plan_decode`, whose buffers hold NaN."""
+    plan = plan_decode(*args, **options)
+    for part in (*(plan.partial or ()), *((plan.prefix.partial, plan.prefix.lse) if plan.prefix is not None else ())):
         part.fill_(float("nan"))
-    pages, meant, share = pages_of(caches, cached)
-    decode_attention(query, pages, out, tables, plan, share * sizes[0] ** -0.5, options)
-    check_attention(out, query, meant, tables, [1] * len(lens), lens, options, share)
+    return plan
 
 
 @pytest.mark.parametrize(
-    ("case", "num_queries", "split", "dtypes"),
-    over_dtypes([(SMALL, None, False), *UNEVEN], [2, 3, 5], [(1, 32), (20, 16)], dtypes=CACHED),
+    ("case", "way", "dtypes"),
+    over_dtypes(
+        [*PLAIN_CASES, (SMALL, None, False), *UNEVEN],
+        [(1, 1, 32), (1, 7, 64), (1, 100, 16), (2, 1, 32), (3, 20, 16), (5, 20, 16)],
+        dtypes=CACHED,
+    ),
 )
-def test_decode_attention_of_rows_with_drafts(
-    case: Uneven, num_queries: int, split: tuple[int, int], dtypes: Any
-) -> None:
+def test_decode_attention(case: Case, way: tuple[int, int, int], dtypes: Any) -> None:
     """The first tokens of a row that is longer than its context do not exist."""
-    (sizes, window, capped), (shares, tile), (dtype, cached) = case, split, dtypes
-    lens = [1, num_queries, 49, 17, 50 + num_queries, 131, *([1000, 4100] if GPU else [])]
-    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
-    query = randn(len(lens) * num_queries, 2 * sizes[2], sizes[0], dtype=dtype)
-    out, num_heads = unfilled(query, sizes[1]), 2 * sizes[2]
-    plan = plan_decode(seq_lens, num_heads, 2, sizes[1], tile, shares, window=window, num_queries=num_queries)
-    for part in plan.partial or ():
-        part.fill_(float("nan"))
-    pages, meant, share = pages_of(caches, cached)
-    decode_attention(query, pages, out, tables, plan, share * sizes[0] ** -0.5, options)
+    (key_dim, value_dim, group, _), window, _ = case
+    num_queries, shares, tile = way
+    lens = [1, num_queries, 49, 17, 50 + num_queries, 16, 150, *([15, 129, 1000, 2047, 4100] * 3 if GPU else [])]
+    pages, meant, share, tables, seq_lens, options = case_of(lens, case, dtypes)
+    query = randn(len(lens) * num_queries, 4 * group, key_dim, dtype=dtypes[0])[:, : 2 * group]
+    out = unfilled(query, value_dim)
+    plan = planned(seq_lens, 2 * group, 2, value_dim, tile, shares, window=window, num_queries=num_queries)
+    assert (plan.partial is None) == (shares == 1)
+    decode_attention(query, pages, out, tables, plan, share * key_dim**-0.5, options)
     assert out.isfinite().all()
     query_lens = [min(length, num_queries) for length in lens]
     exists = torch.cat([torch.arange(num_queries, device=DEVICE) >= num_queries - count for count in query_lens])
     check_attention(out[exists], query[exists], meant, tables, query_lens, lens, options, share)
-
-
-@pytest.mark.parametrize(("case", "dtypes"), over_dtypes(UNEVEN, dtypes=CACHED))
-def test_prefill_attention_with_options(case: Uneven, dtypes: Any) -> None:
-    (sizes, window, capped), (dtype, cached) = case, dtypes
-    pairs = [(1, 1), (49, 60), (5, 140), *([(300, 300), (999, 2999)] if GPU else [(129, 131)])]
-    query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
-    caches, tables, seq_lens, options = uneven_case(lens, sizes, capped, window, dtype)
-    query = randn(sum(query_lens), 2 * sizes[2], sizes[0], dtype=dtype)
-    out, chunks = unfilled(query, sizes[1]), chunk_rows(tables, seq_lens, query_lens)
-    pages, meant, share = pages_of(caches, cached)
-    prefill_attention(query, pages, out, chunks, share * sizes[0] ** -0.5, options)
-    check_attention(out, query, meant, tables, query_lens, lens, options, share)
 
 
 def with_shared_prefixes(
@@ -763,45 +703,49 @@ def test_decode_attention_over_shared_prefixes(
     pages, meant, share = pages_of(cache, cached)
     query = randn(len(lens), group * 2, head_dim, dtype=dtype)
     out = unfilled(query)
-    plan = plan_decode(seq_lens, group * 2, 2, head_dim, tile, shares, shared=shared)
+    plan = planned(seq_lens, group * 2, 2, head_dim, tile, shares, shared=shared)
     assert plan.prefix is not None
-    for part in (*(plan.partial or ()), plan.prefix.partial, plan.prefix.lse):
-        part.fill_(float("nan"))
     decode_attention(query, pages, out, tables, plan, share * head_dim**-0.5)
     check_attention(out, query, meant, tables, [1] * len(lens), lens, share=share)
 
 
 def hopper_prefill_attention(
-    num_programs: int, query: torch.Tensor, pages: KVPages, out: torch.Tensor, chunks: ChunkRows, scale: float
-) -> None:
+    num_programs: int, query: torch.Tensor, pages: KVPages, out: torch.Tensor, chunks: ChunkRows, scale: float,
+    options: AttentionOptions,
+) -> None:  # fmt: skip
     """Hopper's kernel; with few programs each goes through many tiles."""
     if not is_hopper(query.device):
         pytest.skip("needs a Hopper GPU")
     from nanovllm.kernels.attention import hopper_prefill  # noqa: PLC0415
 
-    is_wide = pages.scales is None
-    if not is_wide or not hopper_prefill.supports(query.dtype, query.shape[2], pages.k_cache.shape[1]):
+    is_usual = pages.scales is None and options.is_plain and query.shape[2] == out.shape[2]
+    if not is_usual or not hopper_prefill.supports(query.dtype, query.shape[2], pages.k_cache.shape[1]):
         pytest.skip("not one of its shapes or dtypes")
     hopper_prefill.hopper_prefill_attention(query, pages, out, chunks, scale, num_programs)
 
 
+HOPPER_SHAPES = [(64, 3, 128), (256, 4, 256), (256, 3, 64)] if GPU else []
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtypes"),
-    over_dtypes([*SHAPES, *([(64, 3, 128), (256, 4, 256), (256, 3, 64)] if GPU else [])], dtypes=CACHED),
+    ("case", "dtypes"),
+    over_dtypes(
+        [*PLAIN_CASES, *(((size, size, *sizes), None, False) for size, *sizes in HOPPER_SHAPES), *UNEVEN],
+        dtypes=CACHED,
+    ),
 )
 @pytest.mark.parametrize(
     "function", [prefill_attention, *(partial(hopper_prefill_attention, n) for n in ((3, 132) if GPU else ()))]
 )
-def test_prefill_attention(shape: tuple[int, int, int], dtypes: Any, function: Any) -> None:
-    (head_dim, group, block_size), (dtype, cached), kv_heads = shape, dtypes, 2
-    pairs = [(1, 1), (17, 17), (5, 40), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(129, 131)])]
+def test_prefill_attention(case: Case, dtypes: Any, function: Any) -> None:
+    key_dim, value_dim, group, _ = case[0]
+    pairs = [(1, 1), (17, 17), (5, 140), (1, 33), *([(300, 300), (128, 1000), (999, 2999)] if GPU else [(129, 131)])]
     query_lens, lens = [q for q, _ in pairs], [n for _, n in pairs]
-    cache, tables, seq_lens = paged(lens, block_size, kv_heads, head_dim, dtype)
-    query = randn(sum(query_lens), 2 * group * kv_heads, head_dim, dtype=dtype)[:, : group * kv_heads]
-    out, chunks = unfilled(query), chunk_rows(tables, seq_lens, query_lens, num_padding=3)
-    pages, meant, share = pages_of(cache, cached)
-    function(query, pages, out, chunks, share * head_dim**-0.5)
-    check_attention(out, query, meant, tables, query_lens, lens, share=share)
+    pages, meant, share, tables, seq_lens, options = case_of(lens, case, dtypes)
+    query = randn(sum(query_lens), 4 * group, key_dim, dtype=dtypes[0])[:, : 2 * group]
+    out, chunks = unfilled(query, value_dim), chunk_rows(tables, seq_lens, query_lens, num_padding=3)
+    function(query, pages, out, chunks, share * key_dim**-0.5, options)
+    check_attention(out, query, meant, tables, query_lens, lens, options, share)
 
 
 ONES = 0xFFFFFFFF

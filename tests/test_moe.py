@@ -17,7 +17,6 @@ from nanovllm.configs.model import ExpertsConfig, ModelConfig
 from nanovllm.kernels.moe import fused_experts as experts_op
 from nanovllm.kernels.moe import grouped_gemm
 from nanovllm.kernels.moe import route as route_op
-from nanovllm.kernels.moe.activation import Activation
 from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import choose_tile
 from nanovllm.kernels.moe.route import Routing, SharedExpert, SigmoidScores, route_ref
@@ -42,13 +41,26 @@ def make_experts(num_experts: int, dtype: torch.dtype) -> tuple[torch.Tensor, to
     return gate_up, randn(num_experts, hidden, size, dtype=dtype) * size**-0.5
 
 
+def widened(value: Any) -> Any:
+    """Weights, biases or a shared expert in float64; quantised matrices become it when they are multiplied."""
+    if isinstance(value, torch.Tensor):
+        return value.double()
+    if isinstance(value, SharedExpert):
+        return SharedExpert(*map(widened, vars(value).values()))
+    return tuple(map(widened, value)) if type(value) is tuple else value
+
+
 def check_experts(
-    x: torch.Tensor, routing: Routing, up: torch.Tensor, down: torch.Tensor, first: int, activation: Activation = "silu"
-) -> None:
-    out = by_triton(experts_op.fused_experts)(x, routing, up, down, first, activation=activation)
-    out = out.float().sum(0) if out.dim() == 3 else out
-    same = fused_experts_ref(x, routing, up, down, first, activation=activation)
-    exact = fused_experts_ref(x.double(), routing, up.double(), down.double(), first, activation=activation)
+    x: torch.Tensor, routing: Routing, up: Any, down: Any, first: int = 0,
+    *, out: torch.Tensor | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Compare `fused_experts`, or `out`, with the reference."""
+    if out is None:
+        out = by_triton(experts_op.fused_experts)(x, routing, up, down, first, **options)
+        out = out.float().sum(0) if out.dim() == 3 else out
+    same = fused_experts_ref(x, routing, up, down, first, **options)
+    options = {name: widened(option) for name, option in options.items()}
+    exact = fused_experts_ref(x.double(), routing, widened(up), widened(down), first, **options)
     check_error(out, same, exact.float())
 
 
@@ -62,7 +74,7 @@ def test_kernels(rows: int, mixture: tuple[int, int], dtype: torch.dtype) -> Non
     # A rank's experts, with others' before and after.
     check_experts(x, routing, gate_up[1:4].contiguous(), down[1:4].contiguous(), 1)
     # Of some experts, without gates.
-    check_experts(x, routing, gate_up[1:, : SIZES[1]].contiguous(), down[1:].contiguous(), 1, "relu2")
+    check_experts(x, routing, gate_up[1:, : SIZES[1]].contiguous(), down[1:].contiguous(), 1, activation="relu2")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -73,12 +85,9 @@ def test_a_shared_expert_is_one_more_of_one_token(dtype: torch.dtype, has_gate: 
     x, gate = randn(1, SIZES[0], dtype=dtype), randn(1, SIZES[0], dtype=dtype) * SIZES[0] ** -0.5
     routing = Routing(torch.tensor([[4, 0, 2]], device=DEVICE).int(), torch.rand(1, 3, device=DEVICE), 6)
     shared = SharedExpert(gate_up[1], down[1], gate if has_gate else None)
-    wide = SharedExpert(gate_up[1].double(), down[1].double(), gate.double() if has_gate else None)
-    out = by_triton(experts_op.fused_experts)(x, routing, gate_up, down, first, shared=shared)
-    same = fused_experts_ref(x, routing, gate_up, down, first, shared=shared)
-    exact = fused_experts_ref(x.double(), routing, gate_up.double(), down.double(), first, shared=wide)
-    check_error(out, same, exact.float())
-    assert (exact - fused_experts_ref(x.double(), routing, gate_up.double(), down.double(), first)).norm() > 0.1
+    check_experts(x, routing, gate_up, down, first, shared=shared)
+    with_it, without = (fused_experts_ref(x, routing, gate_up, down, first, shared=one) for one in (shared, None))
+    assert (with_it - without).norm() > 0.1
 
 
 @pytest.mark.parametrize("rows", [9, 17])

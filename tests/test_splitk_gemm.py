@@ -9,34 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm.kernels import policy, rms_norm
+from nanovllm.kernels import policy
 from nanovllm.kernels._triton import is_hopper
 from nanovllm.kernels.linear import norm_linear
 from nanovllm.kernels.policy import MAX_SKINNY_ROWS
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.runner.batch import StepShape
 from tests.test_capture_sizes import make_capture_sizes
-from tests.test_kernels import BATCHES, DTYPES, GPU, by_triton, check_error, empty_is_nan, needs_hopper, randn
-
-
-@pytest.mark.parametrize("rows", BATCHES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("parts", [2, 4])
-@pytest.mark.parametrize("with_residual", [False, True])
-def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_residual: bool) -> None:
-    size = 1024 if GPU else 80
-    weight = randn(size, dtype=dtype)
-    residual = randn(rows, size, dtype=dtype) if with_residual else None
-    x = randn(parts, rows, size)
-    wide = x.sum(0) + (residual.float() if residual is not None else 0)
-    exact = torch.nn.functional.rms_norm(wide, (size,), weight.float(), 1e-6)
-    same = torch.nn.functional.rms_norm(wide.to(dtype), (size,), weight, 1e-6)
-    for form in (by_triton(rms_norm.rms_norm), rms_norm.rms_norm_ref):
-        out, total = form(x, weight, 1e-6, residual)
-        assert out.dtype == total.dtype == dtype and out.shape == total.shape == (rows, size)
-        same_total = x.sum(0).to(dtype) + (residual if residual is not None else 0)
-        check_error(total, same_total, wide)
-        check_error(out, same, exact)
+from tests.test_kernels import DTYPES, GPU, check_error, check_product, needs_hopper, randn
 
 
 @needs_hopper
@@ -51,15 +31,12 @@ def test_norm_of_a_sum_in_parts(rows: int, dtype: torch.dtype, parts: int, with_
 def test_splitk_gemm(rows: int, dtype: torch.dtype, size: tuple[int, int], gated: bool, parts: int) -> None:
     from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
 
-    in_features, out_features = size
-    weight = randn(out_features * (1 + gated), in_features, dtype=dtype) * in_features**-0.5
-    x = randn(rows, in_features, dtype=dtype)
-    with empty_is_nan():
+    def multiply(x: torch.Tensor, weight: torch.Tensor, _bias: None, gated: bool) -> torch.Tensor:
         out = splitk_gemm(x, weight, gated, parts)
-    assert out.shape == ((rows, out_features) if parts == 1 else (parts, rows, out_features))
-    same, _ = norm_linear.norm_linear_ref(x, weight, gated=gated)
-    exact, _ = norm_linear.norm_linear_ref(x.float(), weight.float(), gated=gated)
-    check_error(out if parts == 1 else out.sum(0), same, exact)
+        assert out.shape == ((rows, size[1]) if parts == 1 else (parts, rows, size[1]))
+        return out
+
+    check_product(multiply, rows, size, dtype, "gated" if gated else "")
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.slot_tensors import ALIGNMENT, DecodeRows, SlotTensors
+from nanovllm.kernels.slot_tensors import DecodeRows, SlotTensors, empty_rows
 
 _LOOKUP_TOKENS = 1024
 """Tokens of a text that a program of `_ngram_drafts_kernel` compares at once."""
@@ -113,25 +113,17 @@ def gather_drafted_rows(state: SlotTensors, slots: torch.Tensor, num_new: torch.
         return gather_drafted_rows_ref(state, slots, num_new, block_size)
     num_rows, num_drafts = len(slots), state.drafts.shape[1]
     num_slots, num_groups, max_blocks = state.block_tables.shape
-    num_tokens = num_rows * (1 + num_drafts)
-    token_ids, positions, output_index = (slots.new_empty(num_tokens) for _ in range(3))
-    temperatures, seeds = torch.empty_like(token_ids, dtype=torch.float32), slots.new_empty(num_tokens, 2)
-    is_new, seq_lens = slots.new_empty(num_rows, 1 + num_drafts, dtype=torch.uint8), torch.empty_like(slots)
-    # Aligned, as in `gather_decode_rows`.
-    group_rows, group_tokens = (triton.cdiv(size, ALIGNMENT) * ALIGNMENT for size in (num_rows, num_tokens))
-    slot_mapping = slots.new_empty(num_groups, group_tokens)
-    block_tables = slots.new_empty(num_groups, group_rows, max_blocks)
+    rows = empty_rows(slots, 1 + num_drafts, num_groups, max_blocks)
+    is_new = slots.new_empty(num_rows, 1 + num_drafts, dtype=torch.uint8)
     _gather_drafted_rows_kernel[(num_rows, num_groups)](
         state.last_token, state.num_computed, state.num_prompt, state.temperature, state.seed, state.drafts,
-        state.block_tables, slots, num_new, token_ids, positions, slot_mapping, seq_lens, output_index, temperatures,
-        seeds, block_tables, is_new, group_rows, group_tokens, max_blocks, num_slots - 1, block_size, DRAFTS=num_drafts,
-        PADDED=triton.next_power_of_2(1 + num_drafts), COLUMNS=128, num_warps=1, **pdl_options(slots.device),
+        state.block_tables, slots, num_new, rows.token_ids, rows.positions, rows.slot_mapping, rows.seq_lens,
+        rows.output_index, rows.temperatures, rows.seeds, rows.block_tables, is_new,
+        rows.block_tables.stride(0) // max_blocks, rows.slot_mapping.stride(0), max_blocks, num_slots - 1, block_size,
+        DRAFTS=num_drafts, PADDED=triton.next_power_of_2(1 + num_drafts), COLUMNS=128, num_warps=1,
+        **pdl_options(slots.device),
     )  # fmt: skip
-    return DraftedRows(
-        is_new=is_new.view(torch.bool), token_ids=token_ids, positions=positions, seq_lens=seq_lens,
-        slot_mapping=slot_mapping[:, :num_tokens], output_index=output_index, temperatures=temperatures, seeds=seeds,
-        block_tables=block_tables[:, :num_rows],
-    )  # fmt: skip
+    return DraftedRows(**vars(rows), is_new=is_new.view(torch.bool))
 
 
 def verify_drafts_ref(

@@ -69,11 +69,6 @@ class EditedRows:
     x: torch.Tensor
     maxima: torch.Tensor
 
-    @property
-    def device(self) -> torch.device:
-        """The rows' device."""
-        return self.x.device
-
     def above(self, cutoffs: torch.Tensor) -> EditedRows:
         """Return the rows with -inf for logits below their cutoffs, [num_rows]."""
         return EditedRows(*(t.masked_fill(t < cutoffs.unsqueeze(1), -math.inf) for t in (self.x, self.maxima)))
@@ -251,13 +246,11 @@ def _candidates(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor | 
     return x.float().nan_to_num(-math.inf, math.inf, -math.inf), best
 
 
-def largest_logits(rows: EditedRows, k: int) -> torch.Tensor:
-    """Return the k largest logits of each row in descending order, [num_rows, k] float32; k: at most the width."""
-    return _candidates(rows, k)[0].topk(k, dim=1).values
-
-
 def top_values(rows: EditedRows, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what `largest_logits` does, and the token ids, [num_rows, k] int64."""
+    """Return the k largest logits of each row in descending order, [num_rows, k] float32, and their token ids, int64.
+
+    k: at most the width.
+    """
     candidates, best = _candidates(rows, k)
     values, places = candidates.topk(k, dim=1)
     return values, places if best is None else best.gather(1, places // CHUNK) * CHUNK + places % CHUNK
@@ -393,18 +386,18 @@ def cutoffs(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
 
     Top-p adds up the probabilities of what min-p and top-k have left, as in vLLM. Ties with the least logit are kept.
     """
-    if not uses_triton(rows.device) or params.max_top_k > _MOST_CANDIDATES:
+    x, width = rows.x, rows.x.shape[1]
+    if not uses_triton(x.device) or params.max_top_k > _MOST_CANDIDATES:
         return cutoffs_ref(rows, params)
-    x = rows.x
-    width = x.shape[1]
     num_candidates = max(params.max_top_k, _NUCLEUS_CANDIDATES if params.any_nucleus else _LEAST_CANDIDATES)
     # Powers of two, so that few sizes occur.
     padded = triton.next_power_of_2(num_candidates)
     num_candidates = min(width, padded)
+    largest = _candidates(rows, num_candidates)[0].topk(num_candidates, dim=1).values
     result = torch.empty(len(x), dtype=torch.float32, device=x.device)
     _cutoffs_kernel[(len(x),)](
-        x, largest_logits(rows, num_candidates), params.temperatures, params.top_k, params.top_p, params.min_p, result,
-        width, num_candidates, _SPAN, LEAST_TEMPERATURE, ANY_NUCLEUS=params.any_nucleus, BISECTIONS=_BISECTIONS,
+        x, largest, params.temperatures, params.top_k, params.top_p, params.min_p, result, width, num_candidates,
+        _SPAN, LEAST_TEMPERATURE, ANY_NUCLEUS=params.any_nucleus, BISECTIONS=_BISECTIONS,
         CANDIDATES=padded, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     return result

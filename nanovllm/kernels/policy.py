@@ -77,19 +77,19 @@ _ONE_SHOT_BYTES = 2**19
 
 
 class LinearKernel(Enum):
-    """The kernel of a linear layer: torch's (CUBLAS, also on the CPU; SCALED_MM), or the function of that name."""
+    """The kernel of a linear layer: torch's, or the function of that name in the file of that value in `linear/`."""
 
-    GEMV = auto()
-    RESIDENT_GEMM = auto()
-    SKINNY_GEMM = auto()
-    SPLITK_GEMM = auto()
-    PERSISTENT_GEMM = auto()
-    SCALED_GEMM = auto()
-    SCALED_MM = auto()
-    SKINNY_FOUR_BIT_GEMM = auto()
-    FOUR_BIT_GEMM = auto()
-    HOPPER_FOUR_BIT_GEMM = auto()
-    CUBLAS = auto()
+    GEMV = "gemv"
+    RESIDENT_GEMM = "resident_gemm"
+    SKINNY_GEMM = "skinny_gemm"
+    SPLITK_GEMM = "splitk_gemm"
+    PERSISTENT_GATED_GEMM = "persistent_gemm"
+    SCALED_GEMM = "scaled_gemm"
+    SKINNY_FOUR_BIT_GEMM = "skinny_four_bit_gemm"
+    FOUR_BIT_GEMM = "four_bit_gemm"
+    HOPPER_FOUR_BIT_GEMM = "hopper_four_bit_gemm"
+    SCALED_MM = "torch's in e4m3"
+    CUBLAS = "torch's, also on the CPU"
 
 
 def resident_outs(out_features: int, num_programs: int) -> int:
@@ -189,7 +189,7 @@ class KernelPolicy:
             if self.uses_splitk(num_rows, weight, gated):
                 return LinearKernel.SPLITK_GEMM
             if gated and self.uses_persistent(num_rows, weight):
-                return LinearKernel.PERSISTENT_GEMM
+                return LinearKernel.PERSISTENT_GATED_GEMM
         return LinearKernel.CUBLAS
 
     def uses_resident(self, num_rows: int, weight: torch.Tensor, normed: bool, gated: bool) -> bool:

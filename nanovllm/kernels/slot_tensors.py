@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
 
-_ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM, ALIGNMENT = 32, 64, 16
+_ROWS_PER_PROGRAM, _COLUMNS_PER_PROGRAM, _ALIGNMENT = 32, 64, 16
 
 
 @dataclass
@@ -128,6 +128,24 @@ def _gather_decode_rows_kernel(
     tl.store(seeds_ptr + rows[:, None] * 2 + words, seeds, mask=both)
 
 
+def empty_rows(slots: torch.Tensor, per_row: int, num_groups: int, max_blocks: int) -> DecodeRows:
+    """Return rows of `per_row` tokens to be filled by a kernel; see `DraftedRows` for more than one."""
+    num_rows, num_tokens = len(slots), per_row * len(slots)
+    # Separate tensors are aligned; slices of one would make their readers compile again for each alignment. The same is
+    # true of the groups' parts.
+    group_rows, group_tokens = (triton.cdiv(size, _ALIGNMENT) * _ALIGNMENT for size in (num_rows, num_tokens))
+    return DecodeRows(
+        token_ids=slots.new_empty(num_tokens),
+        positions=slots.new_empty(num_tokens),
+        slot_mapping=slots.new_empty(num_groups, group_tokens)[:, :num_tokens],
+        seq_lens=slots.new_empty(num_rows),
+        output_index=slots.new_empty(num_tokens),
+        temperatures=slots.new_empty(num_tokens, dtype=torch.float32),
+        seeds=slots.new_empty(num_tokens, 2),
+        block_tables=slots.new_empty(num_groups, group_rows, max_blocks)[:, :num_rows],
+    )
+
+
 def gather_decode_rows(
     state: SlotTensors, slots: torch.Tensor, block_size: int, ahead: int | None = None
 ) -> DecodeRows:
@@ -138,31 +156,16 @@ def gather_decode_rows(
     if not uses_triton(slots.device):
         return gather_decode_rows_ref(state, slots, block_size, ahead)
     num_rows, (num_slots, num_groups, max_blocks) = len(slots), state.block_tables.shape
-    # Separate tensors are aligned; slices of one would make their readers compile again for each alignment.
-    token_ids, positions, seq_lens, output_index = (torch.empty_like(slots) for _ in range(4))
-    temperatures, seeds = torch.empty_like(slots, dtype=torch.float32), slots.new_empty(num_rows, 2)
-    # The same is true of the groups' parts.
-    group_rows = triton.cdiv(num_rows, ALIGNMENT) * ALIGNMENT
-    slot_mapping = slots.new_empty(num_groups, group_rows)
-    block_tables = slots.new_empty(num_groups, group_rows, max_blocks)
+    rows = empty_rows(slots, 1, num_groups, max_blocks)
     grid = triton.cdiv(num_rows, _ROWS_PER_PROGRAM), triton.cdiv(max_blocks, _COLUMNS_PER_PROGRAM), num_groups
     _gather_decode_rows_kernel[grid](
         state.last_token, state.num_computed, state.num_prompt, state.temperature, state.seed, state.block_tables,
-        slots, token_ids, positions, slot_mapping, seq_lens, output_index, temperatures, seeds, block_tables,
-        None if ahead is None else state.num_blocks, num_rows, group_rows, max_blocks, num_slots - 1, ahead or 0,
-        block_size,
+        slots, rows.token_ids, rows.positions, rows.slot_mapping, rows.seq_lens, rows.output_index, rows.temperatures,
+        rows.seeds, rows.block_tables, None if ahead is None else state.num_blocks, num_rows,
+        rows.slot_mapping.stride(0), max_blocks, num_slots - 1, ahead or 0, block_size,
         ROWS=_ROWS_PER_PROGRAM, COLUMNS=_COLUMNS_PER_PROGRAM, **pdl_options(slots.device),
     )  # fmt: skip
-    return DecodeRows(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slot_mapping[:, :num_rows],
-        seq_lens=seq_lens,
-        output_index=output_index,
-        temperatures=temperatures,
-        seeds=seeds,
-        block_tables=block_tables[:, :num_rows],
-    )
+    return rows
 
 
 def scatter_tokens_ref(

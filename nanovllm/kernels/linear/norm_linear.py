@@ -6,6 +6,10 @@ rows are rounded to e4m3, too (W8A8), where the GPU multiplies these; elsewhere 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch.nn import functional
 
@@ -67,20 +71,10 @@ def norm_linear(
         kernel = policy.fp8_linear(num_rows, dtype, weight)
     elif isinstance(weight, FourBitMatrix):
         kernel = policy.four_bit_linear(num_rows, dtype, weight)
-        if kernel is LinearKernel.SKINNY_FOUR_BIT_GEMM:
-            from nanovllm.kernels.linear.skinny_four_bit_gemm import skinny_four_bit_gemm  # noqa: PLC0415
-
-            return skinny_four_bit_gemm(x, weight, bias, norm, residual, gated)
     else:
         kernel = policy.linear(num_rows, weight, biased=bias is not None, normed=norm is not None, gated=gated)
-        if kernel is LinearKernel.RESIDENT_GEMM:
-            from nanovllm.kernels.linear.resident_gemm import resident_gemm  # noqa: PLC0415
-
-            return resident_gemm(x, weight, bias, norm, residual, gated)
-    if kernel is LinearKernel.GEMV and not isinstance(weight, FourBitMatrix):
-        from nanovllm.kernels.linear.gemv import gemv  # noqa: PLC0415
-
-        return gemv(x, weight, bias, norm, residual, gated)
+    if kernel in (LinearKernel.GEMV, LinearKernel.RESIDENT_GEMM, LinearKernel.SKINNY_FOUR_BIT_GEMM):
+        return _function(kernel)(x, weight, bias, norm, residual, gated)
     total = x
     if norm is not None:
         x, total = rms_norm(x, norm.weight, norm.eps, residual)
@@ -92,35 +86,24 @@ def _multiply(
     policy: KernelPolicy,
 ) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear` without a norm by a kernel that has none."""
-    if isinstance(weight, FourBitMatrix):
-        if kernel is LinearKernel.HOPPER_FOUR_BIT_GEMM:
-            from nanovllm.kernels.linear.hopper_four_bit_gemm import hopper_four_bit_gemm  # noqa: PLC0415
-
-            return hopper_four_bit_gemm(x, weight, bias, gated)
-        if kernel is LinearKernel.FOUR_BIT_GEMM:
-            from nanovllm.kernels.linear.four_bit_gemm import four_bit_gemm  # noqa: PLC0415
-
-            out = four_bit_gemm(x, weight, bias)
-        else:
-            out = _dequantized_linear(x, weight, bias)
-        return silu_and_mul(out) if gated else out
-    if kernel is LinearKernel.SKINNY_GEMM:
-        from nanovllm.kernels.linear.skinny_gemm import skinny_gemm  # noqa: PLC0415
-
-        return skinny_gemm(x, weight, bias, gated)
-    if isinstance(weight, Fp8Matrix):
-        out = _dequantized_linear(x, weight, bias)
-    elif kernel is LinearKernel.SPLITK_GEMM:
-        from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
-
-        return splitk_gemm(x, weight, gated, policy=policy)
-    elif kernel is LinearKernel.PERSISTENT_GEMM:
-        from nanovllm.kernels.linear.persistent_gemm import persistent_gated_gemm  # noqa: PLC0415
-
-        return persistent_gated_gemm(x, weight, device_limits(x.device)[0])
-    else:
+    if kernel in (LinearKernel.SKINNY_GEMM, LinearKernel.HOPPER_FOUR_BIT_GEMM):
+        return _function(kernel)(x, weight, bias, gated)
+    if kernel is LinearKernel.SPLITK_GEMM:
+        return _function(kernel)(x, weight, gated, policy=policy)
+    if kernel is LinearKernel.PERSISTENT_GATED_GEMM:
+        return _function(kernel)(x, weight, device_limits(x.device)[0])
+    if kernel is LinearKernel.FOUR_BIT_GEMM:
+        out = _function(kernel)(x, weight, bias)
+    elif isinstance(weight, torch.Tensor):
         out = functional.linear(x, weight, bias)
+    else:
+        out = _dequantized_linear(x, weight, bias)
     return silu_and_mul(out) if gated else out
+
+
+def _function(kernel: LinearKernel) -> Callable[..., Any]:
+    """Import the function of a kernel's name from its file."""
+    return getattr(import_module(f"nanovllm.kernels.linear.{kernel.value}"), kernel.name.lower())
 
 
 def linear_into(  # noqa: PLR0911 - one for each kind of weight and kernel
@@ -141,27 +124,21 @@ def linear_into(  # noqa: PLR0911 - one for each kind of weight and kernel
         parts = policy.fp8_parts(x.num_rows, x.dtype, weight)
         if parts == 1:
             return multiply_rounded(x, weight, policy=policy), residual
-        from nanovllm.kernels.linear.scaled_gemm import scaled_gemm  # noqa: PLC0415
-
-        return scaled_gemm(x.part(slice(x.num_rows)), weight, x.dtype, parts=parts), residual
+        rows = x.part(slice(x.num_rows))
+        return _function(LinearKernel.SCALED_GEMM)(rows, weight, x.dtype, parts=parts), residual
     assert isinstance(x, torch.Tensor)
     if isinstance(weight, FourBitMatrix):
         parts = policy.four_bit_parts(len(x), x.dtype, weight)
         if parts == 1:
             return norm_linear(x, weight, policy=policy)[0], residual
-        if policy.four_bit_linear(len(x), x.dtype, weight) is LinearKernel.HOPPER_FOUR_BIT_GEMM:
-            from nanovllm.kernels.linear.hopper_four_bit_gemm import hopper_four_bit_gemm  # noqa: PLC0415
-
-            return hopper_four_bit_gemm(x, weight, parts=parts), residual
-        from nanovllm.kernels.linear.skinny_four_bit_gemm import skinny_four_bit_gemm  # noqa: PLC0415
-
-        return skinny_four_bit_gemm(x, weight, parts=parts)[0], residual
-    if (kernel := policy.branch_end(len(x), weight)) is None:
+        kernel = policy.four_bit_linear(len(x), x.dtype, weight)
+        out = _function(kernel)(x, weight, parts=parts)
+        # This one can normalise, and returns what it has normalised, too.
+        return out[0] if kernel is LinearKernel.SKINNY_FOUR_BIT_GEMM else out, residual
+    if (end := policy.branch_end(len(x), weight)) is None:
         return norm_linear(x, weight, policy=policy)[0], residual
-    if kernel is LinearKernel.SPLITK_GEMM:
-        from nanovllm.kernels.linear.splitk_gemm import splitk_gemm  # noqa: PLC0415
-
-        return splitk_gemm(x, weight, parts=SPLITK_PARTS, policy=policy), residual
+    if end is LinearKernel.SPLITK_GEMM:
+        return _function(end)(x, weight, parts=SPLITK_PARTS, policy=policy), residual
     return residual.addmm_(x, weight.T), None
 
 
@@ -180,12 +157,12 @@ def multiply_rounded(
     policy: KernelPolicy = FASTEST,
 ) -> torch.Tensor:  # fmt: skip
     """Return the product of `norm_linear` without a norm, of rows that are rounded as `row_rounding` says."""
-    if policy.fp8_linear(rows.num_rows, rows.dtype, weight) is LinearKernel.SCALED_GEMM:
-        from nanovllm.kernels.linear.scaled_gemm import scaled_gemm  # noqa: PLC0415
-
-        if len(rows.values) <= MAX_GATED_ROWS:
-            return scaled_gemm(rows, weight, rows.dtype, bias, gated)
-        out = scaled_gemm(rows, weight, rows.dtype, bias)
+    kernel = policy.fp8_linear(rows.num_rows, rows.dtype, weight)
+    if kernel is LinearKernel.SCALED_GEMM:
+        has_gate = gated and len(rows.values) <= MAX_GATED_ROWS
+        out = _function(kernel)(rows, weight, rows.dtype, bias, has_gate)
+        if has_gate:
+            return out
     else:
         out = _scaled_mm(rows, weight, rows.dtype, bias)[: rows.num_rows]
     return silu_and_mul(out) if gated else out

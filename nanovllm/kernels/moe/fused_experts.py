@@ -13,8 +13,8 @@ from torch.nn import functional
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.e4m3 import Fp8Matrix
 from nanovllm.kernels.four_bits import FourBitMatrix
-from nanovllm.kernels.linear.norm_linear import norm_linear_ref
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows, quantize_rows_ref
+from nanovllm.kernels.linear.norm_linear import WeightMatrix, norm_linear_ref
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding, quantize_rows
 from nanovllm.kernels.moe.activation import Activation, activate_rows, is_gated
 from nanovllm.kernels.moe.route import Routing, SharedExpert
 from nanovllm.kernels.policy import FASTEST, ExpertsKernel, KernelPolicy
@@ -25,29 +25,20 @@ Biases = tuple[torch.Tensor, torch.Tensor]
 """Of the experts' first and second products, [num_experts, out_features] each."""
 
 
-def _torch_linear(x: torch.Tensor, weight: ExpertsMatrices, expert: int, quantizes_rows: bool) -> torch.Tensor:
-    own = weight[expert] if isinstance(weight, torch.Tensor) else weight.expert(expert)
-    if quantizes_rows and isinstance(own, Fp8Matrix):
-        from nanovllm.kernels.linear.scaled_gemm import scaled_gemm_ref  # noqa: PLC0415
-
-        return scaled_gemm_ref(quantize_rows_ref(x, Rounding(own.block_ins))[0], own, x.dtype)
-    return norm_linear_ref(x, own)[0]
-
-
 def fused_experts_ref(
     x: torch.Tensor, routing: Routing, up: ExpertsMatrices, down: ExpertsMatrices, first_expert: int = 0,
-    quantizes_rows: bool = False, activation: Activation = "silu",
+    activation: Activation = "silu",
     *, biases: Biases | None = None, shared: SharedExpert | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Plain torch form of `fused_experts`; quantizes_rows: round what weights in e4m3 multiply."""
+    """Plain torch form of `fused_experts` where rows are not rounded to e4m3."""
     experts = routing.experts - first_expert
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if 0 <= expert < len(_values(down)):
             tokens, choices = (experts == expert).nonzero(as_tuple=True)
-            first = _torch_linear(x[tokens], up, expert, quantizes_rows)
+            first = norm_linear_ref(x[tokens], _matrix_of(up, expert))[0]
             first = first if biases is None else first + biases[0][expert]
-            second = _torch_linear(activate_rows(first, activation), down, expert, quantizes_rows)
+            second = norm_linear_ref(activate_rows(first, activation), _matrix_of(down, expert))[0]
             second = second if biases is None else second + biases[1][expert]
             out.index_add_(0, tokens, second.float() * routing.weights[tokens, choices].unsqueeze(1))
     if shared is not None:
@@ -55,6 +46,10 @@ def fused_experts_ref(
         gate = 1 if shared.gate is None else functional.linear(x.float(), shared.gate.float()).sigmoid()
         out += functional.linear(activated, shared.down).float() * gate
     return out.to(x.dtype)
+
+
+def _matrix_of(weight: ExpertsMatrices, expert: int) -> WeightMatrix:
+    return weight[expert] if isinstance(weight, torch.Tensor) else weight.expert(expert)
 
 
 def _values(weight: ExpertsMatrices) -> torch.Tensor:

@@ -72,11 +72,7 @@ class FourBitWeight(QuantizedWeight):
     def part_slices(self, outputs: Shard, place: Place) -> dict[str, WeightSlice]:
         stored, region = self.four_bits.stored, self.region(place)
         if stored is not None:
-            slices = _FORMATS[stored](_Projection(self.four_bits, outputs, self.shard.inputs, region))
-            if self.config.has_input_scale:
-                name = "input_global_scale" if stored == "nvfp4" else "input_scale"
-                slices[name] = WeightSlice((), (), self.values, shapes=((1,),), is_used=False)
-            return slices
+            return _FORMATS[stored](_Projection(self.four_bits, outputs, self.shard.inputs, region))
         matrix, shards = region.outputs(0, outputs.num_present), (outputs, self.shard.inputs)
         shape, index = tuple(shard.total for shard in shards), tuple(shard.present for shard in shards)
         return {"weight": RoundingSlice(shape, index, matrix.values.data, matrix)}
@@ -226,9 +222,6 @@ def _compressed(part: _Projection) -> dict[str, WeightSlice]:
     slices = {
         "weight_packed": part.values(lambda words: _words(words, 1), "outputs", "words of inputs"),
         "weight_scale": part.scales(torch.Tensor.float, "outputs", "groups"),
-        "weight_shape": WeightSlice(
-            (2,), (slice(0, 2),), part.matrix.values, dtypes=(torch.int64, torch.int32), outputs_dim=None, is_used=False
-        ),
     }
     if part.matrix.zeros is not None:
         slices["weight_zero_point"] = part.zeros(lambda words: _words(words, 0), "words of outputs", "groups")

@@ -55,15 +55,10 @@ class Fp8Weight(QuantizedWeight):
         if not self.config.is_stored:
             shape, index = (outputs.total, inputs.total), (outputs.present, slice(None))
             return {"weight": QuantizingSlice(shape, index, values, region.scales, inputs.present)}
-        slices = {
+        return {
             "weight": replace(WeightSlice.of((outputs, inputs), values), dtypes=(torch.float8_e4m3fn,)),
             "weight_scale": _scale_slice(self.config, outputs, inputs, region),
         }
-        if self.config.has_input_scale:
-            slices["input_scale"] = WeightSlice(
-                (), (), region.scales, shapes=((1,),), check=_check_scales, is_used=False
-            )
-        return slices
 
     @property
     @override

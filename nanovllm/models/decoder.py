@@ -241,21 +241,18 @@ def make_layer(
         mixer = attention if mixer is None else ParallelMixer(attention, mixer)
     if is_single and mixer is not None:
         return SingleDecoderLayer(config, communicator, mixer, mixes=True)
-    mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.{'mixer' if is_single else 'mlp'}")
+    name = f"{prefix}.{'mixer' if is_single else 'mlp'}"
+    mlp: FeedForward
+    if layer.has_experts:
+        from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
+
+        mlp = SparseMLP(config, shard, communicator, name)
+    else:
+        mlp = MLP(config, shard.intermediate, name)
     if mixer is None:
         return SingleDecoderLayer(config, communicator, mlp, mixes=False)
     kind = PostNormDecoderLayer if config.architecture.norms == "after" else DecoderLayer
     return kind(config, communicator, mixer, mlp)
-
-
-def _make_mlp(
-    config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
-) -> FeedForward:
-    if not has_experts:
-        return MLP(config, shard.intermediate, prefix)
-    from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
-
-    return SparseMLP(config, shard, communicator, prefix)
 
 
 class DecoderForCausalLM(CausalLM):

@@ -166,6 +166,8 @@ class LoadableVector(LoadableModule):
     def weight_slices(self, name: str) -> Slices:
         """Return this rank's slice of the tensor; integers may be stored in 32 bits."""
         part = WeightSlice.of((self.shard,), self.values.data)
-        if self.param_dtype == torch.int64:
+        if self.param_dtype == torch.float32:
+            part = part.in_float32()
+        elif self.param_dtype is not None:
             part = replace(part, dtypes=(torch.int64, torch.int32))
         return {WeightTarget(name): part}

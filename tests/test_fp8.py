@@ -46,10 +46,8 @@ from nanovllm.models import with_stored_head
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.experts import ExpertsWeight
-from nanovllm.quantization.four_bits import FourBitWeight
 from nanovllm.quantization.fp8 import Fp8Weight
-from nanovllm.quantization.weight import DenseWeight
+from nanovllm.quantization.weight import Weight
 from nanovllm.weights.model_weights import ModelWeights
 from tests.conftest import MakeCheckpoint
 from tests.reference import reference_logits
@@ -314,17 +312,17 @@ def dequantised(model: CausalLM) -> Regions:
     for name, module in model.named_modules():
         layer, wholes = name.removesuffix(".weight"), dict[str, torch.Tensor]()
         parent = layer.rpartition(".")[0]
-        if isinstance(module, ExpertsWeight):
-            for local in range(module.experts.size):
-                held: Any = module.matrix
-                number = module.experts.start + local
+        if not isinstance(module, Weight) or "_proj" not in name:
+            continue
+        held: Any = module.matrix
+        if (experts := module.shard.experts) is not None:
+            for local in range(experts.size):
+                number = experts.start + local
                 matrix = held[local] if isinstance(held, torch.Tensor) else held.expert(local)
                 wholes[f"{parent}.{number}."] = wide_values(matrix)
-        elif isinstance(module, Fp8Weight | FourBitWeight | DenseWeight) and "_proj" in name:
-            wholes[f"{parent}."] = wide_values(module.values if isinstance(module, DenseWeight) else module.matrix)
         else:
-            continue
-        last = "down" if isinstance(module, ExpertsWeight) else layer.rpartition(".")[2].removesuffix("_proj")
+            wholes[f"{parent}."] = wide_values(held)
+        last = "down" if experts is not None else layer.rpartition(".")[2].removesuffix("_proj")
         sizes = [shard.size for shard in module.shard.outputs.values()]
         for path, whole in wholes.items():
             for (part, outputs), region in zip(module.shard.outputs.items(), whole.split(sizes), strict=True):

@@ -21,7 +21,8 @@ from nanovllm.kernels.moe.fused_experts import fused_experts_ref
 from nanovllm.kernels.moe.grouped_gemm import Tile, sort_slots
 from nanovllm.kernels.moe.route import Routing
 from nanovllm.kernels.policy import FP8_INS, KernelPolicy
-from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsWeight, Fp8ExpertsWeight
+from nanovllm.quantization.fp8 import Fp8Weight
+from nanovllm.quantization.weight import DenseWeight, Weight
 from nanovllm.weights.slices import WeightSlice
 from tests.conftest import MakeCheckpoint
 from tests.test_fp8 import BLOCKS, FORMATS, FP8, MIXTURE, SETTINGS, change, write
@@ -174,8 +175,9 @@ def test_an_engine_on_the_kernels(
             output = llm.generate([list(range(17))], SamplingParams(0, 2, ignore_eos=True), use_tqdm=False)
             texts.append(output[0]["token_ids"])
             runner: Any = llm.llm_engine._runner
-            kinds = [type(module) for module in runner.model.modules() if isinstance(module, ExpertsWeight)]
+            weights = [module for module in runner.model.modules() if isinstance(module, Weight)]
+            kinds = [type(weight) for weight in weights if weight.shard.experts is not None]
         for op in (route_op, experts_op):
             monkeypatch.setattr(op, "uses_triton", lambda device: True)
     # The last layer's experts are ignored, and stay as they are.
-    assert texts[0] == texts[1] and kinds == [Fp8ExpertsWeight] * 2 + [DenseExpertsWeight] * 2
+    assert texts[0] == texts[1] and kinds == [Fp8Weight] * 2 + [DenseWeight] * 2

@@ -44,7 +44,6 @@ class Architecture:
         partial_ropes: whether a part of each head may be rotated.
         has_single_blocks: whether a layer is attention, a mixer, an MLP or a mixture with one norm; such MLPs and
             experts are `down(relu(up(x))**2)`, without a gate.
-        is_wrapper: whether config and weights are the text half of a larger model, which is all that is loaded.
         model: the class that implements it, as "file.Class" in `models/`: a name, since the host needs no torch.
     """
 
@@ -64,15 +63,14 @@ class Architecture:
     delta_net: Literal["parts", "heads"] | None = None
     partial_ropes: bool = False
     has_single_blocks: bool = False
-    is_wrapper: bool = False
     model: str = "decoder.DecoderForCausalLM"
 
 
-def _hybrid(name: str, has_experts: bool, is_wrapper: bool, delta_net: Literal["parts", "heads"]) -> Architecture:
+def _hybrid(name: str, has_experts: bool, delta_net: Literal["parts", "heads"]) -> Architecture:
     """Return a family with gated delta nets, and gated attention in every fourth layer."""
     return Architecture(
         name, qk_norm="heads", has_experts=has_experts, gates_attention=True, norm_offset=1.0, mixer="delta_net",
-        delta_net=delta_net, partial_ropes=True, is_wrapper=is_wrapper, model="hybrid.DeltaNetForCausalLM",
+        delta_net=delta_net, partial_ropes=True, model="hybrid.DeltaNetForCausalLM",
     )  # fmt: skip
 
 
@@ -92,11 +90,12 @@ _ROWS = (
     Architecture("Qwen3MoeForCausalLM", qk_norm="heads", has_experts=True, windows="all"),
     Architecture("MixtralForCausalLM", has_experts=True, windows="all"),
     Architecture("GptOssForCausalLM", qkv_bias=True, out_bias=True, has_sinks=True, has_experts=True),
-    _hybrid("Qwen3NextForCausalLM", has_experts=True, is_wrapper=False, delta_net="heads"),
-    _hybrid("Qwen3_5ForCausalLM", has_experts=False, is_wrapper=False, delta_net="parts"),
-    _hybrid("Qwen3_5ForConditionalGeneration", has_experts=False, is_wrapper=True, delta_net="parts"),
-    _hybrid("Qwen3_5MoeForCausalLM", has_experts=True, is_wrapper=False, delta_net="parts"),
-    _hybrid("Qwen3_5MoeForConditionalGeneration", has_experts=True, is_wrapper=True, delta_net="parts"),
+    _hybrid("Qwen3NextForCausalLM", has_experts=True, delta_net="heads"),
+    _hybrid("Qwen3_5ForCausalLM", has_experts=False, delta_net="parts"),
+    # Of these, the text half is all that is loaded.
+    _hybrid("Qwen3_5ForConditionalGeneration", has_experts=False, delta_net="parts"),
+    _hybrid("Qwen3_5MoeForCausalLM", has_experts=True, delta_net="parts"),
+    _hybrid("Qwen3_5MoeForConditionalGeneration", has_experts=True, delta_net="parts"),
     Architecture("Lfm2ForCausalLM", qk_norm="heads", mixer="short_conv", model="hybrid.Lfm2ForCausalLM"),
     Architecture(
         "Lfm2MoeForCausalLM", qk_norm="heads", has_experts=True, mixer="short_conv", model="hybrid.Lfm2ForCausalLM"
@@ -237,9 +236,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, hf: Any, eos_token_ids: Iterable[int] = ()) -> ModelConfig:
         """Convert a transformers config; `eos_token_ids` are added to its own."""
-        architecture, whole = _architecture(hf), hf
-        if architecture.is_wrapper:
-            hf = whole.get_text_config()
+        architecture, whole, hf = _architecture(hf), hf, hf.get_text_config()
         _check_supported(hf, architecture)
         layers = _layers(hf, architecture)
         short_conv, mamba = architecture.mixer == "short_conv", architecture.mixer == "mamba"

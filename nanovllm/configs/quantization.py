@@ -64,7 +64,6 @@ class QuantizationConfig:
         granularity: extent of one scale: a matrix ("tensor"), each of its outputs ("channel"), or `BLOCK` outputs by
             `BLOCK` inputs ("block").
         is_stored: whether the checkpoint is quantised; otherwise it is quantised during loading, by channels.
-        has_input_scale: whether inputs have a scale as well, which weight-only products do not need.
         ignored: modules that are stored unquantised: names or parts of them between dots, or "re:" and a pattern.
         kv_scales: extent of a scale of a layer's keys, and of its values, for a cache in e4m3: all heads ("tensor"), or
             each ("head"); None if the checkpoint has no such scales.
@@ -74,7 +73,6 @@ class QuantizationConfig:
 
     granularity: Granularity
     is_stored: bool = False
-    has_input_scale: bool = False
     ignored: tuple[str, ...] = ()
     kv_scales: KVGranularity | None = None
     has_head: bool = False
@@ -167,7 +165,7 @@ def _read_fp8(values: Mapping[str, Any]) -> QuantizationConfig:
         raise ValueError(f"quantization_config: activation_scheme must be 'dynamic' or 'static', not {scheme!r}")
     ignored = _module_names(values, "modules_to_not_convert") or _module_names(values, "ignored_layers")
     if size is None:
-        return QuantizationConfig("tensor", True, scheme == "static", ignored, kv_scales)
+        return QuantizationConfig("tensor", True, ignored, kv_scales)
     _check_block(size)
     if scheme == "static":
         raise ValueError("quantization_config: activation_scheme='static' is not supported with a weight_block_size")
@@ -228,8 +226,7 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     kv_scales, ignored = _read_kv_cache_scheme(values.get("kv_cache_scheme")), _module_names(values, "ignore")
     if stored.endswith("pack-quantized"):
         four_bits = _read_packed(stored, weights, inputs)
-        has_input_scale = bool(inputs) and four_bits.format == "nvfp4"
-        return QuantizationConfig("channel", True, has_input_scale, ignored, kv_scales, four_bits=four_bits)
+        return QuantizationConfig("channel", True, ignored, kv_scales, four_bits=four_bits)
     _check_e4m3("weights", weights)
     if inputs:
         _check_e4m3("input_activations", inputs)
@@ -237,10 +234,9 @@ def _read_compressed_tensors(values: Mapping[str, Any]) -> QuantizationConfig:
     _require(strategy in ("tensor", "channel", "block"), f"weights of strategy={strategy!r} are")
     if strategy == "block":
         _check_block(weights.get("block_structure"))
-    has_input_scale = bool(inputs) and not inputs.get("dynamic")
-    if has_input_scale:
+    if inputs and not inputs.get("dynamic"):
         _require(inputs.get("strategy") == "tensor", f"static inputs of strategy={inputs.get('strategy')!r} are")
-    return QuantizationConfig(strategy, True, has_input_scale, ignored, kv_scales)
+    return QuantizationConfig(strategy, True, ignored, kv_scales)
 
 
 def _check_e4m3(what: str, args: Any) -> None:
@@ -352,9 +348,9 @@ def _read_modelopt(values: Mapping[str, Any]) -> QuantizationConfig:
     )
     kv_scales = _read_kv_cache_scheme(values.get("kv_cache_scheme"))
     if algorithm == "FP8":
-        return QuantizationConfig("tensor", True, True, ignored, kv_scales)
+        return QuantizationConfig("tensor", True, ignored, kv_scales)
     four_bits = FourBits("nvfp4", _NVFP4_GROUP, stored="modelopt")
-    return QuantizationConfig("channel", True, True, ignored, kv_scales, four_bits=four_bits)
+    return QuantizationConfig("channel", True, ignored, kv_scales, four_bits=four_bits)
 
 
 _READERS = {

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from typing_extensions import override
 
 from nanovllm.attention.backend import AttentionBackend, AttentionLayer
 from nanovllm.attention.kv_cache_spec import Paged
@@ -16,27 +15,13 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.parallel.shard import Shard
 from nanovllm.quantization.weight import DenseWeight, Rows, Weight
-from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableVector
 
 if TYPE_CHECKING:
     from nanovllm.kernels.linear.quantize_rows import Rounding
     from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
     from nanovllm.quantization.fp8 import KVCacheScales
-
-
-class AttentionSinks(LoadableModule):
-    """The score of each of this rank's heads for a key without a value; see `AttentionOptions`."""
-
-    def __init__(self, heads: Shard) -> None:
-        super().__init__()
-        self.heads = heads
-        self.values = nn.Parameter(torch.empty(heads.size), requires_grad=False)
-
-    @override
-    def weight_slices(self, name: str) -> Slices:
-        return {WeightTarget(name): WeightSlice.of((self.heads,), self.values.data)}
 
 
 class CachedAttention(nn.Module):
@@ -47,7 +32,8 @@ class CachedAttention(nn.Module):
         key_size, value_size: elements of a head's key and of its value.
         scale, options: see `AttentionLayer`.
         scales: of a cache in e4m3, if the checkpoint has them.
-        sinks: if the model has some.
+        sinks: the score of each of this rank's heads for a key without a value, if the model has some; see
+            `AttentionOptions`.
 
     Attributes:
         backend, layer: bound by the runner.
@@ -59,7 +45,7 @@ class CachedAttention(nn.Module):
     def __init__(
         self, num_kv_heads: int, key_size: int, value_size: int, scale: float, options: AttentionOptions,
         scales: KVCacheScales | None = None,
-        *, sinks: AttentionSinks | None = None,
+        *, sinks: LoadableVector | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_kv_heads, self.key_size, self.value_size = num_kv_heads, key_size, value_size
@@ -93,7 +79,7 @@ class Attention(CachedAttention):
     def __init__(
         self, num_kv_heads: int, head_dim: int, eps: float, rotary: RotaryEmbedding, options: AttentionOptions = PLAIN,
         scales: KVCacheScales | None = None,
-        *, scale: float | None = None, has_gates: bool = False, sinks: AttentionSinks | None = None,
+        *, scale: float | None = None, has_gates: bool = False, sinks: LoadableVector | None = None,
     ) -> None:  # fmt: skip
         scale = head_dim**-0.5 if scale is None else scale
         super().__init__(num_kv_heads, head_dim, head_dim, scale, options, scales, sinks=sinks)

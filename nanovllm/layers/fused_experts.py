@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,23 +17,12 @@ from nanovllm.kernels.moe.route import Routing, SharedExpert, SigmoidScores, rou
 from nanovllm.kernels.policy import ExpertsKernel
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.linear import ReplicatedLinear
+from nanovllm.layers.linear import MLP, ColumnParallelLinear
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import ExpertsShard, ModelShard, Shard
-from nanovllm.quantization.experts import DenseExpertsWeight, ExpertsBias, ExpertsWeight, make_experts_weight
+from nanovllm.quantization import make_weight
 from nanovllm.quantization.weight import DenseWeight, MatrixShard, Stream, Weight
-from nanovllm.weights.slices import LoadableModule, Slices, WeightTarget
-
-
-class SharedMLP(Protocol):
-    """An MLP beside the experts, for every token."""
-
-    @property
-    def weights(self) -> tuple[Weight, Weight]:
-        """The weights of the first product and the last one."""
-
-    def __call__(self, x: torch.Tensor) -> Stream:
-        """Return the MLP of x, [num_tokens, hidden_size], and None."""
+from nanovllm.weights.slices import LoadableModule, LoadableVector
 
 
 class Router(LoadableModule):
@@ -50,25 +38,10 @@ class Router(LoadableModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size), requires_grad=False)
         self.top_k, self.renormalize, self.sigmoid = config.top_k, config.renormalize, config.sigmoid
+        self.bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if config.has_biases else None
         has_expert_bias = config.sigmoid is not None and config.sigmoid.has_bias
-        self.bias, self.expert_bias = (
-            nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if is_there else None
-            for is_there in (config.has_biases, has_expert_bias)
-        )
-
-    @override
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().allocate(dtype, device)
-        if self.expert_bias is not None:
-            self.expert_bias = nn.Parameter(self.expert_bias.float(), requires_grad=False)
-
-    @override
-    def weight_slices(self, name: str) -> Slices:
-        slices = super().weight_slices(name)
-        if self.expert_bias is not None:
-            target = WeightTarget(f"{name}.expert_bias")
-            slices[target] = slices[target].in_float32()
-        return slices
+        experts = Shard.whole(config.num_experts)
+        self.expert_bias = LoadableVector(experts, torch.float32) if has_expert_bias else None
 
     @property
     @override
@@ -83,7 +56,8 @@ class Router(LoadableModule):
         Takes the arguments of `ColumnParallelLinear`.
         """
         how = self.sigmoid
-        sigmoid = None if how is None else SigmoidScores(self.expert_bias, how.eps, how.factor, how.is_exact)
+        biases = None if self.expert_bias is None else self.expert_bias.values
+        sigmoid = None if how is None else SigmoidScores(biases, how.eps, how.factor, how.is_exact)
         if norm is not None and norm.communicator.size > 1:
             (x, residual), norm = norm(x, residual), None
         params, added = (None, None) if norm is None else (Norm(norm.weight, norm.eps), residual)
@@ -98,12 +72,11 @@ class _ExpertsLinear(nn.Module):
     """One projection of all experts, which holds its weight by the name that it has in checkpoints."""
 
     def __init__(
-        self, experts: Shard, shard: MatrixShard, config: ExpertsConfig, quant_config: QuantizationConfig | None,
-        prefix: str,
-    ) -> None:  # fmt: skip
+        self, shard: MatrixShard, config: ExpertsConfig, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
         super().__init__()
-        self.weight = make_experts_weight(quant_config, prefix, experts, shard, config.alternates)
-        self.bias = ExpertsBias(experts, shard, config.alternates) if config.has_biases else None
+        self.weight = make_weight(quant_config, prefix, shard, config.has_biases)
+        self.weight.alternates = config.alternates
 
 
 class FusedExperts(nn.Module):
@@ -119,17 +92,17 @@ class FusedExperts(nn.Module):
         has_gate = is_gated(config.activation)
         outputs: dict[str | None, Shard] = {"gate": size, "up": size} if has_gate else {None: size}
         name = "gate_up_proj" if has_gate else "up_proj"
-        first = _ExpertsLinear(shard.experts, MatrixShard(outputs, hidden), config, quant_config, f"{prefix}.{name}")
+        up, down = MatrixShard(outputs, hidden, shard.experts), MatrixShard({None: hidden}, size, shard.experts)
+        # A checkpoint has the modules of each; where one is stored as it is and another is not, scales are missing.
+        first = _ExpertsLinear(up, config, quant_config, f"{prefix}.0.{name}")
         self.add_module(name, first)
-        self.down_proj = _ExpertsLinear(
-            shard.experts, MatrixShard({None: hidden}, size), config, quant_config, f"{prefix}.down_proj"
-        )
-        self.communicator = communicator
+        self.down_proj = _ExpertsLinear(down, config, quant_config, f"{prefix}.0.down_proj")
+        self.communicator, self.first_expert = communicator, shard.experts.start
         # In a tuple, so that they are registered under their own names alone.
         self._products = first, self.down_proj
 
     @property
-    def weights(self) -> tuple[ExpertsWeight, ExpertsWeight]:
+    def weights(self) -> tuple[Weight, Weight]:
         """The weights of the first product and the last one."""
         first, last = self._products
         return first.weight, last.weight
@@ -137,13 +110,13 @@ class FusedExperts(nn.Module):
     @property
     def biases(self) -> Biases | None:
         """The biases of both products, or None."""
-        up, down = (product.bias for product in self._products)
-        return None if up is None or down is None else (up.values, down.values)
+        up, down = (weight.bias for weight in self.weights)
+        return None if up is None or down is None else (up, down)
 
     def shared_expert(self, weights: tuple[Weight, Weight], gate: torch.Tensor | None) -> SharedExpert | None:
         """Return an expert of every token as `forward` takes it beside one token; None if it is not like the others."""
         own = [weight.values for weight in weights if isinstance(weight, DenseWeight)]
-        others = [weight.values for weight in self.weights if isinstance(weight, DenseExpertsWeight)]
+        others = [weight.values for weight in self.weights if isinstance(weight, DenseWeight)]
         is_alike = len(others) == 2 and [values.shape for values in own] == [values.shape[1:] for values in others]
         return SharedExpert(own[0], own[1], gate) if is_alike and self.biases is None else None
 
@@ -151,10 +124,20 @@ class FusedExperts(nn.Module):
         """Return the experts' outputs for x, [num_tokens, hidden_size], or the parts of a sum for the next norm."""
         up, down = self.weights
         out = fused_experts(
-            x, routing, up.matrix, down.matrix, up.experts.start, up.policy, self.activation,
+            x, routing, up.matrix, down.matrix, self.first_expert, up.policy, self.activation,
             biases=self.biases, shared=shared,
         )  # fmt: skip
         return out.sum(0) if self.communicator.size > 1 and out.dim() == 3 else out
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """A product that every rank computes as a whole."""
+
+    def __init__(
+        self, in_features: int, out_features: int, quant_config: QuantizationConfig | None, prefix: str
+    ) -> None:
+        shard = MatrixShard({None: Shard.whole(out_features)}, Shard.whole(in_features))
+        super().__init__(make_weight(quant_config, prefix, shard))
 
 
 class TokenGate(LoadableModule):
@@ -168,13 +151,11 @@ class TokenGate(LoadableModule):
 class SparseMLP(nn.Module):
     """A mixture of experts; a router chooses some for each token.
 
-    shared_expert: the MLP that computes every token, maybe scaled by a gate; None if there is none.
+    Attributes:
+        shared_expert: the MLP that computes every token, maybe scaled by a gate; None if there is none.
     """
 
-    def __init__(
-        self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str,
-        shared_expert: SharedMLP | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator, prefix: str) -> None:
         super().__init__()
         assert config.experts is not None and shard.experts is not None
         hidden_size, latent_size, quant_config = config.hidden_size, config.experts.latent_size, config.quantization
@@ -189,9 +170,9 @@ class SparseMLP(nn.Module):
             name = f"{prefix}.fc%d_latent_proj"
             self.fc1_latent_proj = ReplicatedLinear(hidden_size, latent_size, quant_config, name % 1)
             self.fc2_latent_proj = ReplicatedLinear(latent_size, hidden_size, quant_config, name % 2)
-        self.shared_expert = shared_expert
-        if shared_expert is not None:
-            self.shared_expert_gate = TokenGate(config.hidden_size) if config.experts.gates_shared else None
+        size, has_gate = shard.experts.shared, config.experts.gates_shared
+        self.shared_expert = None if size is None else MLP(config, size, f"{prefix}.shared_expert")
+        self.shared_expert_gate = None if size is None or not has_gate else TokenGate(config.hidden_size)
 
     def forward(
         self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None

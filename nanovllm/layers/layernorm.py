@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 class RMSNorm(LoadableModule):
     """Parameters of an RMS norm: weight [size] and epsilon. The attention kernels apply it to heads.
 
-    An offset, added to what checkpoints have, means that the weight is kept in float32.
+    size: of the weight, or this rank's part. An offset, added to what checkpoints have, keeps the weight in float32.
     """
 
-    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, size: int | Shard, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.shard = Shard.whole(size) if isinstance(size, int) else size
+        self.weight = nn.Parameter(torch.empty(self.shard.size), requires_grad=False)
         self.eps, self.offset = eps, offset
         self.param_dtype = torch.float32 if offset else None
 
     @override
     def weight_slices(self, name: str) -> Slices:
-        slices = super().weight_slices(name)
-        return {target: w.in_float32(self.offset) for target, w in slices.items()} if self.offset else slices
+        part = WeightSlice.of((self.shard,), self.weight.data)
+        return {WeightTarget(f"{name}.weight"): part.in_float32(self.offset) if self.offset else part}
 
 
 class AllReduceRMSNorm(RMSNorm):
@@ -60,21 +61,7 @@ class AllReduceRMSNorm(RMSNorm):
         return self.communicator.all_reduce_rms_norm(x, ops.Norm(self.weight, self.eps), residual, rounding)
 
 
-class ParallelRMSNorm(RMSNorm):
-    """Parameters of an RMS norm over all heads of queries, or of keys: this rank's shard of the weight."""
-
-    def __init__(self, shard: Shard, eps: float) -> None:
-        super().__init__(shard.size, eps)
-        self.shard = shard
-
-    @override
-    def weight_slices(self, name: str) -> Slices:
-        return {WeightTarget(f"{name}.weight"): WeightSlice.of((self.shard,), self.weight.data)}
-
-
-def normalize_projections(
-    qkv: torch.Tensor, q_norm: ParallelRMSNorm, k_norm: ParallelRMSNorm, communicator: Communicator
-) -> None:
+def normalize_projections(qkv: torch.Tensor, q_norm: RMSNorm, k_norm: RMSNorm, communicator: Communicator) -> None:
     """Normalise all heads of queries at once, and all of keys, in place; qkv: [num_tokens, outputs of this rank].
 
     The communicator adds up the ranks' squares, both norms' in one all-reduce.

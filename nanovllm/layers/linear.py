@@ -1,4 +1,4 @@
-"""Linear layers split over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
+"""Linear layers, and MLPs of them, split over the ranks (Megatron-LM, Shoeybi et al. 2019, arXiv:1909.08053).
 
 A layer knows which part of the product is this rank's, and its weight how to compute it. A column-parallel layer begins
 a branch, and takes the norm before it along, since there may be one kernel for both; a row-parallel layer ends one, and
@@ -19,6 +19,7 @@ from nanovllm.quantization import make_weight
 from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight
 
 if TYPE_CHECKING:
+    from nanovllm.configs.model import ModelConfig
     from nanovllm.configs.quantization import QuantizationConfig
 
 
@@ -58,16 +59,6 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         super().__init__(make_weight(quant_config, prefix, MatrixShard(outputs, Shard.whole(in_features)), bias))
 
 
-class ReplicatedLinear(ColumnParallelLinear):
-    """A product that every rank computes as a whole."""
-
-    def __init__(
-        self, in_features: int, out_features: int, quant_config: QuantizationConfig | None, prefix: str
-    ) -> None:
-        shard = MatrixShard({None: Shard.whole(out_features)}, Shard.whole(in_features))
-        super().__init__(make_weight(quant_config, prefix, shard))
-
-
 class QKVParallelLinear(MergedColumnParallelLinear):
     """The projections to queries, keys and values of this rank's heads."""
 
@@ -101,3 +92,43 @@ class RowParallelLinear(nn.Module):
         if self.inputs.is_whole and residual is not None:
             return self.weight.multiply_into(x, residual)
         return self.weight.multiply(x)[0], residual
+
+
+class MLP(nn.Module):
+    """An MLP of SwiGLU, or without a gate, of squares of positive values (So et al. 2021, arXiv:2109.08668).
+
+    size: its columns of this rank.
+    """
+
+    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
+        super().__init__()
+        hidden_size, quant_config = config.hidden_size, config.quantization
+        self.is_gated = not config.architecture.has_single_blocks
+        name = "gate_up_proj" if self.is_gated else "up_proj"
+        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if self.is_gated else {None: size}
+        first = MergedColumnParallelLinear(hidden_size, outputs, quant_config=quant_config, prefix=f"{prefix}.{name}")
+        self.add_module(name, first)
+        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
+        # In a tuple, so that it is registered under its own name alone.
+        self._first = (first,)
+
+    @property
+    def weights(self) -> tuple[Weight, Weight]:
+        """The weights of the first product and the last one."""
+        return self._first[0].weight, self.down_proj.weight
+
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
+    ) -> Stream:
+        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
+        if not self.is_gated:
+            up, residual = self._first[0](x, norm, residual)
+            return self.down_proj(up.relu().square(), residual)
+        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], normed_dtype(x, norm, residual))
+        gate_up, residual = self._first[0](x, norm, residual, gated)
+        return self.down_proj(gate_up, residual)
+
+
+def normed_dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
+    """Return the dtype of `norm(x + residual)`."""
+    return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)

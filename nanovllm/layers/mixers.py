@@ -17,7 +17,7 @@ from typing_extensions import override
 from nanovllm.attention.kv_cache_spec import StateSpec
 from nanovllm.kernels.mixers.causal_conv import causal_conv, causal_conv_rows, store_rings
 from nanovllm.kernels.mixers.states import StatePool, StateRows, StateTiles
-from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm
+from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import ConvFilters, StateLayer
 from nanovllm.parallel.shard import ModelShard, Shard
@@ -200,7 +200,7 @@ class Mamba(RecurrentLayer):
         self.conv1d = ConvFilters(channels, sizes.conv_width, sizes.has_conv_bias)
         self.kept_size = self.conv1d.channels + self.heads.size
         self.make_head_params()
-        self.norm = ParallelRMSNorm(inner, sizes.norm_eps) if sizes.has_norm else None
+        self.norm = RMSNorm(inner, sizes.norm_eps) if sizes.has_norm else None
         self.o_proj = RowParallelLinear(
             inner, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
         )
@@ -221,3 +221,30 @@ class Mamba(RecurrentLayer):
         heads, size = self.heads.size, self.sizes.head_size
         z, channels, dt = projected.split([heads * size, self.conv1d.channels, heads], 1)
         return self.run((channels, dt, z), self.recurrence.step, self.recurrence.prompt), total
+
+
+class ParallelMixer(nn.Module):
+    """Attention and a layer with a state, of the same input (Hymba, arXiv:2411.13676); their outputs are added up."""
+
+    def __init__(self, attention: nn.Module, mamba: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.mamba = attention, mamba
+
+    def forward(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None, positions: torch.Tensor,
+        rows: torch.Tensor | None,
+    ) -> Stream:  # fmt: skip
+        """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
+        x, total = norm(x, residual)
+        attended, _ = self.attention(x, None, None, positions, rows)
+        mixed, _ = self.mamba(x, None, None, positions, rows)
+        return attended + mixed, total if rows is None else total[rows]
+
+
+def make_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateLayer:
+    """Return the layer that a model of this config has; prefix: the name of the decoder layer in the checkpoint."""
+    if config.delta_net is not None:
+        return GatedDeltaNet(config, shard, f"{prefix}.linear_attn")
+    if config.mamba is not None:
+        return Mamba(config, shard, f"{prefix}.{'mixer' if config.architecture.has_single_blocks else 'mamba'}")
+    return ShortConv(config, shard, f"{prefix}.conv")

@@ -37,13 +37,13 @@ class ConvFilters(LoadableModule):
 
     @override
     def weight_slices(self, name: str) -> Slices:
-        slices = {
-            WeightTarget(f"{name}.weight", part): WeightSlice.of((channels, Shard.whole(1), self.shard.inputs), region)
-            for part, channels, region in self.shard.split(self.weight.data)
-        }
+        slices: Slices = {}
+        for part, channels, place in self.shard.projections():
+            shards = channels, Shard.whole(1), self.shard.inputs
+            slices[WeightTarget(f"{name}.weight", part)] = WeightSlice.of(shards, place.of(self.weight.data))
         if self.bias is not None:
-            for part, channels, region in self.shard.split(self.bias.data):
-                slices[WeightTarget(f"{name}.bias", part)] = WeightSlice.of((channels,), region)
+            for part, channels, place in self.shard.projections():
+                slices[WeightTarget(f"{name}.bias", part)] = WeightSlice.of((channels,), place.of(self.bias.data))
         return slices
 
 

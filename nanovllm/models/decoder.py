@@ -17,22 +17,23 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import AttentionOptions
-from nanovllm.layers.attention import Attention, AttentionSinks
+from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import AllReduceRMSNorm, ParallelRMSNorm, RMSNorm, normalize_projections
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm, normalize_projections
+from nanovllm.layers.linear import MLP, QKVParallelLinear, RowParallelLinear, normed_dtype
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.parallel.shard import ModelShard, Shard
-from nanovllm.quantization.weight import Stream, Weight
+from nanovllm.parallel.shard import ModelShard
+from nanovllm.quantization.weight import Stream
+from nanovllm.weights.slices import LoadableVector
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import LayerConfig, ModelConfig
     from nanovllm.configs.rope import RopeConfig
     from nanovllm.layers.fused_experts import SparseMLP
+    from nanovllm.layers.mixers import ParallelMixer
     from nanovllm.layers.state import StateLayer
 
     Mixer: TypeAlias = "SelfAttention | StateLayer | ParallelMixer"
@@ -60,7 +61,7 @@ class SelfAttention(nn.Module):
             shard.heads.times(head_dim), hidden_size, architecture.out_bias,
             quant_config=quant_config, prefix=f"{prefix}.o_proj",
         )  # fmt: skip
-        self.sinks = AttentionSinks(shard.heads) if architecture.has_sinks else None
+        self.sinks = LoadableVector(shard.heads) if architecture.has_sinks else None
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm == "heads":
@@ -69,8 +70,8 @@ class SelfAttention(nn.Module):
         self.head_norms = self.q_norm, self.k_norm
         self.normalize: Callable[[torch.Tensor], None] | None = None
         if qk_norm == "projections":
-            self.q_norm = q_norm = ParallelRMSNorm(shard.heads.times(head_dim), eps)
-            self.k_norm = k_norm = ParallelRMSNorm(shard.kv_heads.times(head_dim), eps)
+            self.q_norm = q_norm = RMSNorm(shard.heads.times(head_dim), eps)
+            self.k_norm = k_norm = RMSNorm(shard.kv_heads.times(head_dim), eps)
             self.normalize = partial(normalize_projections, q_norm=q_norm, k_norm=k_norm, communicator=communicator)
         scales = None
         if quant_config is not None and quant_config.kv_scales is not None:
@@ -88,7 +89,7 @@ class SelfAttention(nn.Module):
         rows: torch.Tensor | None,
     ) -> Stream:  # fmt: skip
         """Return attention of `norm(x + residual)`, and the residual to add it to, of `rows`, or of all tokens."""
-        num_tokens, dtype = len(positions), _dtype(x, norm, residual)
+        num_tokens, dtype = len(positions), normed_dtype(x, norm, residual)
         rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
         rope = self.attn.rope(*self.head_norms)
         if self.attn.should_project(self.qkv_proj.weight, num_tokens, rope):
@@ -109,64 +110,6 @@ class SelfAttention(nn.Module):
         """Store the keys and values of x, which is normed, [num_tokens, in_features], and compute nothing else."""
         assert self.normalize is None
         self.attn.store(x, self.qkv_proj.weight, self.attn.rope(*self.head_norms), positions)
-
-
-class ParallelMixer(nn.Module):
-    """Attention and a layer with a state, of the same input (Hymba, arXiv:2411.13676); their outputs are added up."""
-
-    def __init__(self, attention: SelfAttention, mamba: StateLayer) -> None:
-        super().__init__()
-        self.attention, self.mamba = attention, mamba
-
-    def forward(
-        self, x: torch.Tensor, norm: AllReduceRMSNorm, residual: torch.Tensor | None, positions: torch.Tensor,
-        rows: torch.Tensor | None,
-    ) -> Stream:  # fmt: skip
-        """Return the mixed tokens of `norm(x + residual)`, and the residual to add them to, of `rows`, or of all."""
-        x, total = norm(x, residual)
-        attended, _ = self.attention(x, None, None, positions, rows)
-        mixed, _ = self.mamba(x, None, None, positions, rows)
-        return attended + mixed, total if rows is None else total[rows]
-
-
-class MLP(nn.Module):
-    """An MLP of SwiGLU, or without a gate, of squares of positive values (So et al. 2021, arXiv:2109.08668).
-
-    size: its columns of this rank.
-    """
-
-    def __init__(self, config: ModelConfig, size: Shard, prefix: str) -> None:
-        super().__init__()
-        hidden_size, quant_config = config.hidden_size, config.quantization
-        self.is_gated = not config.architecture.has_single_blocks
-        name = "gate_up_proj" if self.is_gated else "up_proj"
-        outputs: dict[str | None, Shard] = {"gate": size, "up": size} if self.is_gated else {None: size}
-        first = MergedColumnParallelLinear(hidden_size, outputs, quant_config=quant_config, prefix=f"{prefix}.{name}")
-        self.add_module(name, first)
-        self.down_proj = RowParallelLinear(size, hidden_size, quant_config=quant_config, prefix=f"{prefix}.down_proj")
-        # In a tuple, so that it is registered under its own name alone.
-        self._first = (first,)
-
-    @property
-    def weights(self) -> tuple[Weight, Weight]:
-        """The weights of the first product and the last one."""
-        return self._first[0].weight, self.down_proj.weight
-
-    def forward(
-        self, x: torch.Tensor, norm: AllReduceRMSNorm | None = None, residual: torch.Tensor | None = None
-    ) -> Stream:
-        """Return the MLP of `norm(x + residual)`, [num_tokens, hidden_size], and the residual to add it to."""
-        if not self.is_gated:
-            up, residual = self._first[0](x, norm, residual)
-            return self.down_proj(up.relu().square(), residual)
-        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], _dtype(x, norm, residual))
-        gate_up, residual = self._first[0](x, norm, residual, gated)
-        return self.down_proj(gate_up, residual)
-
-
-def _dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
-    """Return the dtype of `norm(x + residual)`."""
-    return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
 
 
 class DecoderLayer(nn.Module):
@@ -286,43 +229,30 @@ def make_layer(
 ) -> nn.Module:  # fmt: skip
     """Return a decoder layer; prefix: its name in the checkpoint."""
     is_single = config.architecture.has_single_blocks
-    state = _make_state_mixer(config, shard, prefix) if layer.is_linear else None
-    mixer: Mixer | None = state
+    mixer: Mixer | None = None
+    if layer.is_linear:
+        from nanovllm.layers.mixers import ParallelMixer, make_mixer  # noqa: PLC0415
+
+        mixer = make_mixer(config, shard, prefix)
     if layer.attends:
         rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
         name = f"{prefix}.{'mixer' if is_single else 'self_attn'}"
         attention = SelfAttention(config, shard, communicator, rotary, options, name)
-        mixer = attention if state is None else ParallelMixer(attention, state)
+        mixer = attention if mixer is None else ParallelMixer(attention, mixer)
     if is_single and mixer is not None:
         return SingleDecoderLayer(config, communicator, mixer, mixes=True)
-    mlp = _make_mlp(config, shard, communicator, layer.has_experts, f"{prefix}.{'mixer' if is_single else 'mlp'}")
+    name = f"{prefix}.{'mixer' if is_single else 'mlp'}"
+    mlp: FeedForward
+    if layer.has_experts:
+        from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
+
+        mlp = SparseMLP(config, shard, communicator, name)
+    else:
+        mlp = MLP(config, shard.intermediate, name)
     if mixer is None:
         return SingleDecoderLayer(config, communicator, mlp, mixes=False)
     kind = PostNormDecoderLayer if config.architecture.norms == "after" else DecoderLayer
     return kind(config, communicator, mixer, mlp)
-
-
-def _make_state_mixer(config: ModelConfig, shard: ModelShard, prefix: str) -> StateLayer:
-    from nanovllm.layers.mixers import GatedDeltaNet, Mamba, ShortConv  # noqa: PLC0415
-
-    if config.delta_net is not None:
-        return GatedDeltaNet(config, shard, f"{prefix}.linear_attn")
-    if config.mamba is not None:
-        return Mamba(config, shard, f"{prefix}.{'mixer' if config.architecture.has_single_blocks else 'mamba'}")
-    return ShortConv(config, shard, f"{prefix}.conv")
-
-
-def _make_mlp(
-    config: ModelConfig, shard: ModelShard, communicator: Communicator, has_experts: bool, prefix: str
-) -> FeedForward:
-    if not has_experts:
-        return MLP(config, shard.intermediate, prefix)
-    from nanovllm.layers.fused_experts import SparseMLP  # noqa: PLC0415
-
-    assert shard.experts is not None
-    size = shard.experts.shared
-    shared_expert = None if size is None else MLP(config, size, f"{prefix}.shared_expert")
-    return SparseMLP(config, shard, communicator, prefix, shared_expert)
 
 
 class DecoderForCausalLM(CausalLM):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,10 +22,10 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.linear import RowParallelLinear
+from nanovllm.layers.linear import MLP, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
-from nanovllm.models.decoder import MLP, DecoderForCausalLM, SelfAttention, make_layer
+from nanovllm.models.decoder import DecoderForCausalLM, SelfAttention, make_layer
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard, inputs_shard, shard_of, vocab_shard
 from nanovllm.quantization.weight import Stream
@@ -34,7 +33,7 @@ from nanovllm.utils.display import shown
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights.files import stored_tensors
 from nanovllm.weights.model_weights import ModelWeights
-from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
+from nanovllm.weights.slices import LoadableVector, WeightTarget
 
 if TYPE_CHECKING:
     from nanovllm.config import Config
@@ -112,21 +111,6 @@ class DraftHead(CausalLM):
             )
 
 
-class TokenOffsets(LoadableModule):
-    """Maps tokens of the head's vocabulary to the target model's by adding an offset to each."""
-
-    param_dtype = torch.int64
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.offsets = nn.Parameter(torch.empty(size, dtype=torch.int64), requires_grad=False)
-
-    @override
-    def weight_slices(self, name: str) -> Slices:
-        part = WeightSlice.of((Shard.whole(len(self.offsets)),), self.offsets.data)
-        return {WeightTarget(name): replace(part, dtypes=(torch.int64, torch.int32))}
-
-
 class Eagle3Layer(nn.Module):
     """The layer of an EAGLE-3 head, whose attention takes the norms of embedding and hidden state side by side."""
 
@@ -157,7 +141,10 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Model(nn.Module):
-    """All of an EAGLE-3 head but its LM head. It may have an embedding, and a part of the vocabulary (`d2t`)."""
+    """All of an EAGLE-3 head but its LM head. It may have an embedding, and a part of the vocabulary.
+
+    d2t: what is added to a token of the head's vocabulary to make it one of the target model's.
+    """
 
     def __init__(self, config: DraftHeadConfig, head: DraftHead, names: Collection[str]) -> None:
         super().__init__()
@@ -167,7 +154,8 @@ class Eagle3Model(nn.Module):
         self.norm = AllReduceRMSNorm(size, eps, head.communicator)
         has_embedding, has_part = "embed_tokens.weight" in names, config.draft_vocab_size < config.model.vocab_size
         self.embed_tokens = VocabParallelEmbedding(head.shard.vocab, size) if has_embedding else None
-        self.d2t = TokenOffsets(config.draft_vocab_size) if has_part or "d2t" in names else None
+        tokens = Shard.whole(config.draft_vocab_size)
+        self.d2t = LoadableVector(tokens, torch.int64) if has_part or "d2t" in names else None
 
 
 class Eagle3Head(DraftHead):
@@ -215,7 +203,7 @@ class Eagle3Head(DraftHead):
     @override
     def draft(self, states: torch.Tensor) -> torch.Tensor:
         drafted = self._likeliest(states, self.lm_head, self.vocab)
-        return drafted if self.model.d2t is None else drafted + self.model.d2t.offsets[drafted]
+        return drafted if self.model.d2t is None else drafted + self.model.d2t.values[drafted]
 
 
 class MTPModel(nn.Module):

@@ -168,15 +168,14 @@ def dense_weight(values: torch.Tensor, bias: torch.Tensor | None) -> DenseWeight
 def fuse(model: nn.Module, run: Callable[[], Any], max_model_len: int) -> Counter[str]:
     """Replace the modules of a model that have an equivalent of ours; return the number of each class.
 
-    Its attention modules have a `PagedAttention` each; `run` runs it on `NUM_ROWS` tokens.
+    Its attention modules have a `PagedAttention` each; `run` runs it on `NUM_ROWS` tokens, with a probe.
     """
-    with probing(makes_layers=False):
-        calls = _Calls(model, run)
-    rotaries: dict[int, RotaryEmbedding | None] = {}
+    calls, rotaries = record_calls(model, run), dict[int, RotaryEmbedding | None]()
     # Some modules are never called, such as lists of modules.
-    _replace(model, partial(_as_attention, calls, rotaries, max_model_len), calls.modules)
+    called = {call.module for call in calls}
+    _replace(model, partial(_as_attention, calls, rotaries, max_model_len), called)
     for match in (_as_mlp, _as_norm):
-        _replace(model, match, calls.unary)
+        _replace(model, match, called - {call.module for call in calls if not call.is_unary})
     fuse_linears(model)
     ours = (FusedLinear, FusedNorm, FusedMLP, FusedAttention)
     return Counter(type(module).__name__ for module in model.modules() if isinstance(module, ours))
@@ -200,42 +199,34 @@ def _replace(model: nn.Module, match: Callable[[nn.Module], nn.Module | None], a
 
 
 @dataclass(frozen=True)
-class _Call:
+class Call:
+    """A call of a module, and what it returned."""
+
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
 
+    @property
     def is_unary(self) -> bool:
+        """Whether it took one positional tensor, and returned one."""
         are_tensors = all(isinstance(x, torch.Tensor) for x in (*self.args, self.output))
         return len(self.args) == 1 and not self.kwargs and are_tensors
 
 
-class _Calls:
-    """The calls of a model's modules in one run; `unary` modules always took one positional tensor and returned one."""
-
-    def __init__(self, model: nn.Module, run: Callable[[], Any]) -> None:
-        self._calls: list[_Call] = []
-        handles = [
-            module.register_forward_hook(lambda *call: self._calls.append(_Call(*call)), with_kwargs=True)
-            for module in model.modules()
-        ]
-        try:
-            run()
-        finally:
-            for handle in handles:
-                handle.remove()
-        self.modules = {call.module for call in self._calls}
-        self.unary = self.modules - {call.module for call in self._calls if not call.is_unary()}
-
-    def within(self, module: nn.Module) -> list[_Call]:
-        """Return the calls inside a module's call, followed by the call itself."""
-        members = set(module.modules())
-        return [call for call in self._calls if call.module in members]
-
-    def source_of(self, output: Any) -> _Call | None:
-        """Return the call that returned an object."""
-        return next((call for call in self._calls if call.output is output), None)
+def record_calls(model: nn.Module, run: Callable[[], Any]) -> list[Call]:
+    """Return the calls of a model's modules while it runs, each after those inside it."""
+    calls: list[Call] = []
+    handles = [
+        module.register_forward_hook(lambda *call: calls.append(Call(*call)), with_kwargs=True)
+        for module in model.modules()
+    ]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
 
 
 def _as_norm(module: nn.Module) -> FusedNorm | None:
@@ -299,7 +290,7 @@ def _is_swiglu(module: nn.Module, gate_up: list[nn.Linear], down: nn.Linear, sca
 
 
 def _as_attention(
-    calls: _Calls, rotaries: dict[int, RotaryEmbedding | None], max_model_len: int, module: nn.Module
+    calls: list[Call], rotaries: dict[int, RotaryEmbedding | None], max_model_len: int, module: nn.Module
 ) -> FusedAttention | None:
     """Return a module as attention with one product if it applies norms and RoPE as `qkv_rope_store` does."""
     paged = getattr(module, "paged", None)
@@ -308,7 +299,8 @@ def _as_attention(
     if paged.key_size.bit_count() != 1:
         # `qkv_rope_store` does not support them.
         return None
-    *inner, call = calls.within(module)
+    members = set(module.modules())
+    *inner, call = (call for call in calls if call.module in members)
     hidden = call.kwargs.get("hidden_states", call.args[0] if call.args else None)
     angles = call.kwargs.get("position_embeddings")
     is_pair = isinstance(call.output, tuple) and len(call.output) == 2
@@ -319,7 +311,8 @@ def _as_attention(
     o_projs = [linear for linear, takes_hidden in linears if not takes_hidden]
     norms = [norm for other in inner if (norm := _as_norm(other.module)) and len(norm.weight) == paged.key_size]
     if id(angles) not in rotaries:
-        rotaries[id(angles)] = _rotary_of(calls.source_of(angles), max_model_len)
+        source = next((other for other in calls if other.output is angles), None)
+        rotaries[id(angles)] = _rotary_of(source, max_model_len)
     rotary = rotaries[id(angles)]
     if len(qkv_projs) not in (1, 3) or len(o_projs) != 1 or len(norms) not in (0, 2) or rotary is None:
         return None
@@ -331,7 +324,7 @@ def _as_attention(
 class _AttentionMatch:
     """An attention module's call, and its presumed parts; one or three `qkv_projs`, no or two `norms`."""
 
-    call: _Call
+    call: Call
     qkv_projs: list[nn.Linear]
     o_proj: nn.Linear
     norms: list[FusedNorm]
@@ -385,7 +378,7 @@ class _AttentionMatch:
         )
 
 
-def _rotary_of(call: _Call | None, max_model_len: int) -> RotaryEmbedding | None:
+def _rotary_of(call: Call | None, max_model_len: int) -> RotaryEmbedding | None:
     """Return a table for the module that made cosines and sines; None if these are not by halves of heads."""
     if call is None:
         return None

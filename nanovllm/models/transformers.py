@@ -25,7 +25,7 @@ from typing_extensions import override
 from nanovllm.config import Config
 from nanovllm.configs.model import MODELS, ModelConfig, transformers_class
 from nanovllm.models.base import CausalLM
-from nanovllm.models.fuse import NUM_ROWS, are_close, fuse, fuse_linears, step_positions
+from nanovllm.models.fuse import NUM_ROWS, are_close, fuse, fuse_linears, record_calls, step_positions
 from nanovllm.models.transformers_attention import PAGED, PROBED, Probe, noise_of, probing
 from nanovllm.models.transformers_shard import SourceParameters, shard_model
 from nanovllm.parallel.communicator import Communicator
@@ -151,15 +151,12 @@ class TransformersForCausalLM(CausalLM):
         generator = torch.Generator().manual_seed(0)
         for number in range(_PROBES):
             token_ids = torch.randint(self.config.vocab_size, (len(positions),), generator=generator).to(device)
-            with (
-                probing(makes_layers=number == 0, answers=noise_of(first, len(positions))) as probe,
-                _watch_children(self.model) as called,
-            ):
+            with probing(makes_layers=number == 0, answers=noise_of(first, len(positions))) as probe:
                 # A mask of ones keeps transformers from deriving sequence boundaries from the positions.
                 out = self._run(token_ids[first], positions[first], torch.ones_like(first) if number == 0 else None)
             if number == 0:
                 self._take_layers(probe)
-                self._drop_towers(called)
+                self._drop_towers(device)
                 self._output_type = type(out)
             with probing(makes_layers=False, answers=noise_of(second, len(positions))) as other:
                 changed = self._run(token_ids[second], positions[second])
@@ -181,11 +178,13 @@ class TransformersForCausalLM(CausalLM):
         is_close = all(are_close(x.float(), y.float(), tolerance) for x, y in pairs)
         return bool(self.communicator.all_reduce_min(int(is_close)))
 
-    def _drop_towers(self, called: set[str]) -> None:
+    def _drop_towers(self, device: torch.device) -> None:
         """Drop the parts of a wrapper that text does not run through, such as an image encoder."""
         if self.config.hf.get_text_config() is not self.config.hf:
-            for name in {name for name, _ in self.model.named_children()} - called:
-                setattr(self.model, name, None)
+            called = {call.module for call in record_calls(self.model, lambda: self._run_few(device))}
+            for name, child in list(self.model.named_children()):
+                if called.isdisjoint(child.modules()):
+                    setattr(self.model, name, None)
 
     def _take_layers(self, probe: Probe) -> None:
         """Check and store the shapes that the first tokens have shown of the layers."""
@@ -227,24 +226,20 @@ class TransformersForCausalLM(CausalLM):
             raise ValueError("its head mixes tokens")
 
     def _fuse(self, max_model_len: int, device: torch.device) -> None:
-        positions = torch.arange(NUM_ROWS, device=device)
-        fused = fuse(self.model, lambda: self._run(positions, positions), max_model_len)
+        fused = fuse(self.model, lambda: self._run_few(device), max_model_len)
         fuse_linears(self.head)
         _logger.info("%s has of this library's: %s", self._class.__name__, dict(fused))
 
     def _check_capture(self, device: torch.device) -> None:
         """Set whether steps can be CUDA graphs: a run of some tokens must not wait for the device."""
-        positions = torch.arange(NUM_ROWS, device=device)
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         mode = torch.cuda.get_sync_debug_mode()
         with torch.cuda.stream(stream):
-            with probing(makes_layers=False):
-                self._run(positions, positions)
+            self._run_few(device)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                with probing(makes_layers=False):
-                    self._run(positions, positions)
+                self._run_few(device)
             except RuntimeError as error:
                 self.supports_cuda_graph = False
                 name, cause = self._class.__name__, str(error).splitlines()[0]
@@ -264,6 +259,12 @@ class TransformersForCausalLM(CausalLM):
         masks = {} if mask is None else {"attention_mask": mask[None]}
         token_ids, positions = torch.atleast_2d(token_ids, positions)
         return self.model(input_ids=token_ids, position_ids=positions, use_cache=False, **masks)
+
+    def _run_few(self, device: torch.device) -> None:
+        """Run the decoder on `NUM_ROWS` tokens, with zeros in place of attention."""
+        positions = torch.arange(NUM_ROWS, device=device)
+        with probing(makes_layers=False):
+            self._run(positions, positions)
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
@@ -339,22 +340,6 @@ def _fields_of(values: dict[str, Any], wanted: tuple[Any, ...]) -> str:
     found = [_fields_of(value, wanted) for value in values.values() if isinstance(value, dict)]
     found += [f"{name}={value!r}" for name, value in values.items() if isinstance(value, str) and value in wanted]
     return ", ".join(filter(None, found))
-
-
-@contextmanager
-def _watch_children(model: nn.Module) -> Iterator[set[str]]:
-    """Collect the names of the children that run inside the `with` block."""
-    called = set[str]()
-    handles = [
-        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-        for name, child in model.named_children()
-        for module in child.modules()
-    ]
-    try:
-        yield called
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _fix_rope(model: nn.Module, max_model_len: int, device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 A layer holds a `Weight` and asks it to apply itself; dtype, layout and kernels are known here alone. There are three
 kinds, `DenseWeight`, `Fp8Weight` and `FourBitWeight`; `make_weight` makes the one that the model's `QuantizationConfig`
-asks for. A mixture holds an `ExpertsWeight`, whose matrices `fused_experts` takes.
+asks for. Mixtures have the same, with a matrix for each expert.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from typing_extensions import override
 from nanovllm.configs.quantization import FourBits, QuantizationConfig
 from nanovllm.kernels.four_bits import RUN, FourBitMatrix, pack, quantize_four_bits, wide_scales
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.quantized import QuantizedMatrix, QuantizedWeight
-from nanovllm.quantization.weight import MatrixShard
-from nanovllm.weights.slices import Convert, Slices, WeightSlice, WeightTarget
+from nanovllm.quantization.quantized import QuantizedWeight
+from nanovllm.quantization.weight import MatrixShard, Place
+from nanovllm.weights.slices import Convert, WeightSlice
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Outputs by their places in a word, from the lowest bits on."""
@@ -26,7 +26,7 @@ _ORDER = tuple(range(8))
 _INTS = (torch.int32,)
 
 
-class FourBitValues(QuantizedMatrix):
+class FourBitWeight(QuantizedWeight):
     """Values in four bits, with their scales; see `FourBitMatrix`.
 
     Attributes:
@@ -37,10 +37,10 @@ class FourBitValues(QuantizedMatrix):
     zeros: torch.Tensor | None
     factors: torch.Tensor | None
 
-    def __init__(self, shard: MatrixShard, config: QuantizationConfig, stack: tuple[int, ...] = ()) -> None:
-        super().__init__(shard, config, stack)
+    def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
+        super().__init__(shard, config, has_bias)
         assert config.four_bits is not None
-        self.four_bits, (num_outs, num_ins) = config.four_bits, shard.size
+        self.four_bits, stack, (num_outs, num_ins) = config.four_bits, shard.stack, shard.size
         groups = *stack, num_outs, -(-num_ins // (self.four_bits.group or num_ins or 1))
         packed = torch.empty(*stack, num_outs, -(-num_ins // RUN) * RUN // 2, dtype=torch.uint8)
         self.values = nn.Parameter(packed, requires_grad=False)
@@ -69,22 +69,13 @@ class FourBitValues(QuantizedMatrix):
             self.scales = self.scales.to(dtype)
 
     @override
-    def part_slices(self, target: WeightTarget, outputs: Shard, region: FourBitMatrix) -> Slices:
-        stored, slices = self.four_bits.stored, dict[str, WeightSlice]()
-        if stored is None:
-            matrix, shards = region.outputs(0, outputs.num_present), (outputs, self.shard.inputs)
-            shape, index = tuple(shard.total for shard in shards), tuple(shard.present for shard in shards)
-            slices["weight"] = RoundingSlice(shape, index, matrix.values.data, matrix)
-        else:
-            slices |= _FORMATS[stored](_Projection(self.four_bits, outputs, self.shard.inputs, region))
-        if self.config.has_input_scale:
-            name = "input_global_scale" if stored == "nvfp4" else "input_scale"
-            slices[name] = WeightSlice((), (), self.values, shapes=((1,),), is_used=False)
-        return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
-
-
-class FourBitWeight(QuantizedWeight, FourBitValues):
-    """A linear layer's values in four bits."""
+    def part_slices(self, outputs: Shard, place: Place) -> dict[str, WeightSlice]:
+        stored, region = self.four_bits.stored, self.region(place)
+        if stored is not None:
+            return _FORMATS[stored](_Projection(self.four_bits, outputs, self.shard.inputs, region))
+        matrix, shards = region.outputs(0, outputs.num_present), (outputs, self.shard.inputs)
+        shape, index = tuple(shard.total for shard in shards), tuple(shard.present for shard in shards)
+        return {"weight": RoundingSlice(shape, index, matrix.values.data, matrix)}
 
 
 def _check_finite(name: str, values: torch.Tensor) -> None:
@@ -231,9 +222,6 @@ def _compressed(part: _Projection) -> dict[str, WeightSlice]:
     slices = {
         "weight_packed": part.values(lambda words: _words(words, 1), "outputs", "words of inputs"),
         "weight_scale": part.scales(torch.Tensor.float, "outputs", "groups"),
-        "weight_shape": WeightSlice(
-            (2,), (slice(0, 2),), part.matrix.values, dtypes=(torch.int64, torch.int32), outputs_dim=None, is_used=False
-        ),
     }
     if part.matrix.zeros is not None:
         slices["weight_zero_point"] = part.zeros(lambda words: _words(words, 0), "words of outputs", "groups")

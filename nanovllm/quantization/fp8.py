@@ -16,31 +16,32 @@ from nanovllm.kernels.linear.norm_linear import multiply_rounded, row_rounding
 from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.shard import Shard
-from nanovllm.quantization.quantized import QuantizedMatrix, QuantizedWeight
-from nanovllm.quantization.weight import MatrixShard, Rows, Stream
+from nanovllm.quantization.quantized import QuantizedWeight
+from nanovllm.quantization.weight import MatrixShard, Place, Rows, Stream
 from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 
-class Fp8Values(QuantizedMatrix):
+class Fp8Weight(QuantizedWeight):
     """Values in e4m3, with the scales of the whole matrix, so that ranks round as one does.
 
     Attributes:
-        values: [*stack, outputs of this rank, inputs of this rank], float8_e4m3fn.
+        values: [outputs of this rank, inputs of this rank], float8_e4m3fn, after the experts of this rank if there are
+            some.
         scales: of `block_outs` by `block_ins` values each, float32; see `Fp8Matrix`.
     """
 
     scales: torch.Tensor
 
-    def __init__(self, shard: MatrixShard, config: QuantizationConfig, stack: tuple[int, ...] = ()) -> None:
-        super().__init__(shard, config, stack)
+    def __init__(self, shard: MatrixShard, config: QuantizationConfig, has_bias: bool = False) -> None:
+        super().__init__(shard, config, has_bias)
         (num_outs, num_ins), has_blocks = shard.size, config.granularity == "block"
         self.block_ins = BLOCK if has_blocks else num_ins
         # Of projections that are not whole blocks each output has scales of its own.
         self.block_outs = BLOCK if has_blocks and _are_aligned(list(shard.outputs.values())) else 1
         out_blocks, in_blocks = -(-num_outs // self.block_outs), -(-num_ins // self.block_ins)
-        values = torch.empty(*stack, num_outs, num_ins, dtype=torch.float8_e4m3fn)
+        values = torch.empty(*shard.stack, num_outs, num_ins, dtype=torch.float8_e4m3fn)
         self.values = nn.Parameter(values, requires_grad=False)
-        self.register_buffer("scales", torch.empty(*stack, out_blocks, in_blocks, dtype=torch.float32))
+        self.register_buffer("scales", torch.empty(*shard.stack, out_blocks, in_blocks, dtype=torch.float32))
 
     @property
     @override
@@ -48,29 +49,22 @@ class Fp8Values(QuantizedMatrix):
         return Fp8Matrix(self.values, self.scales, self.block_outs, self.block_ins)
 
     @override
-    def part_slices(self, target: WeightTarget, outputs: Shard, region: Fp8Matrix) -> Slices:
-        config, inputs, slices = self.config, self.shard.inputs, dict[str, WeightSlice]()
-        if not config.is_stored:
+    def part_slices(self, outputs: Shard, place: Place) -> dict[str, WeightSlice]:
+        inputs, region = self.shard.inputs, self.region(place)
+        values = region.values.data
+        if not self.config.is_stored:
             shape, index = (outputs.total, inputs.total), (outputs.present, slice(None))
-            slices["weight"] = QuantizingSlice(shape, index, region.values.data, region.scales, inputs.present)
-        else:
-            slices["weight"] = replace(
-                WeightSlice.of((outputs, inputs), region.values.data), dtypes=(torch.float8_e4m3fn,)
-            )
-            slices["weight_scale"] = _scale_slice(config, outputs, inputs, region)
-        if config.has_input_scale:
-            slices["input_scale"] = WeightSlice(
-                (), (), region.scales, shapes=((1,),), check=_check_scales, is_used=False
-            )
-        return {target._replace(param=f"{target.param}.{name}"): part for name, part in slices.items()}
-
-
-class Fp8Weight(QuantizedWeight, Fp8Values):
-    """A linear layer's values in e4m3."""
+            return {"weight": QuantizingSlice(shape, index, values, region.scales, inputs.present)}
+        return {
+            "weight": replace(WeightSlice.of((outputs, inputs), values), dtypes=(torch.float8_e4m3fn,)),
+            "weight_scale": _scale_slice(self.config, outputs, inputs, region),
+        }
 
     @property
     @override
     def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
+        if self.shard.experts is not None:
+            return (), ()
         return self.policy.fp8_rows, self.policy.fp8_tokens
 
     @override

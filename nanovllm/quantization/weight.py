@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -27,6 +27,18 @@ Stream: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 """Hidden states as x and residual, whose sum they are; None for zero. See `layers.layernorm`."""
 
 
+class Place(NamedTuple):
+    """Outputs `start ... stop - 1` of the matrix here; expert: of that expert of this rank, None in a linear layer."""
+
+    expert: int | None
+    start: int
+    stop: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor of all outputs, [outputs, ...] or [experts, outputs, ...]."""
+        return (tensor if self.expert is None else tensor[self.expert])[self.start : self.stop]
+
+
 @dataclass(frozen=True)
 class MatrixShard:
     """One rank's part of a linear layer's matrix, which may stack the matrices of several projections.
@@ -34,43 +46,82 @@ class MatrixShard:
     Attributes:
         outputs: outputs of each projection, by the name of its part of the weight, in order; None is the only one.
         inputs: the inputs of all.
+        experts: this rank's experts, each with such a matrix; None for a linear layer.
     """
 
     outputs: Mapping[str | None, Shard]
     inputs: Shard
+    experts: Shard | None = None
 
     @property
     def size(self) -> tuple[int, int]:
         """Outputs and inputs of this rank."""
         return sum(shard.size for shard in self.outputs.values()), self.inputs.size
 
-    def split(self, tensor: torch.Tensor) -> Iterator[tuple[str | None, Shard, torch.Tensor]]:
-        """Yield each projection's name, outputs, and rows of a tensor that has one for each output of this rank."""
-        shards = self.outputs.values()
-        return zip(self.outputs, shards, tensor.split([shard.size for shard in shards]), strict=True)
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """Sizes of the dimensions before the matrix's own: of experts their number."""
+        return () if self.experts is None else (self.experts.size,)
+
+    def projections(self, expert: int | None = None) -> Iterator[tuple[str | None, Shard, Place]]:
+        """Yield each projection's name, this rank's outputs, and their place; another rank's expert has no outputs."""
+        stop, place, is_here = 0, None, True
+        if self.experts is not None and expert is not None:
+            is_here = self.experts.start <= expert < self.experts.stop
+            place = expert - self.experts.start if is_here else 0
+        for part, outputs in self.outputs.items():
+            held = outputs if is_here else Shard(0, 0, outputs.total)
+            start, stop = stop, stop + held.size
+            yield part, held, Place(place, start, stop)
 
 
 class Weight(LoadableModule, ABC):
     """The matrix of a linear layer, with the layer's bias if it has one; multiplies by itself.
 
-    Its name in the model is `<layer>.weight`; the checkpoint's tensors have their names from the layer.
+    Or a mixture's matrices, one for each expert, which `fused_experts` takes. Its name in the model is
+    `<layer>.weight`; the checkpoint's tensors have their names from the layer.
+
+    Attributes:
+        shard: this rank's part of the matrix, or of each expert's.
+        bias: [outputs of this rank], or [experts of this rank, outputs of this rank]; or None.
+        alternates: whether a checkpoint stacks all experts, with outputs of projections in turn; see `ExpertsConfig`.
     """
 
-    shard: MatrixShard
-    bias: nn.Parameter | None
+    alternates: bool = False
+
+    def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
+        super().__init__()
+        self.shard = shard
+        self.bias = nn.Parameter(torch.empty(*shard.stack, shard.size[0]), requires_grad=False) if has_bias else None
 
     @property
     @abstractmethod
     def matrix(self) -> WeightMatrix:
         """The matrix as the kernels take it."""
 
-    def bias_slices(self, layer: str) -> Slices:
-        """Return this rank's slices of the bias; of ranks that divide inputs the first one has it, others zeros."""
-        slices: Slices = {}
-        if self.bias is not None:
-            factor = float(self.shard.inputs.start == 0)
-            for part, outputs, region in self.shard.split(self.bias.data):
-                slices[WeightTarget(f"{layer}.bias", part)] = replace(WeightSlice.of((outputs,), region), factor=factor)
+    @abstractmethod
+    def part_slices(self, outputs: Shard, place: Place) -> dict[str, WeightSlice]:
+        """Return the slices of a projection's tensors but its bias, by their names in the layer."""
+
+    def bias_slices(self, outputs: Shard, place: Place) -> dict[str, WeightSlice]:
+        """Return the slice of a projection's bias; of ranks that divide inputs the first one has it, others zeros."""
+        assert self.bias is not None
+        part = replace(WeightSlice.of((outputs,), place.of(self.bias.data)), factor=float(self.shard.inputs.start == 0))
+        return {"bias": part}
+
+    @override
+    def weight_slices(self, name: str) -> Slices:
+        """Return this rank's slices of each projection, of each expert: nothing of other ranks' experts."""
+        layer, experts, slices = name.rpartition(".")[0], self.shard.experts, Slices()
+        for slices_of in [self.part_slices] if self.bias is None else [self.part_slices, self.bias_slices]:
+            for expert in [None] if experts is None else range(experts.total):
+                made = {part: slices_of(outputs, place) for part, outputs, place in self.shard.projections(expert)}
+                if self.alternates:
+                    from nanovllm.quantization.experts import woven  # noqa: PLC0415
+
+                    made = {None: woven(list(made.values()))}
+                for part, tensors in made.items():
+                    slices |= {WeightTarget(f"{layer}.{tensor}", part, expert): own for tensor, own in tensors.items()}
         return slices
 
     def multiply(
@@ -114,15 +165,12 @@ class DenseWeight(Weight):
     """Values in the dtype of the activations, one for each output and input.
 
     Attributes:
-        values: [outputs of this rank, inputs of this rank].
-        bias: [outputs of this rank], or None.
+        values: [outputs of this rank, inputs of this rank], after the experts of this rank if there are some.
     """
 
     def __init__(self, shard: MatrixShard, has_bias: bool = False) -> None:
-        super().__init__()
-        self.shard = shard
-        self.values = nn.Parameter(torch.empty(shard.size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(shard.size[0]), requires_grad=False) if has_bias else None
+        super().__init__(shard, has_bias)
+        self.values = nn.Parameter(torch.empty(*shard.stack, *shard.size), requires_grad=False)
 
     @property
     @override
@@ -130,13 +178,8 @@ class DenseWeight(Weight):
         return self.values
 
     @override
-    def weight_slices(self, name: str) -> Slices:
-        layer, shard = name.rpartition(".")[0], self.shard
-        slices = {
-            WeightTarget(f"{layer}.weight", part): WeightSlice.of((outputs, shard.inputs), region)
-            for part, outputs, region in shard.split(self.values.data)
-        }
-        return slices | self.bias_slices(layer)
+    def part_slices(self, outputs: Shard, place: Place) -> dict[str, WeightSlice]:
+        return {"weight": WeightSlice.of((outputs, self.shard.inputs), place.of(self.values.data))}
 
     def embed(self, rows: torch.Tensor) -> torch.Tensor:
         """rows: [n] -> [n, inputs], the values of these outputs."""

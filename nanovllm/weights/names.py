@@ -13,8 +13,8 @@ from nanovllm.weights.slices import LoadableModule, Slices, WeightTarget
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
 
-_SCALES = {"weight_scale_inv": "weight_scale", "activation_scale": "input_scale"}
-"""Other names of scales; all are multiplied."""
+_UNUSED = {"input_scale", "activation_scale", "input_global_scale", "weight_shape"}
+"""What products that round rows by themselves, or not at all, do not need of a quantised checkpoint."""
 _KV_SCALES = {
     ("self_attn", "k_scale"): "k_scale", ("k_proj", "output_scale"): "k_scale", ("k_proj", "k_scale"): "k_scale",
     ("self_attn", "v_scale"): "v_scale", ("v_proj", "output_scale"): "v_scale", ("v_proj", "v_scale"): "v_scale",
@@ -62,13 +62,14 @@ class WeightedModel(nn.Module):
     def weight_targets(self, name: str) -> list[WeightTarget]:
         """Map a checkpoint tensor to its targets, which may not exist: consecutive rows; none if it is not needed."""
         # A tied head is the embedding; many checkpoints store it all the same.
-        if self.config.tie_word_embeddings and name == "lm_head.weight":
+        is_tied = self.config.tie_word_embeddings and name == "lm_head.weight"
+        if is_tied or (self.config.quantization is not None and name.rpartition(".")[2] in _UNUSED):
             return []
         # Embedding models are published without a head, and their tensors lack the prefix.
         if not name.startswith(("model.", "lm_head.")):
             name = f"model.{name}"
         path = [self.renamed_modules.get(module, module) for module in name.split(".")]
-        path[-1] = _SCALES.get(path[-1], path[-1])
+        path[-1] = path[-1].replace("weight_scale_inv", "weight_scale")
         module = path[-2] if len(path) >= 2 else ""
         if module == "experts" and self.config.experts is not None:
             # All experts in one tensor, as in transformers' modules and so from trainers.
@@ -76,8 +77,8 @@ class WeightedModel(nn.Module):
         if (scale := _KV_SCALES.get((module, path[-1]))) is not None:
             attention = path[:-2] if module.endswith("_proj") else path[:-1]
             return [WeightTarget(".".join([*attention, "attn.scales", scale]))]
-        if module in self.fused_modules_mapping:
-            return [WeightTarget(".".join(path), part) for part in self.fused_modules_mapping[module]]
+        if (parts := self.fused_modules_mapping.get(module)) is not None:
+            return [WeightTarget(".".join(path), part) for part in parts]
         part = None
         if module in self.packed_modules_mapping:
             path[-2], part = self.packed_modules_mapping[module]

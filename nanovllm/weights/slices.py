@@ -150,3 +150,24 @@ class LoadableModule(nn.Module):
             # For a tensor without memory, `empty_like` imports sympy, which takes as long as loading a small model.
             values = torch.empty(param.shape, dtype=dtype, device=device)
             setattr(self, name, nn.Parameter(values, requires_grad=False))
+
+
+class LoadableVector(LoadableModule):
+    """A tensor of one dimension, whose name in checkpoints is the module's own.
+
+    shard: this rank's items; dtype: float32, or int64, or None for the dtype of the model's activations.
+    """
+
+    def __init__(self, shard: Shard, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.shard, self.param_dtype = shard, dtype
+        self.values = nn.Parameter(torch.empty(shard.size, dtype=dtype), requires_grad=False)
+
+    def weight_slices(self, name: str) -> Slices:
+        """Return this rank's slice of the tensor; integers may be stored in 32 bits."""
+        part = WeightSlice.of((self.shard,), self.values.data)
+        if self.param_dtype == torch.float32:
+            part = part.in_float32()
+        elif self.param_dtype is not None:
+            part = replace(part, dtypes=(torch.int64, torch.int32))
+        return {WeightTarget(name): part}

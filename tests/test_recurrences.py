@@ -33,7 +33,7 @@ Draw = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class DeltaSizes:
-    """Of a gated delta net."""
+    """Sizes of a gated delta net."""
 
     key_heads: int
     group: int
@@ -59,7 +59,7 @@ class DeltaSizes:
 
 @dataclass(frozen=True)
 class MambaSizes:
-    """Of a Mamba-2 mixer."""
+    """Sizes of a Mamba-2 mixer."""
 
     num_heads: int
     size: int
@@ -351,7 +351,7 @@ def check_drafted_rows(
     [(DeltaSizes(2, 2, 16), 1), (DeltaSizes(2, 2, 16), 3), (MambaSizes(2, 48, 2, 16), 2), (None, 4)],
 )
 def test_drafted_rows_are_decoded_tokens(sizes: Sizes | None, num_drafts: int, by_kernels: bool) -> None:
-    """Of both recurrences, and of a convolution alone."""
+    """Both recurrences, and a convolution alone."""
     torch.manual_seed(0)
     layer = Layer(torch.float32, sizes or DeltaSizes(2, 2, 16), num_drafts)
     layer.fill(4)

@@ -24,7 +24,6 @@ import transformers
 
 from nanovllm import LLM
 from nanovllm.client import engine_process
-from nanovllm.kernels.mixers import causal_conv, recurrence
 from nanovllm.runner import worker_processes
 from tests.forked_python import ForkedPython
 
@@ -139,13 +138,6 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         return write_checkpoint(tmp_path_factory.mktemp(architecture), architecture, seed, **changes)
 
     return make
-
-
-@pytest.fixture
-def mixers_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run layers with a state by their Triton kernels."""
-    for module in (causal_conv, recurrence):
-        monkeypatch.setattr(module, "uses_triton", lambda device: True)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention.kv_cache_spec import StateLayout
-from nanovllm.attention.metadata import StateMetadata, StepMetadata, set_step_metadata
 from nanovllm.cli.bench import WeightCounts, shape_folder
 from nanovllm.config import Config
 from nanovllm.configs.model import DeltaNetConfig, ModelConfig
@@ -24,10 +23,8 @@ from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels import gates, qkv_rope_store
 from nanovllm.kernels.e4m3 import dequantize_ref
-from nanovllm.kernels.mixers.states import StatePool, StateRows, StateTiles
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.layers.state import StateLayer
 from nanovllm.models import count_parameters, load_model, make_model
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
@@ -193,59 +190,6 @@ def test_rows_of_states_begin_at_multiples_of_their_size(references: dict[str, t
     layout = StateLayout.of([layer.state_spec(torch.float32) for layer in model.state_layers])
     for layer, places in zip(model.state_layers, layout.places, strict=True):
         assert places["recurrent"] % layer.slice_size == 0
-
-
-class States:
-    """States of one layer in a pool of small parts, which begins as NaN."""
-
-    def __init__(self, layer: StateLayer, dtype: torch.dtype, count: int) -> None:
-        self.layer, tensors = layer, layer.state_spec(dtype)
-        sizes = {name: torch.Size(shape).numel() * kind.itemsize for name, (shape, kind) in tensors.items()}
-        places, end = {}, 64
-        for name, size in sizes.items():
-            places[name] = end // tensors[name][1].itemsize
-            end += size
-        part_bytes, parts = 512, 3
-        self.blocks = -(-end // (part_bytes * parts))
-        shape = parts, self.blocks * count, part_bytes
-        layer.bind(StatePool(torch.full(shape, 255, dtype=torch.uint8)), places)
-        self.tables = torch.randperm(self.blocks * count).to(torch.int32).view(count, self.blocks)
-
-    def run(self, x: torch.Tensor, decodes: list[tuple[int, int]], chunk: tuple[int, int, int]) -> torch.Tensor:
-        """Mix decode rows, given as positions and states, and a chunk: its position, and states read and written."""
-        length, (position, read, write) = len(x) - len(decodes), chunk
-        tables = torch.stack([self.tables[state] for _, state in decodes]) if decodes else self.tables[:0]
-        rows = StateRows(torch.tensor([at for at, _ in decodes], dtype=torch.int32), tables)
-        tiles = [[at, min(64, length - at), 0, -1] for at in range(0, length, 64)]
-        if tiles:
-            tiles[-1][3] = write
-        chunk_row = torch.tensor([[0, position, read, 0, len(tiles)]], dtype=torch.int32)
-        tile_rows = torch.tensor(tiles, dtype=torch.int32).view(-1, 4)
-        states = StateMetadata(rows, StateTiles(tile_rows, chunk_row, self.tables))
-        nothing = torch.empty(0, dtype=torch.int32)
-        metadata = StepMetadata(len(decodes), [], [], nothing, nothing, nothing, nothing, states=states)
-        with set_step_metadata(metadata), torch.inference_mode():
-            positions = torch.zeros(len(x), dtype=torch.int32)
-            mixed: torch.Tensor = self.layer(x, None, None, positions, None)[0]
-        return mixed
-
-
-@pytest.mark.parametrize("name", ["next", "next-odd", "dense-odd", "lfm2", "lfm2-moe", "granite", "bamba"])
-def test_layer_equals_transformers(references: dict[str, tuple[Path, Any]], name: str) -> None:
-    """A prompt in two chunks, then decode steps, one of them beside another prompt's first chunk."""
-    folder, model = references[name]
-    mixers = (getattr(layer, key, None) for layer in model.model.layers for key in ("linear_attn", "conv", "mamba"))
-    reference = next(mixer for mixer in mixers if mixer is not None)
-    x, other = torch.randn(2, 100, model.config.hidden_size)
-    with torch.inference_mode():
-        expected, expected_other = (reference(tokens[None])[0] for tokens in (x, other))
-    states = States(load(folder).state_layers[0], torch.float32, 4)
-    outs = [states.run(x[:70], [], (0, -1, 2)), states.run(x[70:97], [], (70, 2, 3))]
-    outs.append(states.run(x[97:98], [(97, 3)], (0, -1, -1)))
-    both = states.run(torch.cat((x[98:99], other)), [(98, 3)], (0, -1, 0))
-    outs += [both[:1], states.run(x[99:], [(99, 3)], (0, -1, -1))]
-    torch.testing.assert_close(torch.cat(outs), expected, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(both[1:], expected_other, rtol=1e-4, atol=1e-5)
 
 
 def write_wrapper(folder: Path, model: Any, **changes: Any) -> dict[str, torch.Tensor]:
@@ -491,7 +435,6 @@ def test_slices_of_states_lie_in_one_part_of_a_block(references: dict[str, tuple
     """A GPU's kernels compute an address for each slice; a part of 24 elements ends within one of 16."""
     with torch.device("meta"):
         layer = make_model(ModelConfig.from_folder(str(references[name][0])), Communicator()).state_layers[0]
-    view = SimpleNamespace(elements=torch.empty(1, 1, 24))
-    pool: Any = SimpleNamespace(elements=SimpleNamespace(is_cuda=True), view=lambda dtype: view)
+    pool: Any = SimpleNamespace(is_cuda=True, view=lambda dtype: torch.empty(1, 1, 24))
     with pytest.raises(ValueError, match="kvcache_block_size is too small"):
         layer.bind(pool, {})

@@ -97,5 +97,5 @@ def test_padding_has_no_state() -> None:
     request = NewRequest(1, [[5], [6, 7, 8]], 3, 0.0, 0)
     batch = ScheduledBatch(new_requests=[request], rows=Rows.of_one_token(np.array([1], np.int32)))
     step = builder.send(batch, StepShape(3))
-    states = builder.gather(step).metadata.states
-    assert states is not None and states.rows.tables.tolist() == [[6, 7, 8], [-1] * 3, [-1] * 3]
+    rows = builder.gather(step).metadata.state_rows
+    assert rows is not None and rows.tables.tolist() == [[6, 7, 8], [-1] * 3, [-1] * 3]

@@ -48,20 +48,17 @@ class StateLayout:
 
     @classmethod
     def of(cls, specs: Sequence[StateSpec]) -> StateLayout:
-        """Lay out the tensors of layers; the widest elements come first, so that all are aligned.
+        """Lay out the tensors of layers with equal names: all layers' first ones, all second ones, and so on.
 
-        Of equal width, each layer's first tensor comes before all second ones: one row is as long as another there.
+        Rows of a recurrence, whose tensor is the first, therefore begin at multiples of their length.
         """
-        tensors = [
-            (-tensor[1].itemsize, number, i, name, tensor)
-            for i, spec in enumerate(specs)
-            for number, (name, tensor) in enumerate(spec.items())
-        ]
         places: list[dict[str, int]] = [{} for _ in specs]
         end = 0
-        for *_, i, name, (shape, dtype) in sorted(tensors, key=lambda tensor: tensor[:2]):
-            places[i][name] = end // dtype.itemsize
-            end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        for name in specs[0] if specs else ():
+            for spec, own in zip(specs, places, strict=True):
+                shape, dtype = spec[name]
+                own[name] = end // dtype.itemsize
+                end += -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         return cls(tuple(places), end)
 
 

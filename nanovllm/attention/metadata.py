@@ -17,14 +17,6 @@ if TYPE_CHECKING:
     from nanovllm.kernels.mixers.states import StateRows, StateTiles
 
 
-@dataclass(frozen=True)
-class StateMetadata:
-    """The states that a step's tokens start from and leave: of its decode rows, and of its prompt tokens."""
-
-    rows: StateRows
-    tiles: StateTiles
-
-
 @dataclass
 class StepMetadata:
     """The rows of one forward pass: `num_decodes` decode rows of `num_queries` tokens each, then prompt chunks.
@@ -45,7 +37,7 @@ class StepMetadata:
         variant: what `AttentionBackend.plan_host` returned.
         num_queries: tokens of each decode row, the last of its context; where it has fewer new ones, they come last.
         plan: set by `AttentionBackend.plan`.
-        states: None if no layer keeps any.
+        state_rows, state_tiles: states of the decode rows and of the chunks; None if no layer keeps any.
     """
 
     num_decodes: int
@@ -60,7 +52,8 @@ class StepMetadata:
     variant: Hashable = None
     num_queries: int = 1
     plan: Any = None
-    states: StateMetadata | None = None
+    state_rows: StateRows | None = None
+    state_tiles: StateTiles | None = None
 
     @property
     def num_row_tokens(self) -> int:

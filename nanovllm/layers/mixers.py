@@ -6,17 +6,16 @@ groups of heads that share keys and queries.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from nanovllm.attention.kv_cache_spec import StateSpec
-from nanovllm.kernels.mixers.causal_conv import causal_conv, causal_conv_rows, store_rings
-from nanovllm.kernels.mixers.states import StatePool, StateRows, StateTiles
+from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule
+from nanovllm.kernels.mixers.mamba2 import StateSpace
 from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanovllm.layers.state import ConvFilters, StateLayer
@@ -26,11 +25,12 @@ from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightT
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
-    from nanovllm.kernels.mixers.recurrence import Recurrence
 
 
 class ShortConv(StateLayer):
     """LFM2's token mixer: `o_proj(c * conv(b * x))`, where b, c and x are projections of its input."""
+
+    has_silu = False
 
     def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
         super().__init__()
@@ -49,16 +49,7 @@ class ShortConv(StateLayer):
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
         projected, total = self.in_proj(x, norm, residual)
         b, c, inner = projected.chunk(3, 1)
-        gated = b * inner
-        return c * self.run([gated], self._step, self._prompt), total
-
-    def _step(self, x: torch.Tensor, rows: StateRows) -> torch.Tensor:
-        return causal_conv_rows(x, self.conv1d.weight.squeeze(1), None, self.conv, rows, silu=False)
-
-    def _prompt(self, x: torch.Tensor, tiles: StateTiles) -> torch.Tensor:
-        out = causal_conv(x, self.conv1d.weight.squeeze(1), None, self.conv, tiles, silu=False)
-        store_rings(x, self.conv1d.width, self.conv, tiles)
-        return out
+        return c * self.run(self.conv, b * inner), total
 
 
 class RecurrentLayer(StateLayer, LoadableModule):
@@ -74,14 +65,15 @@ class RecurrentLayer(StateLayer, LoadableModule):
     HEAD_PARAMS: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
     param_dtype = torch.float32
 
-    heads: Shard
-    state_shape: tuple[int, int, int]
-    recurrence: Recurrence
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+    recurrence: DeltaRule | StateSpace
 
-    def make_head_params(self) -> None:
-        """Create the parameters of heads."""
+    def __init__(self, heads: Shard, state_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.heads, self.state_shape = heads, state_shape
         for name in self.HEAD_PARAMS:
-            setattr(self, name, nn.Parameter(torch.empty(self.heads.size), requires_grad=False))
+            setattr(self, name, nn.Parameter(torch.empty(heads.size), requires_grad=False))
 
     @override
     def weight_slices(self, name: str) -> Slices:
@@ -93,19 +85,6 @@ class RecurrentLayer(StateLayer, LoadableModule):
     @override
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
         return {"recurrent": (self.state_shape, torch.float32), **super().state_spec(dtype)}
-
-    @abstractmethod
-    def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:
-        """Return the layer as kernels take it; common: arguments that all recurrences have."""
-
-    @override
-    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
-        super().bind(pool, places)
-        self.recurrence = self.make_recurrence({
-            "conv_weight": self.conv1d.weight.squeeze(1), "conv_bias": self.conv1d.bias, "a_log": self.A_log,
-            "dt_bias": self.dt_bias, "conv": self.conv, "pool": pool.view(torch.float32),
-            "first": places["recurrent"], "shape": self.state_shape, "kept": self.kept,
-        })  # fmt: skip
 
     @override
     def unbind(self) -> None:
@@ -128,13 +107,11 @@ class GatedDeltaNet(RecurrentLayer):
     """A convolution of queries, keys and values, the gated delta rule, and a norm with a gate; heads are of values."""
 
     def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
-        super().__init__()
         assert config.delta_net is not None and shard.key_heads is not None
-        sizes = self.sizes = config.delta_net
-        self.slice_size = sizes.value_size
-        heads, by_head = shard.key_heads, config.architecture.delta_net == "heads"
-        self.num_key_heads, self.heads = heads.size, heads.times(sizes.group)
-        self.state_shape = self.heads.size, sizes.key_size, sizes.value_size
+        sizes, heads = config.delta_net, shard.key_heads
+        super().__init__(heads.times(sizes.group), (heads.size * sizes.group, sizes.key_size, sizes.value_size))
+        self.sizes, self.slice_size, self.num_key_heads = sizes, sizes.value_size, heads.size
+        by_head = config.architecture.delta_net == "heads"
         hidden_size, quant_config, value_size = config.hidden_size, config.quantization, sizes.group * sizes.value_size
         per_head = {"q": sizes.key_size, "k": sizes.key_size, "v": value_size, "z": value_size}
         qkvz, ba = dict[str | None, Shard](), dict[str | None, Shard]()
@@ -152,17 +129,18 @@ class GatedDeltaNet(RecurrentLayer):
         )
         self.conv1d = ConvFilters({name: heads.times(per_head[name]) for name in ("q", "k", "v")}, sizes.conv_width)
         self.kept_size = self.conv1d.channels + 2 * self.heads.size
-        self.make_head_params()
         self.norm = RMSNorm(sizes.value_size, config.rms_norm_eps)
         self.o_proj = RowParallelLinear(
             heads.times(value_size), hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
         )
 
     @override
-    def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:
-        from nanovllm.kernels.mixers.gated_delta_rule import DeltaRule  # noqa: PLC0415
-
-        return DeltaRule(num_key_heads=self.num_key_heads, norm_weight=self.norm.weight, eps=self.norm.eps, **common)
+    def bind(self, pool: torch.Tensor, places: Mapping[str, int]) -> None:
+        super().bind(pool, places)
+        self.recurrence = DeltaRule(
+            conv=self.conv, state=self.states["recurrent"], a_log=self.A_log, dt_bias=self.dt_bias, kept=self.kept,
+            norm_weight=self.norm.weight, eps=self.norm.eps, num_key_heads=self.num_key_heads,
+        )  # fmt: skip
 
     @override
     def mix(self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> Stream:
@@ -174,7 +152,7 @@ class GatedDeltaNet(RecurrentLayer):
         ba, _ = self.in_proj_ba(x if norm is None or total is None else total, norm)
         channels = self.conv1d.channels
         x, z = qkvz[:, :channels], qkvz[:, channels:].unflatten(1, (self.heads.size, self.sizes.value_size))
-        return self.run((x, ba, z), self.recurrence.step, self.recurrence.prompt).flatten(1), total
+        return self.run(self.recurrence, x, ba, z).flatten(1), total
 
 
 class Mamba(RecurrentLayer):
@@ -185,34 +163,31 @@ class Mamba(RecurrentLayer):
     D: nn.Parameter
 
     def __init__(self, config: ModelConfig, shard: ModelShard, prefix: str) -> None:
-        super().__init__()
         assert config.mamba is not None and shard.mamba_groups is not None
         sizes, groups, quant_config = config.mamba, shard.mamba_groups, config.quantization
+        heads = groups.times(sizes.num_heads // sizes.num_groups)
+        super().__init__(heads, (heads.size, sizes.state_size, sizes.head_size))
         self.sizes, self.groups, self.slice_size = sizes, groups, sizes.head_size & -sizes.head_size
-        self.heads = groups.times(sizes.num_heads // sizes.num_groups)
-        inner, keys = self.heads.times(sizes.head_size), groups.times(sizes.state_size)
+        inner, keys = heads.times(sizes.head_size), groups.times(sizes.state_size)
         channels: dict[str | None, Shard] = {"x": inner, "b": keys, "c": keys}
-        self.state_shape = self.heads.size, sizes.state_size, sizes.head_size
         self.in_proj = MergedColumnParallelLinear(
-            config.hidden_size, {"z": inner, **channels, "dt": self.heads}, quant_config=quant_config,
+            config.hidden_size, {"z": inner, **channels, "dt": heads}, quant_config=quant_config,
             prefix=f"{prefix}.in_proj",
         )  # fmt: skip
         self.conv1d = ConvFilters(channels, sizes.conv_width, sizes.has_conv_bias)
-        self.kept_size = self.conv1d.channels + self.heads.size
-        self.make_head_params()
+        self.kept_size = self.conv1d.channels + heads.size
         self.norm = RMSNorm(inner, sizes.norm_eps) if sizes.has_norm else None
         self.o_proj = RowParallelLinear(
             inner, config.hidden_size, quant_config=quant_config, prefix=f"{prefix}.out_proj"
         )
 
     @override
-    def make_recurrence(self, common: Mapping[str, Any]) -> Recurrence:
-        from nanovllm.kernels.mixers.mamba2 import StateSpace  # noqa: PLC0415
-
-        norm_weight = None if self.norm is None else self.norm.weight
-        return StateSpace(
-            num_groups=self.groups.size, d=self.D, step_limits=self.sizes.step_limits, norm_weight=norm_weight,
-            eps=self.sizes.norm_eps, **common,
+    def bind(self, pool: torch.Tensor, places: Mapping[str, int]) -> None:
+        super().bind(pool, places)
+        self.recurrence = StateSpace(
+            conv=self.conv, state=self.states["recurrent"], a_log=self.A_log, dt_bias=self.dt_bias, kept=self.kept,
+            norm_weight=None if self.norm is None else self.norm.weight, eps=self.sizes.norm_eps,
+            num_groups=self.groups.size, d=self.D, step_limits=self.sizes.step_limits,
         )  # fmt: skip
 
     @override
@@ -220,7 +195,7 @@ class Mamba(RecurrentLayer):
         projected, total = self.in_proj(x, norm, residual)
         heads, size = self.heads.size, self.sizes.head_size
         z, channels, dt = projected.split([heads * size, self.conv1d.channels, heads], 1)
-        return self.run((channels, dt, z), self.recurrence.step, self.recurrence.prompt), total
+        return self.run(self.recurrence, channels, dt, z), total
 
 
 class ParallelMixer(nn.Module):

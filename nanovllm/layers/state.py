@@ -6,7 +6,7 @@ All begin with a short convolution.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +22,9 @@ from nanovllm.quantization.weight import MatrixShard, Stream
 from nanovllm.weights.slices import LoadableModule, Slices, WeightSlice, WeightTarget
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.mixers.states import ConvState, StatePool
+    from nanovllm.kernels.mixers.causal_conv import CausalConv
+    from nanovllm.kernels.mixers.recurrence import Recurrence
+    from nanovllm.kernels.mixers.states import StateTensor
 
 
 class ConvFilters(LoadableModule):
@@ -55,16 +57,18 @@ class StateLayer(nn.Module, ABC):
         num_drafts: of a row of the engine, at most.
         kept_size: elements that the recurrence reads of a token.
         kept: in engines with drafts, [num_slots + 1, 2 * (1 + num_drafts), kept_size]; see `StateRows`.
-        conv1d: filters of the convolution.
-        conv: where its inputs are kept, between `bind` and `unbind`.
+        conv1d: filters of the convolution, and has_silu: whether SiLU follows.
+        conv, states: the convolution and the tensors of `state_spec`, between `bind` and `unbind`.
         o_proj: the last product.
     """
 
     slice_size = 1
     num_drafts = kept_size = 0
     kept: torch.Tensor | None = None
+    has_silu = True
     conv1d: ConvFilters
-    conv: ConvState
+    conv: CausalConv
+    states: Mapping[str, StateTensor]
     o_proj: RowParallelLinear
 
     def state_spec(self, dtype: torch.dtype) -> StateSpec:
@@ -85,21 +89,26 @@ class StateLayer(nn.Module, ABC):
             out, residual = out[rows], None if residual is None else residual[rows]
         return self.o_proj(out, residual)
 
-    def bind(self, pool: StatePool, places: Mapping[str, int]) -> None:
+    def bind(self, pool: torch.Tensor, places: Mapping[str, int]) -> None:
         """Give the layer the memory of states; ValueError if blocks are too small for it.
 
-        places: where the layer's tensors begin in a state, in elements of each one's dtype, by the names of its spec.
+        pool: see `StateTensor`, in bytes; places: where the tensors of the layer's spec begin in a state, in elements.
         """
-        if pool.elements.is_cuda and pool.view(torch.float32).elements.shape[2] % self.slice_size:
+        if pool.is_cuda and pool.view(torch.float32).shape[2] % self.slice_size:
             raise ValueError("kvcache_block_size is too small: a row of a state would lie in two parts of a block")
-        from nanovllm.kernels.mixers.states import ConvState  # noqa: PLC0415
+        from nanovllm.kernels.mixers.causal_conv import CausalConv  # noqa: PLC0415
+        from nanovllm.kernels.mixers.states import StateTensor  # noqa: PLC0415
 
-        filters = self.conv1d
-        self.conv = ConvState(pool.view(filters.weight.dtype), places["conv"], filters.width + self.num_drafts)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        tensors = self.state_spec(weight.dtype)
+        self.states = {
+            name: StateTensor(pool.view(dtype), places[name], shape) for name, (shape, dtype) in tensors.items()
+        }
+        self.conv = CausalConv(weight, bias, self.states["conv"], self.has_silu)
 
     def unbind(self) -> None:
         """Take from the layer what `bind` gave it."""
-        del self.conv
+        del self.conv, self.states
 
     def keep_drafts(self, num_drafts: int, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         """Prepare for rows with drafts, and allocate `kept`, if it is needed; dtype: of the activations."""
@@ -108,19 +117,17 @@ class StateLayer(nn.Module, ABC):
             # Tokens of this step and of the previous one.
             self.kept = torch.zeros(num_slots + 1, 2 * (1 + num_drafts), self.kept_size, dtype=dtype, device=device)
 
-    def run(
-        self, inputs: Sequence[torch.Tensor], step: Callable[..., torch.Tensor], prompt: Callable[..., torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the outputs of `step` for the decode rows among a step's tokens, and of `prompt` for its chunks.
+    def run(self, op: CausalConv | Recurrence, *inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of `op.step` for the decode rows among a step's tokens, and of `op.prompt` for its chunks.
 
-        inputs: [num_tokens, size] each. The functions take the inputs of some tokens, and the rows or the tiles of
-        `StateMetadata`.
+        inputs: [num_tokens, ...] each, the op's arguments before the rows or the tiles.
         """
         metadata, outs = get_step_metadata(), list[torch.Tensor]()
-        states, num_row_tokens = metadata.states, metadata.num_row_tokens
-        assert states is not None
+        num_row_tokens = metadata.num_row_tokens
+        step: Callable[..., torch.Tensor] = op.step
+        prompt: Callable[..., torch.Tensor] = op.prompt
         if num_row_tokens:
-            outs.append(step(*(x[:num_row_tokens] for x in inputs), states.rows))
+            outs.append(step(*(x[:num_row_tokens] for x in inputs), metadata.state_rows))
         if num_row_tokens < len(inputs[0]):
-            outs.append(prompt(*(x[num_row_tokens:] for x in inputs), states.tiles))
+            outs.append(prompt(*(x[num_row_tokens:] for x in inputs), metadata.state_tiles))
         return outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nanovllm.attention.backend import AttentionBackend
-from nanovllm.attention.metadata import StateMetadata, StepMetadata
+from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
 from nanovllm.kernels.drafts import gather_drafted_rows
 from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
@@ -397,7 +397,8 @@ class BatchBuilder:
             decodes = gather_decode_rows(state, slots, self.block_size)
         metadata = self._metadata(step, decodes)
         if self._num_state_blocks:
-            metadata.states = self._state_metadata(slots, is_new, decodes, prompts)
+            metadata.state_rows = self._state_rows(slots, is_new, decodes, prompts)
+            metadata.state_tiles = self._state_tiles(prompts)
         token_ids, positions, sample_slots, sample_indices = decodes.token_ids, decodes.positions, slots, None
         sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
         if shape.num_chunks:
@@ -458,23 +459,25 @@ class BatchBuilder:
         padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
         return torch.cat((slots, padded[chunks]))
 
-    def _state_metadata(
-        self, slots: torch.Tensor, is_new: torch.Tensor | None, decodes: DecodeRows, prompts: PromptArrays
-    ) -> StateMetadata:
-        """Return the states of a step; sequences own the states in their tables, and overwrite them."""
+    def _state_tiles(self, prompts: PromptArrays) -> StateTiles:
+        """Return the states of the chunks: sequences own the ones in their tables, and overwrite them."""
         num_blocks = self._num_state_blocks
-        tables = decodes.block_tables[-1][:, :num_blocks]
         kept = prompts.kept_states.view(len(prompts.kept_states) // num_blocks, num_blocks)
-        prompt_tables = torch.cat((self.slots.tensors.block_tables[prompts.slots, -1, :num_blocks], kept))
+        tables = torch.cat((self.slots.tensors.block_tables[prompts.slots, -1, :num_blocks], kept))
         chunks = prompts.state_chunks.view(len(prompts.slots), 5)
-        tiles = StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, prompt_tables)
+        return StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, tables)
+
+    def _state_rows(
+        self, slots: torch.Tensor, is_new: torch.Tensor | None, decodes: DecodeRows, prompts: PromptArrays
+    ) -> StateRows:
+        """Return the states of the decode rows."""
+        tables = decodes.block_tables[-1][:, : self._num_state_blocks]
         if self.num_pending is None:
-            return StateMetadata(StateRows(decodes.positions, tables), tiles)
+            return StateRows(decodes.positions, tables)
         # A chunk stores its states at once.
         self.num_pending.index_fill_(0, prompts.slots.long(), 0)
         is_row = (slots != self.slots.padding_slot).unsqueeze(1)
         positions, is_new = self.slots.tensors.num_computed[slots], is_row if is_new is None else is_new & is_row
-        rows = StateRows(
+        return StateRows(
             positions, tables, is_new.shape[1], slots, self.num_pending[slots], is_new.sum(1, dtype=torch.int32)
         )
-        return StateMetadata(rows, tiles)

@@ -13,7 +13,6 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.kv_cache_groups import KVCacheGroup
 from nanovllm.attention.kv_cache_spec import NO_STATES, Paged, StateLayout
-from nanovllm.kernels.mixers.states import StatePool
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.state import StateLayer
@@ -46,14 +45,14 @@ class CacheTensors:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def state_pool(self) -> StatePool:
-        """Return the same memory for states in whole blocks; a ValueError if keys and values differ in size."""
+    def state_pool(self) -> torch.Tensor:
+        """Return the same memory in bytes, see `StateTensor`; a ValueError if keys and values differ in size."""
         if self.keys.shape != self.values.shape:
             raise ValueError("states need keys and values of one size")
         num_layers, num_blocks = self.keys.shape[:2]
         shape, stride = (2 * num_layers, *self.keys.shape[1:]), self.keys.stride()
         both = self.keys.as_strided(shape, stride)
-        return StatePool(both.view(torch.uint8).view(2 * num_layers, num_blocks, -1))
+        return both.view(torch.uint8).view(2 * num_layers, num_blocks, -1)
 
     @classmethod
     def zeros(

@@ -6,11 +6,14 @@ weight of a filter, and for each draft of a row, so that a token overwrites no i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch.nn import functional
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, uses_triton, wait_for_previous
-from nanovllm.kernels.mixers.states import TILE, ConvState, StateRows, StateTiles
+from nanovllm.kernels.mixers.states import TILE, StateRows, StateTensor, StateTiles
 
 _BLOCK = 64
 """Channels of a program with prompt tokens."""
@@ -18,58 +21,127 @@ _ROW_BLOCK = 256
 """Channels of a program with a row of one token."""
 
 
-def causal_conv_ref(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
-                    tiles: StateTiles, silu: bool = True) -> torch.Tensor:  # fmt: skip
-    """Plain torch form of `causal_conv`."""
-    width, out = weight.shape[1], torch.zeros_like(x)
-    for first, position, read, first_tile, num_tiles in tiles.chunks.tolist():
-        if not num_tiles:
-            continue
-        num_tokens = int(tiles.tiles[first_tile : first_tile + num_tiles, 1].sum())
-        before = conv_inputs(x, state, None if read < 0 else tiles.tables[read], position, width)
-        inputs = torch.cat((before, x[first : first + num_tokens]))
-        out[first : first + num_tokens] = convolve(inputs.unfold(0, width, 1), weight, bias, silu)
-    return out
+@dataclass(frozen=True)
+class CausalConv:
+    """The convolution of a layer.
 
+    Attributes:
+        weight: [channels, width], contiguous, the last column for a token itself; bias: [channels] or None.
+        inputs: the rings in states, [entries, channels].
+        silu: whether outputs go through SiLU.
+    """
 
-def conv_inputs(
-    x: torch.Tensor, state: ConvState, table: torch.Tensor | None, position: int, width: int
-) -> torch.Tensor:
-    """Return the inputs of the tokens before a position, [width - 1, channels], zeros before the sequence."""
-    before = x.new_zeros(width - 1, x.shape[1])
-    if table is not None:
-        ring = state.pool.read(state.first, (state.size, x.shape[1]), table)
-        for i, at in enumerate(range(position - width + 1, position)):
-            if at >= 0:
-                before[i] = ring[at % state.size]
-    return before
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    inputs: StateTensor
+    silu: bool = True
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Arguments of kernels."""
+        channels, width = self.weight.shape
+        return {"CHANNELS": channels, "WIDTH": width, "RING": self.inputs.shape[0], **self.inputs.arguments}
 
-def write_inputs(x: torch.Tensor, state: ConvState, table: torch.Tensor, position: int) -> None:
-    """Overwrite the inputs of consecutive tokens, [num_tokens, channels], from a position on; none before 0."""
-    for at, row in enumerate(x, position):
-        if at >= 0:
-            state.pool.write(state.first + at % state.size * x.shape[1], row, table)
+    def prompt(self, x: torch.Tensor, tiles: StateTiles, stores: bool = True) -> torch.Tensor:
+        """Convolve prompt tokens, and store the inputs before the end of each tile that writes a state.
 
+        x: [num_tokens, channels], channels contiguous; stores: False if a scan that follows stores them, on devices
+        with Triton. Outputs are not set where no tile has a token.
+        """
+        if not uses_triton(x.device):
+            return self.prompt_ref(x, tiles)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        assert x.stride(1) == 1 and self.weight.is_contiguous() and tiles.tables.is_contiguous()
+        programs, options = triton.cdiv(x.shape[1], _BLOCK), {"BLOCK": _BLOCK, **self.sizes, **pdl_options(x.device)}
+        _causal_conv_kernel[(len(tiles.tiles), programs)](
+            x, self.weight, self.bias, out, tiles_ptr=tiles.tiles, chunks_ptr=tiles.chunks, tables_ptr=tiles.tables,
+            x_stride=x.stride(0), table_stride=tiles.tables.stride(0), SILU=self.silu, TILE=TILE, num_warps=4,
+            **options,
+        )  # fmt: skip
+        if stores:
+            _store_rings_kernel[(len(tiles.chunks), programs)](
+                x, tiles_ptr=tiles.tiles, chunks_ptr=tiles.chunks, tables_ptr=tiles.tables, x_stride=x.stride(0),
+                table_stride=tiles.tables.stride(0), num_warps=2, **options,
+            )  # fmt: skip
+        return out
 
-def convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool = True) -> torch.Tensor:
-    """Return [num_tokens, channels] of windows, [num_tokens, channels, width]; computed in float32."""
-    total = (windows.float() * weight.float()).sum(-1)
-    total = total if bias is None else total + bias.float()
-    return (functional.silu(total) if silu else total).to(windows.dtype)
+    def prompt_ref(self, x: torch.Tensor, tiles: StateTiles) -> torch.Tensor:
+        """Plain torch form of `prompt`, which stores the inputs."""
+        out, stored, num_before = torch.zeros_like(x), [], self.weight.shape[1] - 1
+        for first, count, chunk, write in tiles.tiles.tolist():
+            if count:
+                start, position, read, *_ = tiles.chunks[chunk].tolist()
+                ring = None if read < 0 else self.inputs.read(tiles.tables[read])
+                before = self.inputs_before(position, ring)[first - start :]
+                inputs = torch.cat((before, x[max(start, first - num_before) : first + count]))
+                out[first : first + count] = self.convolve(inputs)
+                if write >= 0:
+                    stored.append((inputs[count:], tiles.tables[write], position + first - start + count))
+        # Other tiles may begin with the states that are overwritten.
+        for inputs, table, end in stored:
+            self.inputs.write(self.with_inputs(self.inputs.read(table), inputs, end), table)
+        return out
 
+    def step(
+        self, x: torch.Tensor, rows: StateRows, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Convolve the new tokens of decode rows, and store their inputs.
 
-def store_rings_ref(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles) -> None:
-    """Plain torch form of `store_rings`."""
-    rings = []
-    for first, count, chunk, write in tiles.tiles.tolist():
-        if count and write >= 0:
-            start, position, read, *_ = tiles.chunks[chunk].tolist()
-            before = conv_inputs(x, state, None if read < 0 else tiles.tables[read], position, width)
-            inputs = torch.cat((before, x[start : first + count]))[1 - width :]
-            rings.append((write, position + first - start + count, inputs))
-    for write, end, inputs in rings:
-        write_inputs(inputs, state, tiles.tables[write], end - width + 1)
+        x: [num_rows * per_row, channels], channels contiguous; gates: [num_rows * per_row, size], further inputs of a
+        recurrence. Returns [num_rows * per_row, channels], zeros for tokens that are not new, or `kept` (see
+        `StateRows`), which takes each token's outputs, and then its gates.
+        """
+        if not uses_triton(x.device):
+            return self.step_ref(x, rows, gates, kept)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if kept is None else kept
+        tokens = triton.next_power_of_2(rows.per_row)
+        block = max(_BLOCK, _ROW_BLOCK // tokens)
+        gates_stride, num_gates, entries = 0, 0, 0
+        if kept is not None:
+            assert gates is not None
+            gates_stride, num_gates, entries = gates.stride(0), gates.shape[1], kept.shape[1]
+        assert x.stride(1) == 1 and self.weight.is_contiguous() and out.is_contiguous()
+        _causal_conv_rows_kernel[(len(rows.tables), triton.cdiv(x.shape[1], block))](
+            x, gates, self.weight, self.bias, out, slots_ptr=rows.slots, positions_ptr=rows.positions,
+            num_new_ptr=rows.num_new, tables_ptr=rows.tables, x_stride=x.stride(0), gates_stride=gates_stride,
+            table_stride=rows.tables.stride(0), GATES=num_gates, ENTRIES=entries, PER_ROW=rows.per_row, TOKENS=tokens,
+            SILU=self.silu, BLOCK=block, num_warps=4, **self.sizes, **pdl_options(x.device),
+        )  # fmt: skip
+        return out
+
+    def step_ref(
+        self, x: torch.Tensor, rows: StateRows, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Plain torch form of `step`."""
+        out = torch.zeros_like(x)
+        for row, position, new in rows.present():
+            ring, end = self.inputs.read(rows.tables[row]), position + new.stop - new.start
+            out[new] = self.convolve(torch.cat((self.inputs_before(position, ring), x[new])))
+            self.inputs.write(self.with_inputs(ring, x[new], end), rows.tables[row])
+            if kept is not None:
+                assert rows.slots is not None and gates is not None
+                entries = torch.arange(position, end, device=x.device) % kept.shape[1]
+                kept[rows.slots[row].long(), entries] = torch.cat((out[new], gates[new]), 1)
+        return out if kept is None else kept
+
+    def convolve(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return outputs, [num_tokens, channels], computed in float32; inputs: also of the width - 1 tokens before."""
+        total = (inputs.unfold(0, self.weight.shape[1], 1).float() * self.weight.float()).sum(-1)
+        total = total if self.bias is None else total + self.bias.float()
+        return (functional.silu(total) if self.silu else total).to(inputs.dtype)
+
+    def inputs_before(self, position: int, ring: torch.Tensor | None) -> torch.Tensor:
+        """Return the inputs of the tokens before a position, [width - 1, channels], zeros before the sequence."""
+        at = torch.arange(position - self.weight.shape[1] + 1, position, device=self.weight.device)
+        if ring is None:
+            return self.inputs.pool.new_zeros(len(at), len(self.weight))
+        return ring[at % len(ring)].where((at >= 0).unsqueeze(1), 0)
+
+    def with_inputs(self, ring: torch.Tensor, x: torch.Tensor, end: int) -> torch.Tensor:
+        """Return a ring with the inputs of the tokens before a position, [num_tokens, channels]; none before 0."""
+        at = torch.arange(end - len(x), end, device=x.device)
+        ring[at[at >= 0] % len(ring)] = x[at >= 0]
+        return ring
 
 
 @jit
@@ -89,7 +161,7 @@ def state_ptrs(pool_ptr, table_ptr, lines, columns, part_stride, PARTS: tl.const
 
 @jit
 def inputs_at(
-    x_ptr, state_ptr, tables_ptr, tokens, channels, mask, chunk_first, position, read, first, x_stride, table_stride,
+    x_ptr, pool_ptr, tables_ptr, tokens, channels, mask, chunk_first, position, read, first, x_stride, table_stride,
     part_stride, CHANNELS: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Return a chunk's inputs, float32; tokens before its first one are in the state `read`, or are zeros."""
@@ -100,13 +172,13 @@ def inputs_at(
     index = first + tl.maximum(at, 0) % RING * CHANNELS + channels
     stored = mask & (at >= 0) & (tokens < chunk_first)
     block = tl.load(table_ptr + index // (PARTS * PART_SIZE), mask=stored, other=0)
-    before = tl.load(state_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
+    before = tl.load(pool_ptr + place(index, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
     return tl.where(inside, x, before).to(tl.float32)
 
 
 @jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _causal_conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, pool_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride,
     part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, SILU: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +201,7 @@ def _causal_conv_kernel(
                 x = tl.load(x_ptr + sources.to(tl.int64) * x_stride + channels[None, :], mask=valid, other=0.0)
                 x = x.to(tl.float32)
             else:
-                x = inputs_at(x_ptr, state_ptr, tables_ptr, sources, channels[None, :], valid, chunk_first, position,
+                x = inputs_at(x_ptr, pool_ptr, tables_ptr, sources, channels[None, :], valid, chunk_first, position,
                               read, first, x_stride, table_stride, part_stride,
                               CHANNELS, RING, PARTS, PART_SIZE)  # fmt: skip
             weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=mask, other=0.0).to(tl.float32)
@@ -141,7 +213,7 @@ def _causal_conv_kernel(
 
 @jit
 def store_ring(
-    x_ptr, state_ptr, tables_ptr, write, end, channels, mask, chunk_first, position, read, first, x_stride,
+    x_ptr, pool_ptr, tables_ptr, write, end, channels, mask, chunk_first, position, read, first, x_stride,
     table_stride, part_stride,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -149,18 +221,18 @@ def store_ring(
     for back in tl.static_range(1, WIDTH):
         at = position + end - back - chunk_first
         if at >= 0:
-            x = inputs_at(x_ptr, state_ptr, tables_ptr, end - back + tl.zeros_like(channels), channels, mask,
+            x = inputs_at(x_ptr, pool_ptr, tables_ptr, end - back + tl.zeros_like(channels), channels, mask,
                           chunk_first, position, read, first, x_stride, table_stride, part_stride,
                           CHANNELS, RING, PARTS, PART_SIZE)  # fmt: skip
             index = first + at % RING * CHANNELS + channels
             block = tl.load(tables_ptr + write * table_stride + index // (PARTS * PART_SIZE), mask=mask, other=0)
             offsets = place(index, block, part_stride, PARTS, PART_SIZE)
-            tl.store(state_ptr + offsets, x.to(state_ptr.dtype.element_ty), mask=mask)
+            tl.store(pool_ptr + offsets, x.to(pool_ptr.dtype.element_ty), mask=mask)
 
 
 @jit(unaligned=["tiles_ptr", "chunks_ptr", "tables_ptr"])
 def _store_rings_kernel(
-    x_ptr, state_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride, part_stride,
+    x_ptr, pool_ptr, tiles_ptr, chunks_ptr, tables_ptr, first, x_stride, table_stride, part_stride,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
     PART_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -174,67 +246,14 @@ def _store_rings_kernel(
         end = tl.load(tiles_ptr + tile * 4) + tl.load(tiles_ptr + tile * 4 + 1)
         write = tl.load(tiles_ptr + tile * 4 + 3)
         if write >= 0:
-            store_ring(x_ptr, state_ptr, tables_ptr, write, end, channels, channels < CHANNELS, chunk_first, position,
+            store_ring(x_ptr, pool_ptr, tables_ptr, write, end, channels, channels < CHANNELS, chunk_first, position,
                        read, first, x_stride, table_stride, part_stride,
                        CHANNELS, WIDTH, RING, PARTS, PART_SIZE)  # fmt: skip
 
 
-def store_rings(x: torch.Tensor, width: int, state: ConvState, tiles: StateTiles) -> None:
-    """Store the inputs before the end of each tile that writes a state, where no scan follows `causal_conv`.
-
-    x: [num_tokens, channels], channels contiguous; width: of the filters; state: where they are stored.
-    """
-    if not uses_triton(x.device):
-        store_rings_ref(x, width, state, tiles)
-        return
-    assert x.stride(1) == 1 and tiles.tables.is_contiguous()
-    _store_rings_kernel[(len(tiles.chunks), triton.cdiv(x.shape[1], _BLOCK))](
-        x, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first, x.stride(0),
-        tiles.tables.stride(0), CHANNELS=x.shape[1], WIDTH=width, RING=state.size, BLOCK=_BLOCK, num_warps=2,
-        **state.pool.sizes, **pdl_options(x.device),
-    )  # fmt: skip
-
-
-def causal_conv(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState,
-                tiles: StateTiles, silu: bool = True) -> torch.Tensor:  # fmt: skip
-    """Convolve prompt tokens, [num_tokens, channels]; the scan that follows, or `store_rings`, stores the states.
-
-    x: [num_tokens, channels], channels contiguous; weight: [channels, width], the last column for the token itself;
-    bias: [channels]; state: the inputs before the chunks. Outputs are not set where no tile has a token.
-    """
-    if not uses_triton(x.device):
-        return causal_conv_ref(x, weight, bias, state, tiles, silu)
-    channels, width = weight.shape
-    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
-    assert x.stride(1) == 1 and weight.is_contiguous() and tiles.tables.is_contiguous()
-    _causal_conv_kernel[(len(tiles.tiles), triton.cdiv(channels, _BLOCK))](
-        x, weight, bias, out, state.pool.elements, tiles.tiles, tiles.chunks, tiles.tables, state.first,
-        x.stride(0), tiles.tables.stride(0), CHANNELS=channels, WIDTH=width, RING=state.size, SILU=silu, BLOCK=_BLOCK,
-        TILE=TILE, num_warps=4, **state.pool.sizes, **pdl_options(x.device),
-    )  # fmt: skip
-    return out
-
-
-def causal_conv_rows_ref(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
-    *, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None, silu: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """Plain torch form of `causal_conv_rows`."""
-    out, width = torch.zeros_like(x), weight.shape[1]
-    for table, position, new in rows.present():
-        before = conv_inputs(x, state, table, position, width)
-        out[new] = convolve(torch.cat((before, x[new])).unfold(0, width, 1), weight, bias, silu)
-        write_inputs(x[new], state, table, position)
-        if kept is not None:
-            assert rows.slots is not None and gates is not None
-            entries = torch.arange(position, position + new.stop - new.start, device=x.device) % kept.shape[1]
-            kept[rows.slots[new.start // rows.per_row].long(), entries] = torch.cat((out[new], gates[new]), 1)
-    return out if kept is None else kept
-
-
 @jit(unaligned=["slots_ptr", "positions_ptr", "num_new_ptr", "tables_ptr", "gates_ptr"])
 def _causal_conv_rows_kernel(
-    x_ptr, gates_ptr, weight_ptr, bias_ptr, out_ptr, state_ptr, slots_ptr, positions_ptr, num_new_ptr, tables_ptr,
+    x_ptr, gates_ptr, weight_ptr, bias_ptr, out_ptr, pool_ptr, slots_ptr, positions_ptr, num_new_ptr, tables_ptr,
     first, x_stride, gates_stride, table_stride, part_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
     RING: tl.constexpr, GATES: tl.constexpr, ENTRIES: tl.constexpr, PER_ROW: tl.constexpr, TOKENS: tl.constexpr,
     SILU: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART_SIZE: tl.constexpr, PDL: tl.constexpr,
@@ -254,7 +273,7 @@ def _causal_conv_rows_kernel(
         at = first + tl.maximum(position + index - back, 0) % RING * CHANNELS + channels
         stored = channels < tl.where(is_new & (index < back) & (position + index >= back), CHANNELS, 0)
         block = tl.load(table_ptr + at // (PARTS * PART_SIZE), mask=stored, other=0)
-        before = tl.load(state_ptr + place(at, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
+        before = tl.load(pool_ptr + place(at, block, part_stride, PARTS, PART_SIZE), mask=stored, other=0.0)
         weight = tl.load(weight_ptr + channels * WIDTH + tap, mask=mask, other=0.0)
         total += before.to(tl.float32) * weight.to(tl.float32)
     wait_for_previous(PDL)
@@ -269,7 +288,7 @@ def _causal_conv_rows_kernel(
     mask &= is_new
     at = first + (position + index) % RING * CHANNELS + channels
     block = tl.load(table_ptr + at // (PARTS * PART_SIZE), mask=mask, other=0)
-    tl.store(state_ptr + place(at, block, part_stride, PARTS, PART_SIZE), x, mask=mask)
+    tl.store(pool_ptr + place(at, block, part_stride, PARTS, PART_SIZE), x, mask=mask)
     out = (total / (1 + tl.exp(-total)) if SILU else total).to(out_ptr.dtype.element_ty)
     if ENTRIES > 0:
         entry = tl.load(slots_ptr + row).to(tl.int64) * ENTRIES + (position + index) % ENTRIES
@@ -283,34 +302,3 @@ def _causal_conv_rows_kernel(
         tokens = row * PER_ROW + (index + PER_ROW - num_new) % PER_ROW
         out = tl.where(is_new, out, tl.zeros_like(out))
         tl.store(out_ptr + tokens * CHANNELS + channels, out, mask=(index < PER_ROW) & (channels < CHANNELS))
-
-
-def causal_conv_rows(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, state: ConvState, rows: StateRows,
-    *, gates: torch.Tensor | None = None, kept: torch.Tensor | None = None, silu: bool = True,
-) -> torch.Tensor:  # fmt: skip
-    """Convolve the new tokens of decode rows, and store their inputs.
-
-    x: [num_rows * per_row, channels], channels contiguous; weight, bias, silu: as of `causal_conv`; gates: [num_rows *
-    per_row, size], further inputs of a recurrence. Returns [num_rows * per_row, channels], zeros for tokens that are
-    not new, or `kept` (see `StateRows`), which takes each token's outputs, and then its gates.
-    """
-    if not uses_triton(x.device):
-        return causal_conv_rows_ref(x, weight, bias, state, rows, gates=gates, kept=kept, silu=silu)
-    channels, width = weight.shape
-    out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device) if kept is None else kept
-    tokens = triton.next_power_of_2(rows.per_row)
-    block = max(_BLOCK, _ROW_BLOCK // tokens)
-    gates_stride, num_gates, entries = 0, 0, 0
-    if kept is not None:
-        assert gates is not None
-        gates_stride, num_gates, entries = gates.stride(0), gates.shape[1], kept.shape[1]
-    assert x.stride(1) == 1 and weight.is_contiguous() and out.is_contiguous()
-    _causal_conv_rows_kernel[(len(rows.tables), triton.cdiv(channels, block))](
-        x, gates, weight, bias, out, state.pool.elements, rows.slots, rows.positions, rows.num_new, rows.tables,
-        state.first, x.stride(0), gates_stride, rows.tables.stride(0), CHANNELS=channels,
-        WIDTH=width, RING=state.size, GATES=num_gates, ENTRIES=entries,
-        PER_ROW=rows.per_row, TOKENS=tokens, SILU=silu, BLOCK=block, num_warps=4, **state.pool.sizes,
-        **pdl_options(x.device),
-    )  # fmt: skip
-    return out

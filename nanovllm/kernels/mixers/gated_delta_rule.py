@@ -50,18 +50,20 @@ class DeltaRule(Recurrence):
         norm_weight: [value_size].
     """
 
+    stores_inputs = True
+
     num_key_heads: int
     norm_weight: torch.Tensor
 
     @property
     def sizes(self) -> dict[str, int]:
         """Arguments of kernels."""
-        heads, key, value = self.shape
+        heads, key, value = self.state.shape
         return {"KEY_HEADS": self.num_key_heads, "GROUP": heads // self.num_key_heads, "KEY": key, "VALUE": value}
 
     def heads(self, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries and keys, normalised and scaled, and values, [heads of values, num_tokens, size] float32."""
-        heads, key_size, value_size = self.shape
+        heads, key_size, value_size = self.state.shape
         key_dim = self.num_key_heads * key_size
         q, k, v = channels.float().split([key_dim, key_dim, heads * value_size], 1)
         q, k = (x.unflatten(1, (self.num_key_heads, key_size)) for x in (q, k))
@@ -95,29 +97,26 @@ class DeltaRule(Recurrence):
 
     @override
     def run_rows(self, tokens: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, rows: StateRows) -> None:
-        assert gates.stride(1) == 1
+        (heads, _, value), num_rows, pdl = self.state.shape, len(rows.tables), pdl_options(out.device)
         if rows.slots is not None:
-            self._run_drafted(tokens, out, rows)
+            columns = min(value, _COLUMNS)
+            _delta_rule_drafts_kernel[(num_rows, heads, value // columns)](
+                tokens, out, self.a_log, self.dt_bias, slots_ptr=rows.slots, positions_ptr=rows.positions,
+                num_pending_ptr=rows.num_pending, num_new_ptr=rows.num_new, tables_ptr=rows.tables,
+                table_stride=rows.tables.stride(0), COLUMNS=columns, PER_ROW=rows.per_row, ENTRIES=tokens.shape[1],
+                num_warps=4, **self.sizes, **self.state.arguments, **pdl,
+            )  # fmt: skip
             return
-        num_rows, (heads, _, value) = len(out), self.shape
+        assert gates.stride(1) == 1
         takes_all = num_rows * heads >= _FEWEST_HEADS
         columns = min(value, 2 * _COLUMNS if takes_all else _COLUMNS)
         num_slices = value // columns
         in_turn = num_slices if takes_all else 1
         b, a = gates.split(heads, 1)
         _delta_rule_step_kernel[(num_rows, heads, num_slices // in_turn)](
-            tokens, a, b, out, self.a_log, self.dt_bias, self.pool.elements, rows.tables, self.first, a.stride(0),
-            b.stride(0), rows.tables.stride(0), COLUMNS=columns, SLICES=in_turn, num_warps=4, **self.sizes,
-            **self.pool.sizes, **pdl_options(out.device),
-        )  # fmt: skip
-
-    def _run_drafted(self, kept: torch.Tensor, out: torch.Tensor, rows: StateRows) -> None:
-        heads, _, value = self.shape
-        columns = min(value, _COLUMNS)
-        _delta_rule_drafts_kernel[(len(rows.tables), heads, value // columns)](
-            kept, out, self.a_log, self.dt_bias, self.pool.elements, rows.slots, rows.positions, rows.num_pending,
-            rows.num_new, rows.tables, self.first, rows.tables.stride(0), COLUMNS=columns, PER_ROW=rows.per_row,
-            ENTRIES=kept.shape[1], num_warps=4, **self.sizes, **self.pool.sizes, **pdl_options(out.device),
+            tokens, a, b, out, self.a_log, self.dt_bias, tables_ptr=rows.tables, a_stride=a.stride(0),
+            b_stride=b.stride(0), table_stride=rows.tables.stride(0), COLUMNS=columns, SLICES=in_turn, num_warps=4,
+            **self.sizes, **self.state.arguments, **pdl,
         )  # fmt: skip
 
     @override
@@ -126,23 +125,23 @@ class DeltaRule(Recurrence):
     ) -> None:
         # For each tile and head what needs no state; then the scan of each chunk, head and slice over its tiles.
         num_tiles, pdl = len(tiles.tiles), pdl_options(x.device)
-        heads, _, value = self.shape
+        heads, _, value = self.state.shape
         b, a = gates.split(heads, 1)
         columns = min(value, _COLUMNS)
-        options = {**self.sizes, "TILE": TILE, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32"}
+        options = {**self.sizes, "TILE": TILE, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32", **pdl}
         inverse = torch.empty(num_tiles, heads, TILE, TILE, dtype=torch.float32, device=x.device)
         scores, factors = torch.empty_like(inverse, dtype=x.dtype), torch.empty_like(inverse[:, :, :4])
         _delta_rule_tiles_kernel[(num_tiles, heads)](
             channels, a, b, self.a_log, self.dt_bias, inverse, scores, factors, tiles.tiles, a.stride(0), b.stride(0),
-            num_warps=4, **options, **pdl,
+            num_warps=4, **options,
         )  # fmt: skip
-        num_slices, ring = heads * (value // columns), self.conv.pool.sizes
+        ring, num_slices = self.conv.sizes, heads * (value // columns)
         _delta_rule_scan_kernel[(value // columns, heads, len(tiles.chunks))](
-            x, channels, inverse, scores, factors, out, self.conv.pool.elements, self.pool.elements,
-            tiles.tiles, tiles.chunks, tiles.tables, self.conv.first, self.first, x.stride(0), tiles.tables.stride(0),
-            ring["part_stride"], COLUMNS=columns, SLICE=triton.next_power_of_2(-(-x.shape[1] // num_slices)),
-            WIDTH=self.conv_weight.shape[1], RING=self.conv.size, RING_PART=ring["PART_SIZE"],
-            num_warps=4, **options, **self.pool.sizes, **pdl,
+            x, channels, inverse, scores, factors, out, ring["pool_ptr"], tiles_ptr=tiles.tiles,
+            chunks_ptr=tiles.chunks, tables_ptr=tiles.tables, ring_first=ring["first"], x_stride=x.stride(0),
+            table_stride=tiles.tables.stride(0), ring_stride=ring["part_stride"], RING_PART=ring["PART_SIZE"],
+            RING=ring["RING"], WIDTH=ring["WIDTH"], SLICE=triton.next_power_of_2(-(-x.shape[1] // num_slices)),
+            COLUMNS=columns, num_warps=4, **options, **self.state.arguments,
         )  # fmt: skip
 
     @override

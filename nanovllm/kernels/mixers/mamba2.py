@@ -15,13 +15,14 @@ Ratios of decays are exponentials of differences of logarithms. Everything is co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
 from typing_extensions import override
 
 from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_previous
-from nanovllm.kernels.mixers.causal_conv import state_ptrs, store_rings
+from nanovllm.kernels.mixers.causal_conv import state_ptrs
 from nanovllm.kernels.mixers.recurrence import Recurrence
 from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 
@@ -46,17 +47,11 @@ class StateSpace(Recurrence):
     d: torch.Tensor
     step_limits: tuple[float, float]
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Arguments of kernels."""
-        heads, state_size, size = self.shape
-        return {"HEADS": heads, "GROUPS": self.num_groups, "STATE": state_size, "SIZE": size}
-
     @override
     def scan(
         self, channels: torch.Tensor, gates: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        heads, state_size, size = self.shape
+        heads, state_size, size = self.state.shape
         keys = self.num_groups * state_size
         x, b, c = channels.float().split([heads * size, keys, keys], 1)
         x = x.unflatten(1, (heads, size)).transpose(0, 1)
@@ -87,27 +82,34 @@ class StateSpace(Recurrence):
     def run_rows(self, tokens: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, rows: StateRows) -> None:
         columns = self._columns(_STEP_COLUMNS)
         assert gates.stride(1) == 1
-        _mamba2_step_kernel[(len(rows.tables), self.shape[0], self.shape[2] // columns)](
-            tokens, gates, out, self.a_log, self.dt_bias, self.d, self.pool.elements, rows.slots, rows.positions,
-            rows.num_pending, rows.num_new, rows.tables, self.first, self.step_limits[0], self.step_limits[1],
-            gates.stride(0), rows.tables.stride(0), COLUMNS=columns, PER_ROW=rows.per_row,
-            ENTRIES=0 if rows.slots is None else tokens.shape[1], num_warps=4, **self.sizes, **self.pool.sizes,
-            **pdl_options(out.device),
+        _mamba2_step_kernel[(len(rows.tables), self.state.shape[0], self.state.shape[2] // columns)](
+            tokens, gates, out, slots_ptr=rows.slots, positions_ptr=rows.positions, num_pending_ptr=rows.num_pending,
+            num_new_ptr=rows.num_new, tables_ptr=rows.tables, table_stride=rows.tables.stride(0), COLUMNS=columns,
+            PER_ROW=rows.per_row, ENTRIES=0 if rows.slots is None else tokens.shape[1], num_warps=4,
+            **self._arguments(gates),
         )  # fmt: skip
 
     @override
     def run_tiles(
         self, x: torch.Tensor, channels: torch.Tensor, gates: torch.Tensor, out: torch.Tensor, tiles: StateTiles
     ) -> None:
-        store_rings(x, self.conv_weight.shape[1], self.conv, tiles)
         columns = self._columns(_SCAN_COLUMNS)
         assert gates.stride(1) == 1
-        _mamba2_scan_kernel[(len(tiles.chunks), self.shape[0], self.shape[2] // columns)](
-            channels, gates, out, self.a_log, self.dt_bias, self.d, self.pool.elements, tiles.tiles, tiles.chunks,
-            tiles.tables, self.first, self.step_limits[0], self.step_limits[1], gates.stride(0), tiles.tables.stride(0),
-            COLUMNS=columns, TILE=TILE, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8,
-            num_stages=1, **self.sizes, **self.pool.sizes, **pdl_options(x.device),
+        _mamba2_scan_kernel[(len(tiles.chunks), self.state.shape[0], self.state.shape[2] // columns)](
+            channels, gates, out, tiles_ptr=tiles.tiles, chunks_ptr=tiles.chunks, tables_ptr=tiles.tables,
+            table_stride=tiles.tables.stride(0), COLUMNS=columns, TILE=TILE,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=8, num_stages=1,
+            **self._arguments(gates),
         )  # fmt: skip
+
+    def _arguments(self, gates: torch.Tensor) -> dict[str, Any]:
+        """Return arguments that both kernels have."""
+        return {
+            "a_log_ptr": self.a_log, "dt_bias_ptr": self.dt_bias, "d_ptr": self.d, "least": self.step_limits[0],
+            "most": self.step_limits[1], "dt_stride": gates.stride(0), "GROUPS": self.num_groups,
+            **dict(zip(("HEADS", "STATE", "SIZE"), self.state.shape, strict=True)), **self.state.arguments,
+            **pdl_options(gates.device),
+        }  # fmt: skip
 
     @override
     def gated_norm(self, out: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -121,7 +123,7 @@ class StateSpace(Recurrence):
         return normed
 
     def _columns(self, most: int) -> int:
-        size = self.shape[2]
+        size = self.state.shape[2]
         return min(size & -size, most)
 
 

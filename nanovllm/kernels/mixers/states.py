@@ -7,8 +7,10 @@ state, and a table gives the blocks of each sequence's state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,55 +19,43 @@ TILE = 64
 
 
 @dataclass(frozen=True)
-class StatePool:
-    """The memory of a cache, as states see it.
+class StateTensor:
+    """A layer's tensor in the states of all sequences.
 
     Attributes:
-        elements: [parts, num_blocks, part_size], contiguous; a block has a part in each layer's keys and values.
+        pool: the memory of a cache in elements of the tensor, [parts, num_blocks, part_size], contiguous; a block has a
+            part in each layer's keys and values.
+        first: index of the tensor's first element in a state.
+        shape: of the tensor in one state.
     """
 
-    elements: torch.Tensor
-
-    def view(self, dtype: torch.dtype) -> StatePool:
-        """Return the pool in elements of another dtype."""
-        return StatePool(self.elements.view(dtype))
+    pool: torch.Tensor
+    first: int
+    shape: tuple[int, ...]
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def arguments(self) -> dict[str, Any]:
         """Arguments of a kernel that calls `causal_conv.place`."""
-        parts, num_blocks, part_size = self.elements.shape
-        return {"part_stride": num_blocks * part_size, "PARTS": parts, "PART_SIZE": part_size}
+        parts, num_blocks, part_size = self.pool.shape
+        return {
+            "pool_ptr": self.pool, "first": self.first, "part_stride": num_blocks * part_size, "PARTS": parts,
+            "PART_SIZE": part_size,
+        }  # fmt: skip
 
-    def offsets(self, index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Return the offsets in the pool of elements of a state, int64; table: [blocks_per_state]."""
-        parts, num_blocks, part_size = self.elements.shape
+    def read(self, table: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in a state; table: its blocks, [blocks_per_state]."""
+        return self.pool.view(-1)[self._offsets(table)]
+
+    def write(self, values: torch.Tensor, table: torch.Tensor) -> None:
+        """Overwrite the tensor in a state."""
+        self.pool.view(-1)[self._offsets(table)] = values
+
+    def _offsets(self, table: torch.Tensor) -> torch.Tensor:
+        """Return where the tensor's elements are in the pool, int64, of its shape."""
+        parts, num_blocks, part_size = self.pool.shape
+        index = torch.arange(self.first, self.first + math.prod(self.shape), device=table.device).view(self.shape)
         block, part = index // (parts * part_size), index // part_size % parts
         return (part * num_blocks + table.long()[block]) * part_size + index % part_size
-
-    def read(self, first: int, shape: tuple[int, ...], table: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of a state that begins at element `first`."""
-        index = torch.arange(first, first + torch.Size(shape).numel(), device=table.device)
-        return self.elements.view(-1)[self.offsets(index, table)].view(shape)
-
-    def write(self, first: int, values: torch.Tensor, table: torch.Tensor) -> None:
-        """Overwrite a tensor of a state that begins at element `first`."""
-        index = torch.arange(first, first + values.numel(), device=table.device)
-        self.elements.view(-1)[self.offsets(index, table)] = values.reshape(-1)
-
-
-@dataclass(frozen=True)
-class ConvState:
-    """The ring of a layer's convolution in the states of a pool, see `causal_conv.py`.
-
-    Attributes:
-        pool: in elements of the inputs.
-        first: index of the ring's first element in a state.
-        size: entries of the ring, which is [size, channels].
-    """
-
-    pool: StatePool
-    first: int
-    size: int
 
 
 @dataclass
@@ -92,13 +82,13 @@ class StateRows:
     num_pending: torch.Tensor | None = None
     num_new: torch.Tensor | None = None
 
-    def present(self) -> Iterator[tuple[torch.Tensor, int, slice]]:
-        """Yield the table of each row but padding, its position, and its new tokens among the step's."""
+    def present(self) -> Iterator[tuple[int, int, slice]]:
+        """Yield each row but padding, its position, and its new tokens among the step's."""
         counts = (self.tables[:, 0] >= 0).tolist() if self.num_new is None else self.num_new.tolist()
         for row, (position, count) in enumerate(zip(self.positions.tolist(), counts, strict=True)):
             if count:
                 end = (row + 1) * self.per_row
-                yield self.tables[row], position, slice(end - count, end)
+                yield row, position, slice(end - count, end)
 
 
 @dataclass

@@ -356,6 +356,21 @@ def profile(llm: LLM, work: Workload, file: str) -> None:
     print(trace.key_averages().table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60))
 
 
+def plot(results: list[Result], title: str, file: str) -> None:
+    """Draw each workload's throughput as a share of its maximum by the floor."""
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(figsize=(8, 0.6 * len(results) + 1.6), layout="constrained")
+    names = [r.workload for r in results]
+    axes.barh(names, [100.0] * len(results), color="#e4e4e4", label="floor")
+    bars = axes.barh(names, [100 * r.floor_share for r in results], color="#3b6fb6", label="measured")
+    labels = [f"{r.output_tokens_per_second:,.0f} out, {r.input_tokens_per_second:,.0f} in" for r in results]
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
+    axes.invert_yaxis()
+    axes.set(xlabel="share of the floor's throughput, % (tokens/s beside the bars)", title=title, xlim=(0, 130))
+    figure.savefig(file, dpi=150)
+
+
 def make_parser() -> CommandParser:
     """Return the parser of the command line."""
     parser = CommandParser("nanovllm bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -365,6 +380,7 @@ def make_parser() -> CommandParser:
         help="a published shape with random weights, unless there is a model",
     )  # fmt: skip
     parser.add_argument("--profile", metavar="FILE.json", help="also write a trace of one more round")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
     add_flags(parser, Config, "engine", seed=0)
     return parser
 
@@ -390,5 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = [measure(llm, workload, ceilings) for workload in names]
         if options.profile:
             profile(llm, make_workload(names[0], "profile", llm), options.profile)
+    if options.plot:
+        plot(results, f"{model_name}, {name}", options.plot)
     summary = {"model": model_name, "device": name, "torch": torch.__version__, **asdict(ceilings)}
     print(json.dumps(summary | {"import_seconds": IMPORT_SECONDS, "results": [asdict(r) for r in results]}))

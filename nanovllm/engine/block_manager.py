@@ -133,6 +133,7 @@ class BlockManager:
         self._num_growing = len(kinds) - self.has_states
         assert self._num_growing and all(isinstance(kind, PagedCache) for kind in kinds[: self._num_growing])
         self._windowed = [g for g, policy in enumerate(self.policies[: self._num_growing]) if policy.has_gaps]
+        # A prefix can be usable with blocks missing, or become usable by a state.
         self._has_gaps = any(policy.has_gaps for policy in self.policies)
         self._cache = PrefixCache()
 
@@ -405,9 +406,8 @@ class BlockManager:
         tables = seq.block_tables[: self._num_growing]
 
         def is_lacking(group: int) -> bool:
-            table = tables[group]
-            is_shared = bool(seq.siblings) and first < len(table) and self._is_shared(table[first])
-            return last >= len(table) or is_shared
+            table, policy = tables[group], self.policies[group]
+            return last >= len(table) or bool(seq.siblings and policy.copied(table, first, self._is_shared))
 
         while lacking := [group for group in range(self._num_growing) if is_lacking(group)]:
             if len(self._free) < len(lacking):
@@ -432,10 +432,10 @@ class BlockManager:
 
     def own_states(self, seq: Sequence) -> None:
         """Make a sequence's states writable: cached ones are copied into free blocks, or else forgotten."""
-        if not self.has_states:
+        if self._state is None:
             return
         table = seq.block_tables[-1]
-        for index in [index for index, block_id in enumerate(table) if self._is_shared(block_id)]:
+        for index in self._state.copied(table, 0, self._is_shared):
             if self._free:
                 self._copy_block(seq, self._num_growing, index)
             else:

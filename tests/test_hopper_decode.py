@@ -223,7 +223,7 @@ def test_merge_splits(dtype: torch.dtype) -> None:
     lse = scores.amax(2) + weights.sum(2).log2()
     partial = (weights[..., None] * values).sum(2) / weights.sum(2, keepdim=True)
     got = torch.full((len(counts), 3, 16), 7.0, dtype=dtype, device=DEVICE)
-    merge_splits(got, (partial, lse), of_seqs, dtype)
+    merge_splits(got, (partial, lse), of_seqs)
     for row, (first, count) in zip(got, of_seqs.tolist(), strict=True):
         all_scores, all_values = (x[first : first + count].transpose(0, 1).flatten(1, 2) for x in (scores, values))
         shares = torch.softmax(all_scores * math.log(2), 1)

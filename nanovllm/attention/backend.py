@@ -17,7 +17,6 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.linear.quantize_rows import HeadOutputs, Rounding
     from nanovllm.kernels.policy import KernelPolicy
     from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
@@ -137,9 +136,7 @@ class AttentionBackend(ABC):
         """
 
     @abstractmethod
-    def run(
-        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
-    ) -> HeadOutputs:
+    def run(self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata) -> torch.Tensor:
         """Return the attention outputs of all query rows, [num_tokens, num_heads, elements of a value], contiguous.
 
         Padding rows, tokens of decode rows that are not new, and chunk rows outside all `step.query_tiles` are
@@ -148,12 +145,11 @@ class AttentionBackend(ABC):
         Args:
             query: [num_tokens, num_heads, head_dim]; the decode rows' first, then the prompt chunks' tokens.
             layer, step: which layer attends in which step.
-            rounding: how the product that follows takes its rows in e4m3, if it does; a backend that can returns them.
         """
 
     def run_projected(
-        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None
-    ) -> HeadOutputs | None:
+        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata
+    ) -> torch.Tensor | None:
         """Run `qkv_rope_store` and `run` in one kernel; return None, without any effect, if that is unsupported.
 
         qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim].

@@ -10,7 +10,6 @@ from nanovllm.attention.backend import AttentionBackend, AttentionLayer
 from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels.attention.options import AttentionOptions
-from nanovllm.kernels.linear.quantize_rows import Rounding
 
 
 class FlashAttnBackend(AttentionBackend):
@@ -26,9 +25,7 @@ class FlashAttnBackend(AttentionBackend):
         return
 
     @override
-    def run(
-        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
-    ) -> torch.Tensor:
+    def run(self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata) -> torch.Tensor:
         out = query.new_empty(query.shape)
         pages, options, tables, n = layer.pages, layer.options, step.block_tables[layer.group], step.num_decodes
         how = {

@@ -19,7 +19,6 @@ from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels.attention.options import AttentionOptions
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.linear.quantize_rows import Rounding
     from nanovllm.kernels.qkv_rope_store import KVPages
 
 _MAX_GATHERED_TOKENS = 65536
@@ -110,9 +109,7 @@ class SdpaBackend(AttentionBackend):
         return Segment(row_index, len(seqs), key_slots.flatten(), mask.unsqueeze(1))
 
     @override
-    def run(
-        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
-    ) -> torch.Tensor:
+    def run(self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata) -> torch.Tensor:
         segments: dict[tuple[int, int | None], list[Segment]] = step.plan
         key = layer.group, layer.options.window
         if key not in segments:

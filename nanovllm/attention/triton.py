@@ -19,7 +19,6 @@ from nanovllm.kernels.attention.decode_attention import DecodePlan, decode_atten
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, AttentionOptions, padded_size
 from nanovllm.kernels.attention.prefill_attention import ChunkRows, prefill_attention
 from nanovllm.kernels.attention.widen_pages import BLOCK_SIZE, WideTables, plan_wide_tables, widen_pages
-from nanovllm.kernels.linear.quantize_rows import HeadOutputs, Rounding, rows_of
 from nanovllm.kernels.qkv_rope_store import NormRope
 
 _FEW_TILE, _FEW_PROGRAMS = 64, 3
@@ -163,51 +162,39 @@ class TritonBackend(AttentionBackend):
         largest = max(128, padded_size(max(spec.key_size, spec.value_size)))
         return max(_LEAST_TILE, tile * 128 // largest), programs
 
-    def _empty_outputs(
-        self, num_rows: int, value_size: int, like: torch.Tensor, rounding: Rounding | None
-    ) -> HeadOutputs:
-        """Return outputs to be filled, in e4m3 where each head has one scale: tiles have whole heads."""
-        if rounding is not None and rounding.group == value_size == padded_size(value_size):
-            return rounding.empty_rows(num_rows, self.num_heads * value_size, like.dtype, like.device)
-        return like.new_empty(num_rows, self.num_heads, value_size)
-
     @override
-    def run(
-        self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None = None
-    ) -> HeadOutputs:
+    def run(self, query: torch.Tensor, layer: AttentionLayer, step: StepMetadata) -> torch.Tensor:
         pages, scale, options = layer.pages, layer.scale, layer.options
-        out = self._empty_outputs(len(query), pages.v_cache.shape[3], query, rounding)
+        out = query.new_empty(len(query), self.num_heads, pages.v_cache.shape[3])
         n, rows, tables = step.num_row_tokens, step.num_decodes, step.block_tables[layer.group]
         is_plain, plan = options.is_plain, cast(StepPlan, step.plan)
         if n and is_plain and self._hopper_decode is not None and n == rows:
             self._hopper_decode.hopper_decode_attention(
-                query[:n], pages, rows_of(out, slice(n)), tables[:n], step.slot_mappings[layer.group][:n],
+                query[:n], pages, out[:n], tables[:n], step.slot_mappings[layer.group][:n],
                 plan.decodes[layer.spec], scale,
             )  # fmt: skip
         elif n:
-            decode_attention(
-                query[:n], pages, rows_of(out, slice(n)), tables[:rows], plan.decodes[layer.spec], scale, options
-            )
+            decode_attention(query[:n], pages, out[:n], tables[:rows], plan.decodes[layer.spec], scale, options)
         if len(step.query_tiles):
             chunks = ChunkRows(tables[rows:], step.seq_lens[rows:], step.cu_seqlens_q, step.query_tiles)
             if is_plain and plan.wide is not None:
                 pages = widen_pages(pages, chunks.block_tables, chunks.seq_lens, plan.wide, query.dtype)
                 chunks = replace(chunks, block_tables=plan.wide.block_tables)
             if is_plain and self._hopper_prefill is not None and pages.scales is None:
-                self._hopper_prefill(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, self.num_processors)
+                self._hopper_prefill(query[n:], pages, out[n:], chunks, scale, self.num_processors)
             else:
-                prefill_attention(query[n:], pages, rows_of(out, slice(n, None)), chunks, scale, options)
+                prefill_attention(query[n:], pages, out[n:], chunks, scale, options)
         return out
 
     @override
     def run_projected(
-        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata, rounding: Rounding | None
-    ) -> HeadOutputs | None:
+        self, qkv: torch.Tensor, rope: NormRope, layer: AttentionLayer, step: StepMetadata
+    ) -> torch.Tensor | None:
         """Supported by `hopper_decode`, for decode rows of one token only, without cascade attention."""
         uses_cascade, _ = cast(DecodeVariant, step.variant)
         if self._hopper_decode is None or uses_cascade or len(step.query_tiles) or step.num_queries > 1:
             return None
-        out = self._empty_outputs(len(qkv), qkv.shape[2], qkv, rounding)
+        out = qkv.new_empty(len(qkv), self.num_heads, qkv.shape[2])
         plan = step.plan.decodes[layer.spec]
         tables, slot_mapping = step.block_tables[layer.group], step.slot_mappings[layer.group]
         self._hopper_decode.hopper_decode_attention(

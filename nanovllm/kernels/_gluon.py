@@ -71,16 +71,6 @@ def halve(x):
     return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
-@gluon.jit
-def round_heads(out, dtype: gl.constexpr):
-    """Return outputs, [heads or rows, HEAD_DIM] float32, rounded to `dtype`, as bytes of e4m3, and their scales."""
-    out = out.to(dtype).to(gl.float32)
-    largest = gl.max(gl.abs(out), axis=1)
-    scales = gl.where(largest > 0, largest / 448.0, 1.0)
-    # The instruction saturates.
-    return (out / scales[:, None]).to(gl.float8e4nv).to(gl.uint8, bitcast=True), scales
-
-
 def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
     """Return the TMA descriptor of a tensor of one- or two-byte elements, copied in blocks of `block_shape`.
 
@@ -94,6 +84,6 @@ def descriptor(tensor: torch.Tensor, block_shape: list[int]) -> Any:
 
 __all__ = [
     "async_copy", "async_load", "barrier", "descriptor", "fence_async_shared", "gdc_launch_dependents", "gdc_wait",
-    "gl", "gluon", "halve", "kernel", "make_barriers", "mbarrier", "mma_v2", "reinterpret", "round_heads", "tma_load",
+    "gl", "gluon", "halve", "kernel", "make_barriers", "mbarrier", "mma_v2", "reinterpret", "tma_load",
     "tma_store", "tma_store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from nanovllm.kernels._triton import INTERPRETED as _INTERPRETED
 from nanovllm.kernels._triton import converts_e4m3, jit, tl, triton, uses_triton
-from nanovllm.kernels.fast_math import round_to
 from nanovllm.kernels.four_bits import FourBitMatrix
 
 E4M3_MAX = 448.0
@@ -143,19 +142,6 @@ def round_rows(x, NATIVE: tl.constexpr):
     largest = tl.max(tl.abs(x), axis=1)
     scales = tl.where(largest > 0, largest / 448.0, 1.0)
     return to_e4m3(x / scales[:, None], NATIVE), scales
-
-
-@jit
-def store_outputs(
-    out, out_ptr, places, mask, scale_ptr, scale_places, scale_mask, dtype: tl.constexpr, NATIVE: tl.constexpr
-):  # fmt: skip
-    """Store outputs, [heads or rows, VALUE_PADDED] float32; with scales rounded to `dtype`, then to e4m3."""
-    if scale_ptr is None:
-        tl.store(out_ptr + places, out.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        rounded, scales = round_rows(round_to(out, dtype), NATIVE)
-        tl.store(out_ptr + places, rounded, mask=mask)
-        tl.store(scale_ptr + scale_places, scales, mask=scale_mask)
 
 
 @jit

@@ -15,11 +15,10 @@ from nanovllm.kernels import ops
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
-from nanovllm.quantization.weight import DenseWeight, Rows, Weight
+from nanovllm.quantization.weight import DenseWeight, Weight
 from nanovllm.weights.slices import LoadableVector
 
 if TYPE_CHECKING:
-    from nanovllm.kernels.linear.quantize_rows import Rounding
     from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
     from nanovllm.quantization.fp8 import KVCacheScales
 
@@ -119,45 +118,36 @@ class Attention(CachedAttention):
         return get_step_metadata().slot_mappings[self.layer.group]
 
     def forward(
-        self, qkv: torch.Tensor, rope: NormRope, positions: torch.Tensor, rows: torch.Tensor | None = None,
-        rounding: Rounding | None = None,
-    ) -> Rows:  # fmt: skip
+        self, qkv: torch.Tensor, rope: NormRope, positions: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Norm and rotate queries and keys, store keys and values, and attend over all that is stored.
 
         Args:
             qkv: [num_tokens, outputs of this rank]; queries (with their gates), keys and values of all tokens.
             rope: from the method `rope`.
             positions: [num_tokens].
-            rows, rounding: see `attend`.
+            rows: see `attend`.
         """
         # [num_tokens, num_heads (twice with gates) + 2 * num_kv_heads, head_dim]
         heads = qkv.view(len(positions), -1, self.head_dim)
         if rows is None and self.layer.options.is_plain and not self.has_gates:
-            out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata(), rounding)
+            out = self.backend.run_projected(heads, rope, self.layer, get_step_metadata())
             if out is not None:
-                return out.flatten(1) if isinstance(out, torch.Tensor) else out
+                return out.flatten(1)
         query = ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
-        if not self.has_gates:
-            return self.attend(query, rows, rounding)
         attended = self.attend(query, rows)
-        assert isinstance(attended, torch.Tensor)
+        if not self.has_gates:
+            return attended
         gates = heads if rows is None else heads[rows]
         return ops.gate_heads(attended.unflatten(1, query.shape[1:]), gates).flatten(1)
 
-    def attend(self, query: torch.Tensor, rows: torch.Tensor | None = None, rounding: Rounding | None = None) -> Rows:
+    def attend(self, query: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """Attend over all that is stored, the step's tokens included.
 
-        Args:
-            query: [num_tokens, num_heads, head_dim].
-            rows: the tokens to sample from, if only their outputs are wanted.
-            rounding: how the product that follows takes its rows in e4m3, if it does; not with `rows`.
-
-        Returns:
-            [num_tokens or len(rows), num_heads * head_dim]; or with `rounding` maybe these rows in e4m3.
+        query: [num_tokens, num_heads, head_dim]; rows: the tokens to sample from, if only their outputs are wanted.
+        Returns [num_tokens or len(rows), num_heads * head_dim].
         """
         step = get_step_metadata()
         # Tiles without a sampled row are not computed, and their rows have anything in them.
-        out = self.backend.run(query, self.layer, step if rows is None else step.for_samples(), rounding)
-        if not isinstance(out, torch.Tensor):
-            return out
+        out = self.backend.run(query, self.layer, step if rows is None else step.for_samples())
         return (out if rows is None else out[rows]).flatten(1)

@@ -16,7 +16,7 @@ from nanovllm.kernels import ops
 from nanovllm.layers.layernorm import AllReduceRMSNorm
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization import make_weight
-from nanovllm.quantization.weight import MatrixShard, Rows, Stream, Weight
+from nanovllm.quantization.weight import MatrixShard, Stream, Weight
 
 if TYPE_CHECKING:
     from nanovllm.configs.model import ModelConfig
@@ -81,12 +81,11 @@ class RowParallelLinear(nn.Module):
         self.inputs = inputs
         self.weight = make_weight(quant_config, prefix, MatrixShard({None: Shard.whole(out_features)}, inputs), bias)
 
-    def forward(self, x: Rows, residual: torch.Tensor | None = None) -> Stream:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Stream:
         """Return the x and the residual of the norm that follows, whose sum is `x @ weight.T + residual`.
 
         Args:
-            x: [num_rows, inputs of this rank], or rounded as `Weight.row_rounding` says; or gate and up,
-                [num_rows, 2 * inputs], where `Weight.takes_gate_up`.
+            x: [num_rows, inputs of this rank]; or gate and up, [num_rows, 2 * inputs], where `Weight.takes_gate_up`.
             residual: [num_rows, out_features], which may be overwritten; or None for zero.
         """
         if self.inputs.is_whole and residual is not None:
@@ -124,11 +123,7 @@ class MLP(nn.Module):
         if not self.is_gated:
             up, residual = self._first[0](x, norm, residual)
             return self.down_proj(up.relu().square(), residual)
-        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], normed_dtype(x, norm, residual))
+        dtype = x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)
+        gated = not self.down_proj.weight.takes_gate_up(x.shape[-2], dtype)
         gate_up, residual = self._first[0](x, norm, residual, gated)
         return self.down_proj(gate_up, residual)
-
-
-def normed_dtype(x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None) -> torch.dtype:
-    """Return the dtype of `norm(x + residual)`."""
-    return x.dtype if norm is None else ops.norm_dtype(x, ops.Norm(norm.weight, norm.eps), residual)

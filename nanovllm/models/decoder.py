@@ -21,7 +21,7 @@ from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm, RMSNorm, normalize_projections
-from nanovllm.layers.linear import MLP, QKVParallelLinear, RowParallelLinear, normed_dtype
+from nanovllm.layers.linear import MLP, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
 from nanovllm.parallel.communicator import Communicator
@@ -89,19 +89,16 @@ class SelfAttention(nn.Module):
         rows: torch.Tensor | None,
     ) -> Stream:  # fmt: skip
         """Return attention of `norm(x + residual)`, and the residual to add it to, of `rows`, or of all tokens."""
-        num_tokens, dtype = len(positions), normed_dtype(x, norm, residual)
-        rounding = None if rows is not None else self.o_proj.weight.row_rounding(num_tokens, dtype)
         rope = self.attn.rope(*self.head_norms)
-        if self.attn.should_project(self.qkv_proj.weight, num_tokens, rope):
+        if self.attn.should_project(self.qkv_proj.weight, len(positions), rope):
             if norm is not None:
                 x, residual = norm(x, residual)
-            query = self.attn.project(x, self.qkv_proj.weight, rope, positions)
-            out = self.attn.attend(query, rows, rounding)
+            out = self.attn.attend(self.attn.project(x, self.qkv_proj.weight, rope, positions), rows)
         else:
             qkv, residual = self.qkv_proj(x, norm, residual)
             if self.normalize is not None:
                 self.normalize(qkv)
-            out = self.attn(qkv, rope, positions, rows, rounding)
+            out = self.attn(qkv, rope, positions, rows)
         if rows is not None and residual is not None:
             residual = residual[rows]
         return self.o_proj(out, residual)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.all_reduce import SymmetricBuffer, all_reduce_argmax, all_reduce_rms_norm, whole_pairs
-from nanovllm.kernels.linear.quantize_rows import Fp8Rows, HeadOutputs, Rounding, rows_of
+from nanovllm.kernels.linear.quantize_rows import Fp8Rows, Rounding
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.rms_norm import Norm
 from nanovllm.parallel.distributed_communicator import DistributedCommunicator
@@ -147,7 +147,7 @@ class SymmetricCommunicator(DistributedCommunicator):
         self, x: torch.Tensor, norm: Norm, residual: torch.Tensor | None, rounding: Rounding | None = None
     ) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
         """Take several calls if x is large."""
-        normed: HeadOutputs = torch.empty_like(x)
+        normed: torch.Tensor | Fp8Rows = torch.empty_like(x)
         if rounding is not None:
             normed = rounding.empty_rows(len(x), x.shape[1], x.dtype, x.device)
         total = torch.empty_like(x)
@@ -160,7 +160,7 @@ class SymmetricCommunicator(DistributedCommunicator):
             assert self._call < self._end_call
             part = slice(start, start := start + len(sums))
             rest = None if residual is None else residual[part]
-            out = rows_of(normed, part), sums
+            out = normed.part(part) if isinstance(normed, Fp8Rows) else normed[part], sums
             all_reduce_rms_norm(x[part], norm, rest, self._buffer, self._call, one_shot, out)
             self._call += 1
         return normed, total

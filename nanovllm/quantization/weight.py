@@ -143,10 +143,10 @@ class Weight(LoadableModule, ABC):
         """Return the last outputs of `multiply` alone, [num_rows, num_outputs]; rows may have a stride."""
         return self.multiply(x)[0][:, -num_outputs:]
 
-    def multiply_into(self, x: Rows, residual: torch.Tensor) -> Stream:
+    def multiply_into(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
         """Return the x and the residual of the norm that follows: their sum is `multiply(x) + residual`.
 
-        x: [num_rows, inputs], contiguous, or in e4m3; residual: [num_rows, outputs]; may be overwritten.
+        x: [num_rows, inputs], contiguous; residual: [num_rows, outputs]; may be overwritten.
         """
         if self.bias is not None:
             return self.multiply(x)[0], residual

@@ -18,9 +18,7 @@ from nanovllm.kernels._triton import jit, pdl_options, tl, triton, wait_for_prev
 from nanovllm.kernels.attention.cascade_attention import CascadeGroups, CascadePlan, cascade_attention, plan_cascade
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
 from nanovllm.kernels.attention.options import PLAIN, AttentionOptions, padded_size
-from nanovllm.kernels.e4m3 import store_outputs
 from nanovllm.kernels.fast_math import exp2, log2
-from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 _BLOCK = 16
@@ -118,13 +116,10 @@ def merge_states(lse, outputs, acc, top, total):
     return acc, new_top, total * correction + tl.sum(weights, axis=0)
 
 
-@jit(do_not_specialize=["out_scale_row_stride", "out_scale_head_stride"], unaligned=["of_seqs_ptr", "out_scale_ptr"])
+@jit(unaligned=["of_seqs_ptr"])
 def _merge_splits_kernel(
     out_ptr, partial_ptr, lse_ptr, of_seqs_ptr,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, DTYPE: tl.constexpr,
-    PDL: tl.constexpr,
-    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
-    QUERIES: tl.constexpr = 1,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(of_seqs_ptr + 2 * seq)
@@ -143,34 +138,21 @@ def _merge_splits_kernel(
             partial_ptrs = partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
             partial = load_heads(partial_ptrs, mask[:, None], dims[None, :], HEAD_DIM, PADDED)
             acc, top, total = merge_states(lse, partial, acc, top, total)
-        scale_place = seq * out_scale_row_stride + head * out_scale_head_stride + tl.arange(0, 1)
-        if QUERIES > 1:
-            number, query_head = head // (HEADS // QUERIES), head % (HEADS // QUERIES)
-            token = seq * QUERIES + number
-            scale_place = token * out_scale_row_stride + query_head * out_scale_head_stride + tl.arange(0, 1)
-        store_outputs(
-            (acc / total)[None, :], out_ptr, (seq * HEADS + head) * HEAD_DIM + dims[None, :],
-            None if PADDED == HEAD_DIM else dims[None, :] < HEAD_DIM,
-            out_scale_ptr, scale_place, None, DTYPE, OUT_NATIVE,
-        )  # fmt: skip
+        out_ptrs = out_ptr + (seq * HEADS + head) * HEAD_DIM + dims
+        tl.store(out_ptrs, acc / total, mask=None if PADDED == HEAD_DIM else dims < HEAD_DIM)
 
 
-def merge_splits(
-    out: HeadOutputs, partial: tuple[torch.Tensor, torch.Tensor], of_seqs: torch.Tensor, dtype: torch.dtype,
-    num_queries: int = 1,
-) -> None:  # fmt: skip
+def merge_splits(out: torch.Tensor, partial: tuple[torch.Tensor, torch.Tensor], of_seqs: torch.Tensor) -> None:
     """Merge the outputs of contexts with several splits into `out`; rows of other contexts are left unchanged.
 
-    `partial`: see `DecodePlan`; `of_seqs`: see there, written before the kernel queued last (see
-    `pdl_options`); `dtype`: of the outputs before they are rounded to e4m3; `num_queries`: tokens of each sequence.
+    `partial`: see `DecodePlan`; `of_seqs`: see there, written before the kernel queued last (see `pdl_options`).
     """
     outputs, lse = partial
     _, num_heads, head_dim = outputs.shape
     _merge_splits_kernel[(len(of_seqs), num_heads)](
-        pointer(out), outputs, lse, of_seqs,
+        out, outputs, lse, of_seqs,
         HEADS=num_heads, HEAD_DIM=head_dim, PADDED=triton.next_power_of_2(head_dim), AT_ONCE=_MERGED_AT_ONCE,
-        DTYPE=getattr(tl, str(dtype).removeprefix("torch.")), QUERIES=num_queries, num_warps=1,
-        **pdl_options(of_seqs.device), **scaling(out),
+        num_warps=1, **pdl_options(of_seqs.device),
     )  # fmt: skip
 
 
@@ -281,10 +263,7 @@ def _see(positions, end, last, number, window, QUERIES: tl.constexpr):
     return seen, sees
 
 
-@jit(
-    do_not_specialize=["table_size", "prefix_rows_stride", "out_scale_row_stride", "out_scale_head_stride"],
-    unaligned=["out_scale_ptr"],
-)
+@jit(do_not_specialize=["table_size", "prefix_rows_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, splits_ptr,
     prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, sinks_ptr, cap_scale, scale, window,
@@ -293,7 +272,6 @@ def _decode_kernel(
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, HAS_PREFIX: tl.constexpr, PDL: tl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
-    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
     QUERIES: tl.constexpr = 1, AT_ONCE: tl.constexpr = 1,
 ):  # fmt: skip
     head, split = _own_kv_head(KV_HEADS, QUERIES > AT_ONCE), tl.program_id(1)
@@ -352,13 +330,7 @@ def _decode_kernel(
         if VALUE_DIM != VALUE_PADDED:
             out_mask = out_mask & (dims < VALUE_DIM)[None, :]
         if WHOLE or (first_tile == 0 and is_last):
-            store_outputs(
-                out, out_ptr, seq * (QUERIES * KV_HEADS * GROUP * VALUE_DIM) + places, out_mask,
-                out_scale_ptr,
-                _of_token(seq * out_scale_row_stride + heads * out_scale_head_stride, seq, number, out_scale_row_stride,
-                          QUERIES),
-                mask, q_ptr.dtype.element_ty, OUT_NATIVE,
-            )  # fmt: skip
+            tl.store(out_ptr + seq * (QUERIES * KV_HEADS * GROUP * VALUE_DIM) + places, out, mask=out_mask)
         else:
             row = split.to(tl.int64) * (QUERIES * KV_HEADS * GROUP)
             tl.store(partial_ptr + row * VALUE_DIM + places, out, mask=out_mask)
@@ -366,7 +338,7 @@ def _decode_kernel(
 
 
 def decode_attention(
-    query: torch.Tensor, pages: KVPages, out: HeadOutputs, block_tables: torch.Tensor, plan: DecodePlan, scale: float,
+    query: torch.Tensor, pages: KVPages, out: torch.Tensor, block_tables: torch.Tensor, plan: DecodePlan, scale: float,
     options: AttentionOptions = PLAIN,
 ) -> None:  # fmt: skip
     """Compute attention of the last tokens of each sequence over its whole context, into `out`.
@@ -391,7 +363,7 @@ def decode_attention(
     cap_scale, scale = options.score_scales(scale)
     k_cache, v_cache = pages.stored
     _decode_kernel[(num_kv_heads * triton.cdiv(num_queries, at_once), len(splits))](
-        query, k_cache, v_cache, pointer(out), partial, lse, block_tables, splits,
+        query, k_cache, v_cache, out, partial, lse, block_tables, splits,
         prefix_rows, prefix_partial, prefix_lse,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
@@ -400,7 +372,7 @@ def decode_attention(
         KEY_DIM=key_dim, KEY_PADDED=key_padded, VALUE_DIM=value_dim, VALUE_PADDED=value_padded,
         BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None, HAS_PREFIX=prefix is not None,
         QUERIES=num_queries, AT_ONCE=at_once, num_warps=4, num_stages=2, **pdl_options(query.device),
-        **pages.scaling, **scaling(out),
+        **pages.scaling,
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, plan.partial, plan.of_seqs, query.dtype, num_queries)
+        merge_splits(out, plan.partial, plan.of_seqs)

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm.kernels._gluon import barrier, descriptor, gl, gluon, kernel, mbarrier, mma_v2, round_heads, tma_load
+from nanovllm.kernels._gluon import barrier, descriptor, gl, gluon, kernel, mbarrier, mma_v2, tma_load
 from nanovllm.kernels._triton import device_limits, launch_next, wait_for_previous
 from nanovllm.kernels.attention.cascade_attention import cascade_attention
 from nanovllm.kernels.attention.decode_attention import DecodePlan, merge_splits
 from nanovllm.kernels.attention.online_softmax import LOG2E
 from nanovllm.kernels.fast_math import exp2, log2, rsqrt, to_float16
-from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
 
 WARPS = gl.constexpr(4)
@@ -468,17 +467,6 @@ def _finish_token(
 
 
 @gluon.jit
-def _store_outputs(attended, out, seq, head, dtype: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr):
-    out_ptr, scale_ptr, row_stride, head_stride = out
-    if scale_ptr is not None:
-        attended, scales = round_heads(attended, dtype)
-        heads = gl.arange(0, ROWS // 2, scales.type.layout)
-        scale_places = seq * row_stride + (head * GROUP + heads) * head_stride
-        gl.store(scale_ptr + scale_places, scales, mask=heads < GROUP)
-    store_heads(attended, out_ptr + (seq * KV_HEADS + head) * GROUP * attended.shape[1], GROUP)
-
-
-@gluon.jit
 def _store_partial(attended, lse, partial_ptr, lse_ptr, row, GROUP: gl.constexpr):
     store_heads(attended, partial_ptr + row * attended.shape[1], GROUP)
     heads = gl.arange(0, ROWS // 2, lse.type.layout)
@@ -486,8 +474,8 @@ def _store_partial(attended, lse, partial_ptr, lse_ptr, row, GROUP: gl.constexpr
 
 
 @kernel(
-    do_not_specialize=["table_stride", "prefix_rows_stride", "out_scale_row_stride", "out_scale_head_stride"],
-    unaligned=["slot_mapping_ptr", "block_tables_ptr", "prefix_rows_ptr", "out_scale_ptr"],
+    do_not_specialize=["table_stride", "prefix_rows_stride"],
+    unaligned=["slot_mapping_ptr", "block_tables_ptr", "prefix_rows_ptr"],
 )
 def _hopper_decode_kernel(
     x_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, slot_mapping_ptr, splits_ptr, block_tables_ptr, table_stride,
@@ -497,7 +485,6 @@ def _hopper_decode_kernel(
     STAGES: gl.constexpr, BY_PARTS: gl.constexpr, WHOLE: gl.constexpr, PREFIX_STRIDE: gl.constexpr,
     PROJECTED: gl.constexpr, HAS_NORM: gl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, clipped_ptr=None, NATIVE: gl.constexpr = False,
-    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: gl.constexpr = False,
 ):  # fmt: skip
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     HALF: gl.constexpr = HEAD_DIM // 2
@@ -549,10 +536,7 @@ def _hopper_decode_kernel(
         attended, lse = merge_two(attended, lse, prefix[0], prefix[1])
     attended *= v_scale
     if WHOLE or (is_first and num_tiles * TILE >= old_len):
-        _store_outputs(
-            attended, (out_ptr, out_scale_ptr, out_scale_row_stride, out_scale_head_stride), seq, head,
-            x_ptr.dtype.element_ty, KV_HEADS, GROUP,
-        )  # fmt: skip
+        store_heads(attended, out_ptr + (seq * KV_HEADS + head) * GROUP * HEAD_DIM, GROUP)
     else:
         _store_partial(attended, lse, partial_ptr, lse_ptr, (split * KV_HEADS + head).to(gl.int64) * GROUP, GROUP)
 
@@ -568,7 +552,7 @@ def supports(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: in
 
 
 def hopper_decode_attention(
-    x: torch.Tensor, pages: KVPages, out: HeadOutputs, block_tables: torch.Tensor, slot_mapping: torch.Tensor,
+    x: torch.Tensor, pages: KVPages, out: torch.Tensor, block_tables: torch.Tensor, slot_mapping: torch.Tensor,
     plan: DecodePlan, scale: float,
     *, rope: NormRope | None = None,
 ) -> None:  # fmt: skip
@@ -610,14 +594,14 @@ def hopper_decode_attention(
     _hopper_decode_kernel[(num_kv_heads, len(splits))](
         x, q_norm, k_norm, cos_sin, slot_mapping, splits, block_tables, block_tables.stride(0),
         descriptor(k_keys, tile), descriptor(v_keys, tile), descriptor(k_keys, part), descriptor(v_keys, part),
-        k_cache, v_cache, pointer(out), partial, lse,
+        k_cache, v_cache, out, partial, lse,
         prefix_rows, 0 if prefix_rows is None else prefix_rows.stride(0), prefix_out, prefix_lse, eps, scale * LOG2E,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         STAGES=4 if is_whole and not many and not is_e4m3 else 3,
         BY_PARTS=is_whole and many, WHOLE=is_whole,
         PREFIX_STRIDE=0 if plan.prefix is None else plan.prefix.rows_per_item,
         PROJECTED=rope is not None, HAS_NORM=norm_weights is not None, num_warps=WARPS.value, launch_pdl=True,
-        maxnreg=_E4M3_REGISTERS if is_e4m3 else None, **pages.store_scaling, **scaling(out),
+        maxnreg=_E4M3_REGISTERS if is_e4m3 else None, **pages.store_scaling,
     )  # fmt: skip
     if plan.partial is not None:
-        merge_splits(out, plan.partial, plan.of_seqs, x.dtype)
+        merge_splits(out, plan.partial, plan.of_seqs)

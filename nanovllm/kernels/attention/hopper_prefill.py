@@ -17,7 +17,6 @@ from nanovllm.kernels._gluon import (
     kernel,
     make_barriers,
     mbarrier,
-    round_heads,
     tma_load,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -26,7 +25,6 @@ from nanovllm.kernels._triton import wait_for_previous
 from nanovllm.kernels.attention.online_softmax import LOG2E
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE, UNALIGNED, ChunkRows
 from nanovllm.kernels.fast_math import exp2
-from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERIES = gl.constexpr(QUERY_TILE)
@@ -176,18 +174,12 @@ def _attend_first_tile(query, ring, turn, key, position, seq_len, scale, SCORES:
 
 
 @gluon.jit
-def _store(acc, row_sum, out, head, row, left, dtype: gl.constexpr, HEADS: gl.constexpr, ACC: gl.constexpr):
+def _store(acc, row_sum, out_ptr, head, row, left, HEADS: gl.constexpr, ACC: gl.constexpr):
     """Divide by the sums of the weights, and store the first `left` rows of a head, starting at `row`."""
-    out_ptr, scale_ptr, scale_row_stride, scale_head_stride = out
     ROWS: gl.constexpr = acc.shape[0]
     HEAD_DIM: gl.constexpr = acc.shape[1]
     LAYOUT: gl.constexpr = _row_major(HEAD_DIM)
     out = acc * gl.convert_layout(1 / row_sum, gl.SliceLayout(1, ACC))[:, None]
-    if scale_ptr is not None:
-        out, scales = round_heads(out, dtype)
-        scale_rows = gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
-        scale_places = (row + scale_rows).to(gl.int64) * scale_row_stride + head * scale_head_stride
-        gl.store(scale_ptr + scale_places, scales, mask=scale_rows < left)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LAYOUT))
     places = (row + rows).to(gl.int64)[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + dims[None, :]
@@ -196,7 +188,7 @@ def _store(acc, row_sum, out, head, row, left, dtype: gl.constexpr, HEADS: gl.co
 
 
 @gluon.jit
-def _attend(part, out, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):
+def _attend(part, out_ptr, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr):
     queries, queries_full, queries_empty, ring = shared
     keys, _keys_full, _keys_empty, values, values_full, values_empty = ring
     ROWS: gl.constexpr = QUERIES // 2
@@ -227,18 +219,14 @@ def _attend(part, out, scale, work, shared, HEADS: gl.constexpr, HEAD_DIM: gl.co
             mbarrier.arrive(values_empty.index(stage))
             turn += 1
             done += 1
-            _store(acc, row_sum, out, head, row + part * ROWS, left - part * ROWS, values.dtype, HEADS, ACC)
+            _store(acc, row_sum, out_ptr, head, row + part * ROWS, left - part * ROWS, HEADS, ACC)
 
 
-@kernel(
-    do_not_specialize=["num_tiles", "table_stride", "out_scale_row_stride", "out_scale_head_stride"],
-    unaligned=[*UNALIGNED, "out_scale_ptr"],
-)
+@kernel(do_not_specialize=["num_tiles", "table_stride"], unaligned=UNALIGNED)
 def _hopper_prefill_kernel(
     q_desc, k_desc, v_desc, out_ptr, block_tables_ptr, table_stride, tiles_ptr, num_tiles, cu_seqlens_q_ptr,
     seq_lens_ptr, scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: gl.constexpr = False,
 ):  # fmt: skip
     queries = gl.allocate_shared_memory(q_desc.dtype, [2, QUERIES // 2, HEAD_DIM], q_desc.layout)
     queries_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -254,11 +242,10 @@ def _hopper_prefill_kernel(
     work = (tiles_ptr, num_tiles, cu_seqlens_q_ptr, seq_lens_ptr)
     shared = (queries, queries_full, queries_empty, ring)
     load_from = (q_desc, k_desc, v_desc, block_tables_ptr, table_stride)
-    out = (out_ptr, out_scale_ptr, out_scale_row_stride, out_scale_head_stride)
     gl.warp_specialize(
         [
-            (_attend, (0, out, scale, work, shared, HEADS, HEAD_DIM)),
-            (_attend, (1, out, scale, work, shared, HEADS, HEAD_DIM)),
+            (_attend, (0, out_ptr, scale, work, shared, HEADS, HEAD_DIM)),
+            (_attend, (1, out_ptr, scale, work, shared, HEADS, HEAD_DIM)),
             (_load, (load_from, work, shared, HEADS, GROUP, HEAD_DIM, BLOCK_SIZE)),
         ],
         worker_num_warps=[4, 1],
@@ -276,7 +263,7 @@ def supports(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
 
 
 def hopper_prefill_attention(
-    query: torch.Tensor, pages: KVPages, out: HeadOutputs, chunks: ChunkRows, scale: float, num_programs: int
+    query: torch.Tensor, pages: KVPages, out: torch.Tensor, chunks: ChunkRows, scale: float, num_programs: int
 ) -> None:
     """Compute `prefill_attention` for two-byte elements with at most `num_programs` programs."""
     num_tokens, num_heads, head_dim = query.shape
@@ -286,8 +273,8 @@ def hopper_prefill_attention(
     keys, values = (cache.view(-1, num_kv_heads * head_dim) for cache in (pages.k_cache, pages.v_cache))
     _hopper_prefill_kernel[(min(num_programs, num_heads * num_tiles),)](
         descriptor(queries, [QUERIES.value // 2, head_dim]), descriptor(keys, [num_keys, head_dim]),
-        descriptor(values, [num_keys, head_dim]), pointer(out), chunks.block_tables, chunks.block_tables.stride(0),
+        descriptor(values, [num_keys, head_dim]), out, chunks.block_tables, chunks.block_tables.stride(0),
         chunks.tiles, num_tiles, chunks.cu_seqlens_q, chunks.seq_lens, scale * LOG2E,
         HEADS=num_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, KEYS=num_keys, BLOCK_SIZE=block_size,
-        num_warps=4, launch_pdl=True, **scaling(out),
+        num_warps=4, launch_pdl=True,
     )  # fmt: skip

@@ -12,8 +12,6 @@ import torch
 from nanovllm.kernels._triton import is_hopper, jit, pdl_options, tl, wait_for_previous
 from nanovllm.kernels.attention.online_softmax import LOG2E_IN_KERNEL, attend_tile, beside_keys, by_head, load_heads
 from nanovllm.kernels.attention.options import MAX_HEAD_SIZE, PLAIN, AttentionOptions, padded_size
-from nanovllm.kernels.e4m3 import store_outputs
-from nanovllm.kernels.linear.quantize_rows import HeadOutputs, pointer, scaling
 from nanovllm.kernels.qkv_rope_store import KVPages
 
 QUERY_TILE = 128
@@ -76,10 +74,7 @@ def _own_tile(tiles_ptr, num_tiles, PARTS: tl.constexpr):
     return tile * PARTS + tl.program_id(1) % PARTS
 
 
-@jit(
-    do_not_specialize=["table_size", "num_tiles", "out_scale_row_stride", "out_scale_head_stride"],
-    unaligned=[*UNALIGNED, "out_scale_ptr"],
-)
+@jit(do_not_specialize=["table_size", "num_tiles"], unaligned=UNALIGNED)
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, block_tables_ptr, seq_lens_ptr, cu_seqlens_q_ptr, tiles_ptr,
     sinks_ptr, cap_scale, scale, window, q_stride, table_stride, table_size, num_tiles,
@@ -87,7 +82,6 @@ def _prefill_kernel(
     VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
     k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
-    out_scale_ptr=None, out_scale_row_stride=0, out_scale_head_stride=0, OUT_NATIVE: tl.constexpr = False,
 ):  # fmt: skip
     head = tl.program_id(0)
     scale = by_head(scale, k_scale_ptr, head // GROUP) if cap_scale is None else scale
@@ -160,15 +154,12 @@ def _prefill_kernel(
         out_mask = (q_index < q_len)[:, None]
         if VALUE_DIM != VALUE_PADDED:
             out_mask = out_mask & (dims < VALUE_DIM)[None, :]
-        store_outputs(
-            out, out_ptr, q_rows[:, None] * (KV_HEADS * GROUP * VALUE_DIM) + head * VALUE_DIM + dims[None, :], out_mask,
-            out_scale_ptr, q_rows * out_scale_row_stride + head * out_scale_head_stride, q_index < q_len,
-            q_ptr.dtype.element_ty, OUT_NATIVE,
-        )  # fmt: skip
+        out_ptrs = out_ptr + q_rows[:, None] * (KV_HEADS * GROUP * VALUE_DIM) + head * VALUE_DIM + dims[None, :]
+        tl.store(out_ptrs, out, mask=out_mask)
 
 
 def prefill_attention(
-    query: torch.Tensor, pages: KVPages, out: HeadOutputs, chunks: ChunkRows, scale: float,
+    query: torch.Tensor, pages: KVPages, out: torch.Tensor, chunks: ChunkRows, scale: float,
     options: AttentionOptions = PLAIN,
 ) -> None:  # fmt: skip
     """Compute causal attention of the last tokens of each sequence over its whole context, into `out`.
@@ -185,11 +176,11 @@ def prefill_attention(
     parts = QUERY_TILE // shape.queries
     cap_scale, scale = options.score_scales(scale)
     _prefill_kernel[(num_heads, num_tiles * parts)](
-        query, k_cache, v_cache, pointer(out), tables, chunks.seq_lens, chunks.cu_seqlens_q, chunks.tiles,
+        query, k_cache, v_cache, out, tables, chunks.seq_lens, chunks.cu_seqlens_q, chunks.tiles,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), tables.stride(0), tables.shape[1], num_tiles,
         KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, KEY_DIM=key_dim, KEY_PADDED=key_padded,
         VALUE_DIM=value_dim, VALUE_PADDED=value_padded, BLOCK_SIZE=block_size,
         PARTS=parts, BLOCK_M=shape.queries, BLOCK_N=shape.keys, num_warps=shape.num_warps, num_stages=shape.num_stages,
-        **pdl_options(query.device), **pages.scaling, **scaling(out),
+        **pdl_options(query.device), **pages.scaling,
     )  # fmt: skip

@@ -107,26 +107,24 @@ def _function(kernel: LinearKernel) -> Callable[..., Any]:
 
 
 def linear_into(  # noqa: PLR0911 - one for each kind of weight and kernel
-    x: torch.Tensor | Fp8Rows, weight: WeightMatrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
+    x: torch.Tensor, weight: WeightMatrix, residual: torch.Tensor, policy: KernelPolicy = FASTEST
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute `x @ weight.T + residual`, or leave the addition to the next `norm_linear`, whichever is faster.
 
-    x: of `norm_linear` without a norm, or rounded as `row_rounding` says; weight: [out_features, in_features];
+    x: of `norm_linear` without a norm; weight: [out_features, in_features];
     residual: [num_rows, out_features], may be overwritten. Returns x and residual of the next `norm_linear`: the sum
     and None, or the product, [num_rows, out_features] or its parts, and the residual that is still to be added.
     """
     if isinstance(weight, Fp8Matrix):
-        if isinstance(x, torch.Tensor):
-            rounding = row_rounding(len(x), x.dtype, weight, policy)
-            if rounding is None:
-                return norm_linear(x, weight, policy=policy)[0], residual
-            x, _ = quantize_rows(x, rounding, gated=x.shape[-1] > weight.values.shape[1])
-        parts = policy.fp8_parts(x.num_rows, x.dtype, weight)
+        rounding = row_rounding(len(x), x.dtype, weight, policy)
+        if rounding is None:
+            return norm_linear(x, weight, policy=policy)[0], residual
+        rows, _ = quantize_rows(x, rounding, gated=x.shape[-1] > weight.values.shape[1])
+        parts = policy.fp8_parts(len(x), x.dtype, weight)
         if parts == 1:
-            return multiply_rounded(x, weight, policy=policy), residual
-        rows = x.part(slice(x.num_rows))
+            return multiply_rounded(rows, weight, policy=policy), residual
+        rows = rows.part(slice(len(x)))
         return _function(LinearKernel.SCALED_GEMM)(rows, weight, x.dtype, parts=parts), residual
-    assert isinstance(x, torch.Tensor)
     if isinstance(weight, FourBitMatrix):
         parts = policy.four_bit_parts(len(x), x.dtype, weight)
         if parts == 1:

@@ -6,7 +6,7 @@ first, so that it makes no difference whether both are one kernel.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -42,31 +42,6 @@ class Fp8Rows(NamedTuple):
         """Return some of the rows."""
         count = len(range(self.num_rows)[rows])
         return Fp8Rows(self.values[rows], self.scales[rows], self.group, count, self.dtype)
-
-
-HeadOutputs: TypeAlias = torch.Tensor | Fp8Rows
-"""Attention's, [num_rows, num_heads, value_size], contiguous; or rows of all heads' elements, each head a group."""
-
-
-def rows_of(out: HeadOutputs, rows: slice) -> HeadOutputs:
-    """Return some rows of the outputs."""
-    return out.part(rows) if isinstance(out, Fp8Rows) else out[rows]
-
-
-def pointer(out: HeadOutputs) -> torch.Tensor:
-    """Return the outputs as kernels take them, e4m3 as uint8."""
-    return out.values.view(torch.uint8) if isinstance(out, Fp8Rows) else out
-
-
-def scaling(out: HeadOutputs) -> dict[str, Any]:
-    """Return where kernels store the scales, as their arguments; none if outputs are not rounded."""
-    if not isinstance(out, Fp8Rows):
-        return {}
-    row_stride, head_stride = out.scales.stride()
-    return {
-        "out_scale_ptr": out.scales, "out_scale_row_stride": row_stride, "out_scale_head_stride": head_stride,
-        "OUT_NATIVE": converts_e4m3(out.scales.device),
-    }  # fmt: skip
 
 
 class Rounding(NamedTuple):

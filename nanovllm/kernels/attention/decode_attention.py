@@ -354,6 +354,8 @@ def decode_attention(
     key_padded, value_padded = padded_size(key_dim), padded_size(value_dim)
     most = _MOST_FLOAT32_QUERIES if query.element_size() == 4 else _MOST_QUERIES
     at_once = min(num_queries, max(1, most * 128 // max(128, key_padded, value_padded) // group))
+    # With four, e4m3 beside 32 bits spills 160 to 308 bytes a thread (Triton 3.9, 8.0).
+    num_warps = 8 if query.element_size() == 4 and pages.scales is not None else 4
     prefix, splits = plan.prefix, plan.splits
     partial, lse = plan.partial or (None, None)
     prefix_rows, prefix_partial, prefix_lse = plan.first_keys, None, None
@@ -371,7 +373,7 @@ def decode_attention(
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(at_once * group)),
         KEY_DIM=key_dim, KEY_PADDED=key_padded, VALUE_DIM=value_dim, VALUE_PADDED=value_padded,
         BLOCK_SIZE=block_size, TILE=plan.tile, WHOLE=plan.partial is None, HAS_PREFIX=prefix is not None,
-        QUERIES=num_queries, AT_ONCE=at_once, num_warps=4, num_stages=2, **pdl_options(query.device),
+        QUERIES=num_queries, AT_ONCE=at_once, num_warps=num_warps, num_stages=2, **pdl_options(query.device),
         **pages.scaling,
     )  # fmt: skip
     if plan.partial is not None:

@@ -128,7 +128,7 @@ _TILES: Tiles = {
 }  # fmt: skip
 _HOPPER_TILES: Tiles = {**_TILES, inf: Tile(128, 256, 128, 8)}
 """Only Hopper's tensor cores, which read from shared memory, have registers left for the larger one."""
-_FLOAT32_TILES: Tiles = {_FEW: _TILES[_FEW], _SOME: _TILES[_SOME], inf: _TILES[_MANY]}
+_FLOAT32_TILES: Tiles = {_FEW: Tile(16, 64, 256, 8), _SOME: Tile(32, 64, 256, 8), inf: Tile(64, 128, 128, 8)}
 _CONVERTING_TILES: Tiles = {inf: Tile(32, 64, 128, 4)}
 """For rows of 32 bits beside weights in e4m3, which have registers for their conversion in small tiles only."""
 _FP8_TILES: Tiles = {

@@ -220,9 +220,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
 
 def _progress(error: Mapping[str, Any]) -> tuple[bool, list[int], int]:
     """Return how far validation got before an error: over the type, to which place in lists, and how deep."""
-    places = [part for part in error["loc"] if isinstance(part, int)]
+    kind, places = error["type"], [part for part in error["loc"] if isinstance(part, int)]
     # Of a literal that is a string, any other input is of another type.
-    is_type = error["type"].endswith("_type") or (error["type"] == "literal_error" and not isinstance(error["input"], str))
+    is_type = kind.endswith("_type") or (kind == "literal_error" and not isinstance(error["input"], str))
     return not is_type, places, len(error["loc"])
 
 

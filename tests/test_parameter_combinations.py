@@ -79,6 +79,7 @@ def llm(make_checkpoint: MakeCheckpoint) -> Iterator[LLM]:
         ({"prompt_logprobs_start": -1}, "prompt_logprobs_start must be >= 0, not -1"),
         ({"skip_special_tokens": 1}, "skip_special_tokens must be True or False, not 1"),
         ({"top_q": 1}, "unknown argument top_q; SamplingParams takes temperature"),
+        ({"self": 1}, "unknown argument self; SamplingParams takes temperature"),
     ],
 )  # fmt: skip
 def test_values_out_of_range(settings: dict[str, Any], message: str) -> None:
@@ -87,7 +88,7 @@ def test_values_out_of_range(settings: dict[str, Any], message: str) -> None:
     params = SamplingParams()
     for name, value in settings.items():
         setattr(params, name, value)
-    if "top_q" not in settings:
+    if "unknown" not in message:
         with pytest.raises(ValueError, match=re.escape(message)):
             params.checked()
 

@@ -105,6 +105,10 @@ WRONG: list[tuple[str, dict[str, Any], str, str, str]] = [
     ("/v1/embeddings", {"input": [True]}, "invalid_type", "input[0]", "a valid integer or a valid list, not true"),
     ("/detokenize", {"tokens": [1.0]}, "invalid_type", "tokens[0]", "integer, not 1.0"),
     (GENERATE, {"token_ids": ["1"]}, "invalid_type", "token_ids[0]", "integer"),
+    (CHAT, {"messages": USER, "tool_choice": {"type": "function", "function": 1}}, "invalid_type",
+     "tool_choice.function", "an object, not 1"),
+    (CHAT, {"messages": USER, "tool_choice": 1}, "invalid_value", "tool_choice", "or 'required' or an object, not 1"),
+    (CHAT, {"messages": USER, "tools": [{"type": "x"}]}, "invalid_value", "tools[0].type", "be 'function'"),
     ("/v1/responses", {"input": [5]}, "invalid_type", "input[0]", "an object, not 5"),
     ("/rerank", {"query": "a", "documents": ["a", {}]}, "missing_required_parameter", "documents[1].text", "required"),
     ("/score", {"text_1": [], "text_2": "a"}, "invalid_value", "text_1", "at least 1 item"),
@@ -124,6 +128,7 @@ def test_the_error_is_that_of_the_form_which_was_meant(
 ) -> None:
     found = refused(client.post(path, json=body))
     assert found[:2] == (code, param) and part in found[2], found
+    assert ("Field required" in found[2]) == (code == "missing_required_parameter"), found
 
 
 def schema(given: Any) -> dict[str, Any]:

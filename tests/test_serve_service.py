@@ -31,7 +31,7 @@ from nanovllm.serve.answers import EventStream, json_answer
 from nanovllm.serve.anthropic import MessagesBody
 from nanovllm.serve.chat_completions import chat_completions
 from nanovllm.serve.completions import completions
-from nanovllm.serve.errors import ApiError, parse_json
+from nanovllm.serve.errors import ApiError, encode_json, parse_json
 from nanovllm.serve.pooling import RerankBody, rank
 from nanovllm.serve.protocol import ChatBody, CompletionBody
 from nanovllm.serve.responses import ResponseBody, response_chat
@@ -145,6 +145,8 @@ def test_a_body_is_in_utf_8() -> None:
     assert parse_json('\ufeff{"a": 1}'.encode()) == {"a": 1}
     with pytest.raises(ApiError, match="cannot be read as JSON"):
         parse_json('{"a": 1}'.encode("utf-16"))
+    # A call may have half a character.
+    assert encode_json({"é": "\ud83d"}) == b'{"\\u00e9":"\\ud83d"}'
 
 
 def test_a_completion_has_16_tokens_and_a_chat_what_the_model_recommends() -> None:

@@ -164,6 +164,16 @@ def test_errors_of_a_stores_client_name_the_path(method: str, monkeypatch: pytes
             use("memory://failing/out")
 
 
+@pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zip", "zst"])
+def test_a_compressed_file_is_read_as_it_was_written(suffix: str, tmp_path: Path) -> None:
+    if suffix == "zst":
+        pytest.importorskip("zstandard")
+    for path in (str(tmp_path / f"out.{suffix}"), f"memory://out.{suffix}"):
+        with whole_file(path) as file:
+            file.write(b"a\nb\n")
+        assert list(InputFile(path).lines) == [b"a\n", b"b\n"]
+
+
 def test_a_file_that_cannot_be_written_in_whole_is_not_there(tmp_path: Path) -> None:
     for path in (str(tmp_path / "out"), str(tmp_path / "out.gz"), "memory://out", "memory://out.gz"):
         with pytest.raises(OSError, match=f"access to '{path}' failed: gone"), whole_file(path) as file:

@@ -368,7 +368,8 @@ def _replaced(path: str) -> Iterator[Any]:
     try:
         with whole.open("wb") as file:
             yield file
-            file.flush()
+        # Opened again, since zstd's writer closes what it writes to.
+        with whole.open("r+b") as file:
             os.fsync(file.fileno())
         os.replace(whole, path)
     except BaseException:

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel
-from pydantic_core import from_json, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -136,8 +136,11 @@ def parse_json(body: bytes) -> Any:
 
 
 def encode_json(value: Any) -> bytes:
-    """Encode a value as JSON in UTF-8."""
-    return to_json(value, inf_nan_mode="null")
+    """Encode a value as JSON in UTF-8, or in ASCII if it has a lone surrogate, which a model may write as an escape."""
+    try:
+        return to_json(value, inf_nan_mode="null")
+    except PydanticSerializationError:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def encode_pieces(value: Any, depth: int = _PIECES_DEPTH) -> bytes:
@@ -199,27 +202,28 @@ def validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError
     """
     # Each form that a field may have has an error of its own: those that got farthest are about what was meant.
     field_errors = [error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]]
-    farthest = max(map(_progress, field_errors))
-    first, *others = (error for error in field_errors if _progress(error) == farthest)
-    kind, is_missing = first["type"], first["type"] == "missing"
-    place = _place(first["loc"], body, is_missing=is_missing)
+    first = max(field_errors, key=_progress)
+    kind, place = first["type"], _place(first, body)
+    others = [error for error in field_errors if _place(error, body) == place and _progress(error) == _progress(first)]
     if not place and kind != "value_error":
         # FastAPI treats the body as text if its content type is not JSON.
         message = "the body must be a JSON object, sent as Content-Type: application/json"
         return ApiError(400, message, code="invalid_json")
-    problems, given = dict.fromkeys(map(_problem, [first, *others])), first.get("input")
+    problems, given = dict.fromkeys(map(_problem, others)), first.get("input")
     problem = " or ".join(problems).replace(" or Input should be", " or")
     if isinstance(given, (bool, int, float)):
         problem += f", not {json.dumps(given):.40}"
     is_type = kind.endswith(("_type", "_parsing"))
-    code = "missing_required_parameter" if is_missing else "invalid_type" if is_type else "invalid_value"
+    code = "missing_required_parameter" if kind == "missing" else "invalid_type" if is_type else "invalid_value"
     return ApiError(400, f"{place or 'body'}: {problem}", place or None, code=code)
 
 
 def _progress(error: Mapping[str, Any]) -> tuple[bool, list[int], int]:
     """Return how far validation got before an error: over the type, to which place in lists, and how deep."""
-    places = [part for part in error["loc"] if isinstance(part, int)]
-    return not error["type"].endswith("_type"), places, len(error["loc"])
+    kind, places = error["type"], [part for part in error["loc"] if isinstance(part, int)]
+    # Of a literal that is a string, any other input is of another type.
+    is_type = kind.endswith("_type") or (kind == "literal_error" and not isinstance(error["input"], str))
+    return not is_type, places, len(error["loc"])
 
 
 def _problem(error: Mapping[str, Any]) -> str:
@@ -227,9 +231,9 @@ def _problem(error: Mapping[str, Any]) -> str:
     return "Input should be an object" if is_object else str(error["msg"]).removeprefix("Value error, ")
 
 
-def _place(loc: Sequence[int | str], body: Any, *, is_missing: bool) -> str:
+def _place(error: Mapping[str, Any], body: Any) -> str:
     """Return an error's location, such as "messages[0].role", without pydantic's type names."""
-    source, *parts = loc
+    (source, *parts), is_missing = error["loc"], error["type"] == "missing"
     if source != "body":
         return str(parts[0])
     place = ""

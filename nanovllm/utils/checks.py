@@ -26,10 +26,10 @@ def strict_keywords(cls: type[T]) -> type[T]:
     init = cls.__init__
 
     @functools.wraps(init)
-    def checked_init(self: T, *args: Any, **kwargs: Any) -> None:
+    def checked_init(self: T, /, *args: Any, **kwargs: Any) -> None:
         unknown = sorted(set(kwargs) - set(known))
         if unknown:
-            raise ValueError(f"unknown argument {', '.join(unknown)}; {cls.__name__} takes {', '.join(known)}")
+            raise ValueError(f"unknown argument {', '.join(unknown):.80}; {cls.__name__} takes {', '.join(known)}")
         init(self, *args, **kwargs)
 
     cls.__init__ = checked_init  # type: ignore[method-assign, assignment]

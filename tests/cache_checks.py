@@ -60,7 +60,7 @@ def check_table(manager: BlockManager, seq: Sequence, group: int, table: BlockTa
         return
     assert len(held) <= policy._most, f"{seq} holds too many blocks"
     first = policy.num_released(seq.num_computed_tokens - seq.num_unsure)
-    most_released = min(first, seq.num_registered_blocks) if manager.enable_prefix_caching else first
+    most_released = min(first, seq.num_registered_blocks) if manager._can_register(seq) else first
     assert table.num_released <= most_released, f"{seq} has released a block too early"
     # A chunk that begins inside a registered block does not store.
     num_kept = seq.num_registered_blocks if seq.is_behind else 0

@@ -151,6 +151,8 @@ def test_an_output_goes_on_where_its_prompt_ends(words: Any, between: list[str])
     # Stop strings may begin with a space.
     state = OutputState(words, params, prompt)
     assert [state.append(i, output[i], False, b"") for i in range(3)] == [False, False, True]
+    # The engine goes on for a few tokens, or runs the request again.
+    assert [state.append(i, output[0], False, b"") for i in (3, 4, 0, 1, 2)] == [*[False] * 4, True]
     assert state.take(True).text == " world"
     assert Detokenizer(words).append(output[:1]) == "world"
 

@@ -9,6 +9,7 @@ import sys
 from array import array
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -152,17 +153,25 @@ for turn in range(2):
 """
 
 
-def test_a_stop_string_holds_after_moving_to_another_replica() -> None:
+@pytest.mark.parametrize("with_its_token", [False, True])
+def test_a_stop_string_holds_after_moving_to_another_replica(with_its_token: bool) -> None:
     replicas = MockReplicas(2, pipeline_depth=0, step_seconds=0.002)
-    engine, stop = replicas.engine, replicas.engine.stop
+    engine = replicas.engine
+    want, name = complete([1, 2], 120, frozenset(), 128), "_take_in" if with_its_token else "stop"
+    call = getattr(engine, name)
 
-    def kill_and_stop(outputs: list[tuple[int, int]]) -> None:
-        vars(engine).pop("stop")
-        replicas.kill(engine._placement.holder(outputs[0][0]) or 0)
-        stop(outputs)
+    def kill_and_call(*args: Any) -> None:
+        if with_its_token and all(token[3] != want[4] for token in args[1].new_tokens):
+            call(*args)
+            return
+        vars(engine).pop(name)
+        index: Any = args[0].index if with_its_token else engine._placement.holder(args[0][0][0])
+        replicas.kill(index)
+        # More tokens may have come by now.
+        wait_until(lambda: engine._replicas[index].has_ended and engine._inbox[-1][1] is None)
+        call(*args)
 
-    vars(engine)["stop"] = kill_and_stop
-    want = complete([1, 2], 120, frozenset(), 128)
+    vars(engine)[name] = kill_and_call
     with mock_llm(engine) as llm, pytest.warns(UserWarning, match="its 1 requests run again"):
         params = SamplingParams(0.5, 120, stop=f"{want[4]},", ignore_eos=True)
         found = llm.generate([[1, 2]], params, use_tqdm=False)[0].outputs[0]

@@ -476,6 +476,18 @@ def test_an_abort_before_the_prompt_is_computed_returns_none_of_its_states(depth
 
 
 @DEPTHS
+def test_windows_release_their_blocks_after_a_reset(depth: int) -> None:
+    engine, _ = make_engine(pipeline_depth=depth, block_size=4, windows=[None, 8])
+    engine.add_request([1] * 9, greedy(40))
+    while not engine.is_finished():
+        engine.step()
+        check_engine(engine)
+        if engine.stats()["num_steps"] == 3:
+            assert not engine.reset_prefix_cache()
+    assert engine.reset_prefix_cache()
+
+
+@DEPTHS
 def test_a_state_is_evicted_as_a_whole_and_before_the_keys_at_its_end(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(2, 99))
     manager = engine.block_manager

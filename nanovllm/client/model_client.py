@@ -244,7 +244,7 @@ class ModelClient(Unpicklable):
         return any(self._engine.call(LLMEngine.unload_adapter))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prefix cache; return whether no request, such as a paused one, still holds blocks from it."""
+        """Forget the prefix cache; return whether no request, such as a paused one, holds blocks."""
         return all(self._engine.call(LLMEngine.reset_prefix_cache))
 
     def pause(self, mode: PauseMode = "keep") -> None:

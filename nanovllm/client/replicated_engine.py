@@ -253,7 +253,8 @@ class ReplicatedEngine(Engine):
         self._has_news.clear()
         tokens = NewTokens()
         with deferred_signals(), self._lock:
-            while self._inbox:
+            # Stop strings in a dead replica's last tokens are found first: another would end its outputs without any.
+            while self._inbox and not (self._inbox[0][1] is None and self._results.new_tokens):
                 replica, report = self._inbox.popleft()
                 if report is not None:
                     self._take_in(replica, report, tokens)

@@ -235,7 +235,8 @@ class BlockManager:
             return [[]] * self._num_growing
         host, find_copy = self.host, None if self.host is None else self.host.find
         for group, policy in enumerate(self.policies[: self._num_growing]):
-            hashes = map(partial(self._hash, seq), range(1, most + 1))
+            known = seq.block_hashes[1 : most + 1]
+            hashes = chain(known, map(partial(self._hash, seq), range(len(known) + 1, most + 1)))
             matched.append(self._cache.match(hashes, group, policy.has_gaps, find_copy))
             most = len(matched[-1])
         if self.has_states:
@@ -381,6 +382,7 @@ class BlockManager:
         seq.num_resets = source.num_resets
         # The source may have registered blocks past the prompt.
         seq.num_registered_blocks = min(source.num_registered_blocks, seq.num_tokens // self.block_size)
+        seq.block_hashes = source.block_hashes[: seq.num_registered_blocks + 1]
         states: list[FoundBlock] = [self._cache.blocks[key] for key in source.fork_states]
         self._use_states(states)
         seq.block_tables.clear()

@@ -425,7 +425,7 @@ class LLMEngine(Engine):
             self._weights.wake_up([])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the prefix cache, and return whether no request holds blocks from it."""
+        """Forget the prefix cache, and return whether no request holds blocks."""
         with self.between_steps():
             return self.block_manager.reset()
 

@@ -128,7 +128,7 @@ class OutputState:
         self._checked = 0
 
     def append(self, position: int, token_id: int, is_end: bool, logprobs: bytes) -> bool:
-        """Add a token, and return whether the text has reached a stop string by then. See `StreamedToken`.
+        """Add a token, and return whether it completes a stop string. See `StreamedToken`.
 
         A token that is there already comes from an engine that runs the request again.
         """
@@ -141,7 +141,7 @@ class OutputState:
                     self._logprobs += logprobs
                 if self._stop:
                     self._decode([token_id], is_end)
-            return self.stop_string is not None and position + 1 >= self.num_tokens
+            return self.stop_string is not None and position + 1 == self.num_tokens
 
     def take(self, final: bool) -> OutputDelta:
         """Return the text and tokens not returned yet. `final`: no token follows."""

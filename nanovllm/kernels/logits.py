@@ -386,9 +386,10 @@ def cutoffs(rows: EditedRows, params: CutoffParams) -> torch.Tensor:
 
     Top-p adds up the probabilities of what min-p and top-k have left, as in vLLM. Ties with the least logit are kept.
     """
-    x, width = rows.x, rows.x.shape[1]
+    x = rows.x
     if not uses_triton(x.device) or params.max_top_k > _MOST_CANDIDATES:
         return cutoffs_ref(rows, params)
+    width = x.shape[1]
     num_candidates = max(params.max_top_k, _NUCLEUS_CANDIDATES if params.any_nucleus else _LEAST_CANDIDATES)
     # Powers of two, so that few sizes occur.
     padded = triton.next_power_of_2(num_candidates)

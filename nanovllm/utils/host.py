@@ -35,7 +35,7 @@ def available_memory() -> int:
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(stats["inactive_file"])
         free = min(free, int(most) - used)
-    return free
+    return max(0, free)
 
 
 def num_gpus() -> int:

@@ -186,18 +186,16 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 42_691,
-    "files": 211,
-    "loaded by `import nanovllm.llm`": 9_818,
-    "the core with all that it imports": 7_928,
+    "lines": 41_429,
+    "files": 210,
+    "loaded by `import nanovllm.llm`": 9_494,
+    "the core with all that it imports": 7_538,
 }
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
-Models with states took 2,650 lines and 14 files: nine families, three kinds of layers with their kernels (1,200 lines),
-and states in blocks of the cache. Drafting heads took 850 and 2 files, 180 more to draft only where that pays, and 180
-on several ranks; kernels of rows with drafts 310: the delta rule's, Mamba-2's and the convolution's with plain forms,
-and attention's; weights in four bits with gpt-oss 1,350 and 3, and their products in Gluon, of few rows 790 and 2, of
-more 500 and 2.
+Three features have much of it, counted by the lines that would go with them: models with states 2,860 (nine families, three
+kinds of layers with their kernels, states in blocks of the cache), speculation 1,730 (of it drafting heads 850, kernels of
+rows with drafts 420), and weights in four bits with gpt-oss and GGUF 2,470 (their kernels 1,560).
 """
 
 

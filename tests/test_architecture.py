@@ -193,9 +193,9 @@ LIMITS = {
 }
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
-Three features have much of it, counted by the lines that would go with them: models with states 2,860 (nine families, three
-kinds of layers with their kernels, states in blocks of the cache), speculation 1,730 (of it drafting heads 850, kernels of
-rows with drafts 420), and weights in four bits with gpt-oss and GGUF 2,470 (their kernels 1,560).
+Three features have much of it, counted by the lines that would go with them: models with states 2,860 (nine families,
+three kinds of layers with their kernels, states in blocks of the cache), speculation 1,730 (of it drafting heads 850,
+kernels of rows with drafts 420), and weights in four bits with gpt-oss and GGUF 2,470 (their kernels 1,560).
 """
 
 

@@ -468,7 +468,7 @@ def test_weights_in_another_layout(copy: Path, names: list[str], message: str) -
     ("name", "message"),
     [
         ("notes.txt", "notes.txt' is a file that holds no model: a model is a folder with config.json"),
-        ("empty/", r"empty/' has no config.json, but \[\]: a model is a folder"),
+        ("empty/", r"empty/' has no config.json: a model is a folder"),
         ("absent/model", "absent/model' does not exist"),
         ("others", r"others' has no config.json, but \['notes.txt'\]: a model is a folder"),
         ("a.gguf", "a.gguf' is no GGUF file"),

@@ -75,4 +75,5 @@ def refuse_remote_code(folder: str, file: str, auto_class: str) -> None:
 
 def not_in(place: str, missing: str, names: Iterable[str]) -> str:
     """Return an explanation for a folder, URL or Hub id without a part of a model, given the names there."""
-    return f"{place!r} has no {missing}, but {shown(sorted(names))}: {MODEL_FORMS}"
+    others = sorted(names)
+    return f"{place!r} has no {missing}{f', but {shown(others)}' if others else ''}: {MODEL_FORMS}"

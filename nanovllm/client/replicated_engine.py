@@ -111,11 +111,12 @@ class Replica:
             while True:
                 for message in self._connection.recv():
                     self._take(message)
+        # Before `has_ended`: an engine whose replicas have all ended is open as long as a death is to be processed.
+        self._receive(self, None)
         self.has_ended = True
         with self._lock:
             self._connection.close()
         self._end_calls()
-        self._receive(self, None)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, str):
@@ -192,7 +193,7 @@ class ReplicatedEngine(Engine):
         if self._is_closing or not self._placement.shares:
             return False
         # Messages of the last engine before its exit must still be processed.
-        return bool(self._inbox) or any(not replica.has_ended for replica in self._replicas)
+        return any(not replica.has_ended for replica in self._replicas) or bool(self._inbox)
 
     @property
     @override

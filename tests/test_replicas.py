@@ -8,6 +8,7 @@ import subprocess
 import sys
 from array import array
 from itertools import count
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,6 +19,7 @@ from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.engine_process import replica_devices
 from nanovllm.client.placement import Placement
+from nanovllm.client.replicated_engine import Replica
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
@@ -178,6 +180,17 @@ def test_a_stop_string_holds_after_moving_to_another_replica(with_its_token: boo
         end = 1 + next(i for i in range(5) if f"{want[4]}," in f"{want[i]},")
         assert (found.token_ids, found.stop_reason) == (want[:end], f"{want[4]},")
         assert llm.stats()["num_output_tokens"] < 100
+
+
+def test_a_death_is_told_before_the_replica_counts_as_ended() -> None:
+    """Otherwise an engine whose last replica has died is closed, open for a moment, and closed again."""
+    own, others = Pipe()
+    others.send((None, None))
+    told: list[tuple[Any, bool]] = []
+    replica = Replica(0, own, lambda replica, report: told.append((report, replica.has_ended)), lambda: "")
+    others.close()
+    wait_until(lambda: replica.has_ended)
+    assert told == [(None, False)]
 
 
 def test_accepted_drafts_of_replicas_add_up_by_position() -> None:

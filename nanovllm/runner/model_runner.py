@@ -31,7 +31,6 @@ from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.models import load_model
 from nanovllm.models.draft_head import load_draft_head
 from nanovllm.parallel.communicator import Communicator
-from nanovllm.quantization.weight import Stream
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes, max_draft_rows
 from nanovllm.runner.drafter import Drafter, HeadDrafter, NgramDrafter
@@ -366,14 +365,14 @@ class ModelRunner:
         with set_step_metadata(inputs.metadata):
             needed = None if last in asked else rows
             if asked <= {last}:
-                states: Stream = model(inputs.token_ids, inputs.positions, needed)
+                x, residual = model(inputs.token_ids, inputs.positions, needed)
             else:
-                states, found = model.forward_tapped(inputs.token_ids, inputs.positions, needed, asked - {last})
+                (x, residual), found = model.forward_tapped(inputs.token_ids, inputs.positions, needed, asked - {last})
         if last in asked:
-            hidden = found[last] = model.hidden_states(*states)
+            hidden = found[last] = model.hidden_states(x, residual)
             logits = model.project_logits(hidden if rows is None else hidden[rows])
         else:
-            logits = model.compute_logits(*states)
+            logits = model.compute_logits(x, residual)
         if drafter_ids:
             parts = [found[number] for number in drafter_ids]
             inputs.hidden_states = parts[0] if len(parts) == 1 else torch.cat(parts, 1)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from array import array
 from itertools import count
 from multiprocessing import Pipe
@@ -18,13 +19,15 @@ import pytest
 from nanovllm import SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client.engine_process import replica_devices
+from nanovllm.client.engine_server import EngineServer
+from nanovllm.client.messages import Enqueue, StepReport
 from nanovllm.client.placement import Placement
 from nanovllm.client.replicated_engine import Replica
 from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
+from nanovllm.engine.request import Abort, Request
 from tests.mock_llm import MockReplicas, mock_llm
-from tests.mock_runner import complete
+from tests.mock_runner import complete, make_engine
 from tests.rank_processes import engine_pids
 from tests.server_process import wait_until
 
@@ -191,6 +194,34 @@ def test_a_death_is_told_before_the_replica_counts_as_ended() -> None:
     others.close()
     wait_until(lambda: replica.has_ended)
     assert told == [(None, False)]
+
+
+def test_an_abort_reaches_a_request_whose_grammar_is_being_compiled() -> None:
+    is_compiled = threading.Event()
+
+    def compile_slowly(request: Request) -> None:
+        assert is_compiled.wait(60)
+
+    device: Any = None
+    server = EngineServer(make_engine(pipeline_depth=0, make_constraint=Mock())[0], device, compile_slowly)
+    driver = threading.Thread(target=server.run, daemon=True)
+    driver.start()
+    own, others = Pipe()
+    server.connect(others)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    own.send([Enqueue(5, Request(array("i", [1]), params, bad_sequences=[[2, 3]]))])
+    wait_until(lambda: 5 in server._preparing)
+    own.send([Abort([5], True)])
+    wait_until(lambda: server._preparing[5] is not None)
+    is_compiled.set()
+    own.recv()
+    reports = []
+    while not any(isinstance(report, StepReport) for report in reports):
+        reports = own.recv()
+    server.close()
+    driver.join(60)
+    finished = [item for report in reports if isinstance(report, StepReport) for item in report.finished]
+    assert [(i, output.outputs[0].token_ids) for i, output in finished] == [(5, [])]
 
 
 def test_accepted_drafts_of_replicas_add_up_by_position() -> None:

@@ -215,7 +215,7 @@ def test_an_abort_reaches_a_request_whose_grammar_is_being_compiled() -> None:
     wait_until(lambda: server._preparing[5] is not None)
     is_compiled.set()
     own.recv()
-    reports = []
+    reports = list[Any]()
     while not any(isinstance(report, StepReport) for report in reports):
         reports = own.recv()
     server.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
 from nanovllm.utils.checks import check_bool, check_int, check_number, strict_keywords
 
@@ -24,6 +24,7 @@ _LEAST = {"kvcache_block_size": 16, "num_kvcache_blocks": -1, "max_logprobs": -1
 _MOST = {"num_speculative_tokens": 15, "prompt_lookup_min": 5, "prompt_lookup_max": 5}
 
 
+@strict_keywords
 @dataclass(frozen=True)
 class SpeculativeConfig:
     """Settings of speculation: how tokens are drafted, for a step to verify.
@@ -36,7 +37,7 @@ class SpeculativeConfig:
         model: folder or Hub id of the head; of "eagle3" alone.
 
     Raises:
-        ValueError: a value is unknown or out of range.
+        ValueError: a value is unknown or out of range, or a keyword is unknown.
     """
 
     method: SpeculativeMethod
@@ -59,24 +60,6 @@ class SpeculativeConfig:
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest > longest:
             raise ValueError(f"prompt_lookup_min={shortest} must be at most prompt_lookup_max={longest}")
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SpeculativeConfig:
-        """Make it from `Config.speculative_config`.
-
-        Raises:
-            ValueError: not a mapping, a key is unknown or missing, or a value is unknown or out of range.
-        """
-        if not isinstance(values, Mapping):
-            example = {"method": "ngram", "num_speculative_tokens": 4}
-            raise ValueError(f"speculative_config must be a mapping such as {example}, not {values!r:.80}")
-        known = [item.name for item in fields(cls)]
-        settings = {"method": None, "num_speculative_tokens": None, **values}
-        unknown = [key for key in values if key not in known]
-        # Unknown methods may have other keys: the method is the error.
-        if unknown and settings["method"] in get_args(SpeculativeMethod):
-            raise ValueError(f"unknown key {unknown[0]!r} in speculative_config: it takes {', '.join(known)}")
-        return cls(**{name: settings[name] for name in known if name in settings})
 
 
 @strict_keywords
@@ -127,11 +110,9 @@ class Config:
         max_logprobs: maximum log-probabilities that a request may ask for at each position; -1 allows the whole
             vocabulary.
         seed: seed of dummy weights (0 if None), and of requests without their own seed (random if None).
-        speculative_config: draft tokens and verify several in one step, which changes no output. A mapping: `method`
-            ("ngram": the tokens that followed the longest match of the newest ones, in prompt and output; "eagle3": an
-            EAGLE-3 head, whose folder or Hub id is `model`; "mtp": the head in the model's own checkpoint),
-            `num_speculative_tokens` (maximum drafts of a sequence in a step, 1 to 15), `prompt_lookup_min` and
-            `prompt_lookup_max` (tokens of a match, 1 to 5; 2 and 5 if not given).
+        speculative_config: draft tokens and verify several in one step, which changes no output. A mapping with the
+            attributes of `SpeculativeConfig`: `method` ("ngram", "eagle3" or "mtp"), `num_speculative_tokens`, and
+            `model` of a head, or `prompt_lookup_min` and `prompt_lookup_max`.
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.
@@ -191,15 +172,24 @@ class Config:
             raise ValueError("attention_backend='flash_attn' does not support kv_cache_dtype='fp8'")
         if self.quantization not in (None, *get_args(Quantization)):
             raise ValueError(f"quantization must be None, 'fp8' or 'int4', not {self.quantization!r}")
-        if self.speculative_config is not None:
+        speculation: Any = self.speculative_config
+        if isinstance(speculation, Mapping):
             # The caller may change its mapping, or have one that does not pickle.
-            checked = SpeculativeConfig.from_mapping(self.speculative_config)
-            object.__setattr__(self, "speculative_config", asdict(checked))
+            speculation = SpeculativeConfig(**{"method": None, "num_speculative_tokens": None, **speculation})
+            object.__setattr__(self, "speculative_config", speculation)
+        if not isinstance(speculation, SpeculativeConfig | None):
+            example = {"method": "ngram", "num_speculative_tokens": 4}
+            raise ValueError(f"speculative_config must be a mapping such as {example}, not {speculation!r:.80}")
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
         """The settings in `speculative_config`; None: no speculation."""
-        return None if self.speculative_config is None else SpeculativeConfig(**self.speculative_config)
+        return cast("SpeculativeConfig | None", self.speculative_config)
+
+    @property
+    def num_drafts(self) -> int:
+        """Maximum drafts of a row in a step; 0 without speculation."""
+        return 0 if self.speculation is None else self.speculation.num_speculative_tokens
 
     @property
     def max_num_running(self) -> int:

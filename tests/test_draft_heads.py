@@ -399,7 +399,7 @@ def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[
             shapes.append((step.shape.num_decodes, step.shape.num_drafts, step.shape.drafts))
             inputs = gather(step)
             # All drafts are there to be verified.
-            assert inputs.is_new is None or inputs.is_new.all()
+            assert inputs.token_slots is not None and (inputs.token_slots < slots.padding_slot).all()
             return inputs
 
         runner.batch_builder.gather = noted  # type: ignore[method-assign]

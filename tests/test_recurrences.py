@@ -316,7 +316,7 @@ def check_drafted_rows(
         slots = rng.sample(range(4), 4)
         counts = [0 if slot == padding else rng.randint(1, per_row) for slot in slots]
         ints = torch.tensor([slots, [positions[s] for s in slots], [pending[s] for s in slots]], device=DEVICE).int()
-        is_new = torch.arange(per_row, device=DEVICE) >= per_row - torch.tensor(counts, device=DEVICE).unsqueeze(1)
+        is_new = torch.arange(per_row, device=DEVICE) < torch.tensor(counts, device=DEVICE).unsqueeze(1)
         new = draw(len(slots) * per_row)
         rows = StateRows(ints[1], drafted.tables[slots], per_row, ints[0], ints[2], is_new.sum(1, dtype=torch.int32))
         out = drafted.step(*new, rows).view(*is_new.shape, -1)
@@ -327,7 +327,7 @@ def check_drafted_rows(
                 continue
             if per_row > 1:
                 close(drafted.read(slot, positions[slot]), plain.read(slot, positions[slot]))
-            own = [part.unflatten(0, is_new.shape)[row, per_row - count :] for part in new]
+            own = [part.unflatten(0, is_new.shape)[row, :count] for part in new]
             pending[slot] = rng.randint(1, count)
             for i in range(count):
                 # What is not accepted is decoded in a copy.
@@ -337,7 +337,7 @@ def check_drafted_rows(
                 at = torch.tensor([positions[slot] + i], dtype=torch.int32, device=DEVICE)
                 one = StateRows(at, plain.tables[state : state + 1])
                 expected = plain.step(*(part[i : i + 1] for part in own), one)
-                close(out[row, per_row - count + i], expected.flatten())
+                close(out[row, i], expected.flatten())
             positions[slot] += pending[slot]
             if per_row == 1:
                 # Nothing can be rejected.

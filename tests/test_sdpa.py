@@ -35,11 +35,12 @@ def step_of(
 ) -> StepMetadata:  # fmt: skip
     """Decode rows of `per_row` queries, then chunks of `query_lens`; tables: of each group of layers."""
     chunks, num_decodes = chunk_rows(tables[0], seq_lens, query_lens), len(lens) - len(query_lens)
+    positions = seq_lens[:num_decodes, None] - per_row + torch.arange(per_row, dtype=torch.int32, device=DEVICE)
     return StepMetadata(
         num_decodes=num_decodes, slot_mappings=[new_slots(table, lens, 16)[:0] for table in tables],
         block_tables=tables, seq_lens=seq_lens, cu_seqlens_q=chunks.cu_seqlens_q, query_tiles=chunks.tiles,
         sample_tiles=chunks.tiles, seq_lens_host=lens, query_lens_host=query_lens, variant=variant,
-        num_queries=per_row,
+        row_positions=positions.flatten() if per_row > 1 else None,
     )  # fmt: skip
 
 

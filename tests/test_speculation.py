@@ -19,7 +19,13 @@ from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels import drafts
-from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows, gather_decode_rows_ref
+from nanovllm.kernels.slot_tensors import (
+    SlotTensors,
+    gather_decode_rows,
+    gather_decode_rows_ref,
+    scatter_tokens,
+    scatter_tokens_ref,
+)
 from nanovllm.outputs import RequestOutput
 from nanovllm.runner import model_runner
 from nanovllm.runner.batch import BatchBuilder, StepInputs
@@ -61,19 +67,17 @@ def test_rows_with_drafts_are_rows_one_after_another() -> None:
     slots = torch.tensor([4, 0, 6, 2], dtype=torch.int32, device=DEVICE)
     state.drafts[2, 1:] = -1
     num_new = torch.tensor([4, 2, 1, 4], dtype=torch.int32, device=DEVICE)
-    rows = triton_form(drafts.gather_drafted_rows)(state, slots, num_new, 8)
-    for name, value in vars(drafts.gather_drafted_rows_ref(state, slots, num_new, 8)).items():
+    rows = triton_form(gather_decode_rows)(state, slots, 8, num_new)
+    for name, value in vars(gather_decode_rows_ref(state, slots, 8, num_new)).items():
         assert torch.equal(getattr(rows, name), value), name
-    # What is new comes last; of padding all is.
-    assert rows.is_new.tolist() == [[True] * 4, [False] * 2 + [True] * 2, [True] * 4, [False] * 2 + [True] * 2]
+    assert (rows.seq_lens - state.num_computed[slots.long()]).tolist() == [4, 2, 1, 2]
     for row, slot in enumerate(slots.tolist()):
-        first, num_real = int(state.num_computed[slot]), int(rows.is_new[row].sum())
+        first, end = int(state.num_computed[slot]), int(rows.seq_lens[row])
         texts = [int(state.last_token[slot]), *state.drafts[slot].tolist()]
-        assert rows.seq_lens[row] == first + num_real
-        for column in range(4):
-            ahead, at = column - 4 + num_real, row * 4 + column
-            if ahead < 0:
-                assert (rows.slot_mapping[:, at] == -1).all() and rows.positions[at] == first
+        for ahead in range(4):
+            at = row * 4 + ahead
+            if first + ahead >= end:
+                assert (rows.slot_mapping[:, at] == -1).all() and rows.positions[at] == end - 1
                 continue
             state.num_computed[slot], state.last_token[slot] = first + ahead, texts[ahead]
             one = gather_decode_rows_ref(state, slots[row : row + 1], 8)
@@ -90,8 +94,8 @@ def test_rows_of_drafts_have_no_place_beyond_their_blocks(ahead: int) -> None:
     state.num_computed[0] = 0
     state.num_blocks.copy_(torch.randint(1, 6, state.num_blocks.shape, generator=torch.Generator().manual_seed(0)))
     slots = torch.tensor([4, 0, 6, 2, 1], dtype=torch.int32, device=DEVICE)
-    rows = triton_form(gather_decode_rows)(state, slots, 8, ahead)
-    for name, value in vars(gather_decode_rows_ref(state, slots, 8, ahead)).items():
+    rows = triton_form(gather_decode_rows)(state, slots, 8, ahead=ahead)
+    for name, value in vars(gather_decode_rows_ref(state, slots, 8, ahead=ahead)).items():
         assert torch.equal(getattr(rows, name), value), name
     assert rows.positions.tolist() == [max(0, int(state.num_computed[slot]) + ahead) for slot in slots]
     has_place = (rows.positions // 8 < state.num_blocks[slots.long()].T) & (slots != 6)
@@ -99,31 +103,23 @@ def test_rows_of_drafts_have_no_place_beyond_their_blocks(ahead: int) -> None:
 
 
 def test_drafts_are_accepted_up_to_the_first_wrong_one() -> None:
+    """Then come a chunk that ends a prompt, and padding."""
     state = slot_tensors(6, 3)
-    slots = torch.tensor([4, 0, 6, 2], dtype=torch.int32, device=DEVICE)
-    before = state.num_computed.clone()
-    state.drafts[slots.long()] = torch.tensor([7, 7, 7], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([4, 0, 6, 2, 5, 6], dtype=torch.int32, device=DEVICE)
+    rows, before = slots[:4].long(), state.num_computed.clone()
+    state.drafts[rows] = torch.tensor([7, 7, 7], dtype=torch.int32, device=DEVICE)
     # The second is wrong; two tokens are new; padding; what follows a wrong one is right.
     state.drafts[4, 1] = state.drafts[2, 0] = 8
-    sampled = torch.tensor([[7, 5, 7, 7], [1, 2, 7, 7], [7, 7, 7, 7], [3, 7, 7, 7]], device=DEVICE)
-    is_new = torch.ones(4, 4, dtype=torch.bool, device=DEVICE)
-    is_new[1, :2] = False
-    plain, places = (
-        replace(state, **{name: getattr(state, name).clone() for name in ("last_token", "num_computed")}),
-        [],
-    )
-    for verify, slot_state in ((triton_form(drafts.verify_drafts), state), (drafts.verify_drafts_ref, plain)):
-        places.append((torch.empty_like(sampled), sampled.new_empty(2, 4)))
-        verify(slot_state, slots, is_new, sampled, *places[-1])
-    (tokens, both), (wanted_tokens, wanted) = places
-    assert torch.equal(both, wanted) and torch.equal(tokens, wanted_tokens)
-    assert both[1].tolist() == [4, 2, 4, 4]
-    assert torch.equal(plain.last_token, state.last_token) and torch.equal(plain.num_computed, state.num_computed)
-    counts = both[0]
-    assert counts.tolist() == [2, 2, 4, 1]
-    assert [tokens[row, :n].tolist() for row, n in enumerate(counts)] == [[7, 5], [7, 7], [7] * 4, [3]]
-    assert state.last_token[slots.long()].tolist() == [5, 7, 7, 3]
-    assert (state.num_computed - before)[slots.long()].tolist() == [2, 2, 0, 1]
+    token_ids = torch.tensor([7, 5, 7, 7, *(7, 7, 7, 7), *(7, 7, 7, 7), *(3, 7, 7, 7), 11, 12], device=DEVICE)
+    seq_lens = torch.cat((before[rows] + torch.tensor([4, 2, 4, 4], device=DEVICE), before[:2])).int()
+    plain = replace(state, **{name: getattr(state, name).clone() for name in ("last_token", "num_computed")})
+    for scatter, slot_state in ((triton_form(scatter_tokens), state), (scatter_tokens_ref, plain)):
+        sampled = torch.full((30,), -1, device=DEVICE)
+        scatter(slot_state, slots, token_ids, 4, sampled, seq_lens)
+        assert torch.equal(sampled[:18], token_ids)
+        assert sampled[18:].tolist() == [2, 2, 4, 1, *[-1] * 8]
+        assert slot_state.last_token[slots.long()[[0, 1, 3, 4]]].tolist() == [5, 7, 3, 11]
+        assert (slot_state.num_computed - before)[slots.long()].tolist() == [2, 2, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("lookup", [(1, 1), (2, 5), (3, 3)])
@@ -240,13 +236,16 @@ def test_tokens_are_the_ones_without_speculation(
     """With lookup, and with drafts that are right with some probability; also where sequences are preempted."""
     verified = []
 
-    def verify(*args: Any) -> Any:
-        verified.append(int(args[2][:, 1:].sum()))
-        return drafts.verify_drafts(*args)
+    def scatter(*args: Any) -> None:
+        state, slots, _, num_decodes, _, seq_lens = args
+        if seq_lens is not None:
+            rows = slots[:num_decodes].long()
+            verified.append(int((seq_lens[:num_decodes] - state.num_computed[rows] - 1).sum()))
+        scatter_tokens(*args)
 
     wanted, plain = generate(depth, **settings)
     if right is not None:
-        monkeypatch.setattr(model_runner, "verify_drafts", verify)
+        monkeypatch.setattr(model_runner, "scatter_tokens", scatter)
         known = request.getfixturevalue("oracle")
         known.texts = [[*one.prompt_token_ids, *item.token_ids] for one in wanted for item in one.outputs]
         known.right = right

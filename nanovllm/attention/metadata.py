@@ -35,7 +35,7 @@ class StepMetadata:
         seq_lens_host: seq_lens on the host, for backends that size tensors there; empty in steps that may be captured.
         query_lens_host: tokens of each chunk, on the host; likewise.
         variant: what `AttentionBackend.plan_host` returned.
-        num_queries: tokens of each decode row, the last of its context; where it has fewer new ones, they come last.
+        row_positions: [num_decodes * num_queries] int32; positions of the decode rows' tokens; None if each has one.
         plan: set by `AttentionBackend.plan`.
         state_rows, state_tiles: states of the decode rows and of the chunks; None if no layer keeps any.
     """
@@ -50,10 +50,15 @@ class StepMetadata:
     seq_lens_host: list[int] = field(default_factory=list)
     query_lens_host: list[int] = field(default_factory=list)
     variant: Hashable = None
-    num_queries: int = 1
+    row_positions: torch.Tensor | None = None
     plan: Any = None
     state_rows: StateRows | None = None
     state_tiles: StateTiles | None = None
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens of each decode row."""
+        return 1 if self.row_positions is None else len(self.row_positions) // self.num_decodes
 
     @property
     def num_row_tokens(self) -> int:

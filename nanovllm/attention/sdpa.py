@@ -67,7 +67,8 @@ class SdpaBackend(AttentionBackend):
 
         def add_decodes(seqs: list[int]) -> None:
             rows = [seq * per_row + number for seq in seqs for number in range(per_row)]
-            segments.append(make(seqs, rows, lens[seqs[-1]]))
+            positions = None if step.row_positions is None else step.row_positions[rows]
+            segments.append(make(seqs, rows, lens[seqs[-1]], positions=positions))
 
         seqs: list[int] = []
         for seq in sorted(range(step.num_decodes), key=lens.__getitem__):
@@ -88,14 +89,16 @@ class SdpaBackend(AttentionBackend):
 
     def _segment(
         self, seq_lens: torch.Tensor, block_tables: torch.Tensor, window: int | None, seqs: list[int],
-        rows: Sequence[int], max_len: int,
+        rows: Sequence[int], max_len: int, *, positions: torch.Tensor | None = None,
     ) -> Segment:  # fmt: skip
-        """Return the segment of `seqs`, which have equal numbers of query `rows`, over at most `max_len` keys each."""
+        """Return the segment of `seqs`, whose query `rows` are at `positions`, or the last of at most `max_len` keys."""
         device = seq_lens.device
         seq_index, row_index = (torch.tensor(list(index), device=device) for index in (seqs, rows))
         num_queries = len(rows) // len(seqs)
         lens = seq_lens[seq_index].clamp(max=max_len)
         query_position = lens[:, None] - num_queries + torch.arange(num_queries, device=device)
+        if positions is not None:
+            query_position = positions.view(len(seqs), num_queries)
         num_keys = max_len if window is None else min(max_len, window + num_queries - 1)
         first = torch.zeros_like(lens) if window is None else (query_position[:, 0] + 1 - window).clamp(min=0)
         position = first[:, None] + torch.arange(num_keys, device=device)

@@ -143,7 +143,7 @@ class TritonBackend(AttentionBackend):
             shares = 1 if is_hopper and single_split else self.policy.context_shares(n, at_once)
             plans[spec] = plan_decode(
                 step.seq_lens[:n], self.num_heads, spec.num_kv_heads, spec.value_size, tile, shares,
-                shared=groups if spec.window is None else None, window=spec.window, num_queries=step.num_queries,
+                shared=groups if spec.window is None else None, window=spec.window, positions=step.row_positions,
             )  # fmt: skip
         return plans
 

@@ -18,7 +18,6 @@ import torch
 from nanovllm.attention.backend import AttentionBackend
 from nanovllm.attention.metadata import StepMetadata
 from nanovllm.kernels.attention.prefill_attention import QUERY_TILE
-from nanovllm.kernels.drafts import gather_drafted_rows
 from nanovllm.kernels.mixers.states import TILE, StateRows, StateTiles
 from nanovllm.kernels.slot_tensors import DecodeRows, gather_decode_rows
 from nanovllm.runner.messages import NO_ROWS, Chunk, ScheduledBatch
@@ -62,8 +61,7 @@ class StepInputs:
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_rows] int32; the slots of decode rows, and of chunks that end a prompt.
         sampling: the sampling parameters of each sample.
-        is_new: [num_decodes, 1 + num_drafts] bool; see `DraftedRows`. None in steps without drafts.
-        token_slots: [num_tokens] int32; the slot of each new token, and the padding slot for others. None in
+        token_slots: [num_tokens] int32; the slot of each token that exists, and the padding slot for others. None in
             engines without drafts.
         successors: [num_chunks] int32; the token after each chunk, -1 if none is known. Empty without drafts or chunks.
         drafts: see `StepShape`.
@@ -76,7 +74,6 @@ class StepInputs:
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
-    is_new: torch.Tensor | None = None
     token_slots: torch.Tensor | None = None
     successors: torch.Tensor | None = None
     drafts: bool = False
@@ -125,6 +122,7 @@ class PromptArrays(NamedTuple):
     Attributes:
         token_ids, positions: [T].
         slot_mapping: [G * T], group after group, `block * block_size + offset`; -1 stores nothing, as for padding.
+        token_slots: [T]; the slot of each token, the padding slot for others. Empty in engines without drafts.
         slots, seq_lens: [C]; a chunk's slot, and the tokens up to its end. Padding has the padding slot, and 1.
         cu_seqlens_q: [C + 1]; where each chunk starts among the tokens.
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
@@ -138,6 +136,7 @@ class PromptArrays(NamedTuple):
     token_ids: Any
     positions: Any
     slot_mapping: Any
+    token_slots: Any
     slots: Any
     seq_lens: Any
     cu_seqlens_q: Any
@@ -195,6 +194,7 @@ class PromptLayout:
             token_ids=_pad(token_ids, num_tokens, 0),
             positions=_pad(positions, num_tokens, 0),
             slot_mapping=slot_mapping.reshape(-1),
+            token_slots=_pad(np.repeat(slots, lens), num_tokens, padding_slot) if self.has_drafts else NO_ROWS.slots,
             slots=_pad(slots, num_chunks, padding_slot),
             seq_lens=_pad(starts + lens, num_chunks, 1),
             cu_seqlens_q=_pad(cu_seqlens_q, num_chunks + 1, int(cu_seqlens_q[-1])),
@@ -388,16 +388,11 @@ class BatchBuilder:
         """Assemble a step's inputs from data on the device; a CUDA graph may hold this."""
         shape, prompts, state = step.shape, step.prompts, self.slots.tensors
         slots = self._decode_slots[: shape.num_decodes]
-        num_row_tokens, is_new = shape.num_row_tokens, None
-        decodes: DecodeRows
-        if shape.num_drafts:
-            decodes = drafted = gather_drafted_rows(state, slots, self._num_new[: len(slots)], self.block_size)
-            is_new = drafted.is_new
-        else:
-            decodes = gather_decode_rows(state, slots, self.block_size)
+        num_row_tokens, num_new = shape.num_row_tokens, self._num_new[: len(slots)] if shape.num_drafts else None
+        decodes = gather_decode_rows(state, slots, self.block_size, num_new)
         metadata = self._metadata(step, decodes)
         if self._num_state_blocks:
-            metadata.state_rows = self._state_rows(slots, is_new, decodes, prompts)
+            metadata.state_rows = self._state_rows(slots, decodes, step)
             metadata.state_tiles = self._state_tiles(prompts)
         token_ids, positions, sample_slots, sample_indices = decodes.token_ids, decodes.positions, slots, None
         sampling = SamplingInputs(decodes.temperatures, decodes.seeds, decodes.output_index)
@@ -414,10 +409,15 @@ class BatchBuilder:
                 index = torch.cat((per_row, prompts.sample_slots.long()))
             output_index = positions[sample_indices] + 1 - state.num_prompt[index]
             sampling = SamplingInputs(state.temperature[index], state.seed[index], output_index)
-        token_slots = self._token_slots(slots, is_new, step) if self.num_drafts else None
+        token_slots = None
+        if self.num_drafts:
+            columns = torch.arange(1 + shape.num_drafts, dtype=torch.int32, device=slots.device)
+            exists = columns < (decodes.seq_lens - state.num_computed[slots]).unsqueeze(1)
+            row_slots = slots.unsqueeze(1).where(exists, self.slots.padding_slot).flatten()
+            token_slots = torch.cat((row_slots, prompts.token_slots))
         return StepInputs(
-            token_ids, positions, metadata, sample_indices, sample_slots, sampling, is_new, token_slots,
-            prompts.successors, shape.drafts,
+            token_ids, positions, metadata, sample_indices, sample_slots, sampling, token_slots, prompts.successors,
+            shape.drafts,
         )  # fmt: skip
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:
@@ -443,21 +443,8 @@ class BatchBuilder:
             seq_lens_host=step.seq_lens_host,
             query_lens_host=step.query_lens_host,
             variant=shape.variant,
-            num_queries=1 + shape.num_drafts,
+            row_positions=decodes.positions if shape.num_drafts else None,
         )
-
-    def _token_slots(self, slots: torch.Tensor, is_new: torch.Tensor | None, step: DeviceStep) -> torch.Tensor:
-        """Return `StepInputs.token_slots`."""
-        prompts, padding = step.prompts, self.slots.padding_slot
-        if is_new is not None:
-            slots = slots.unsqueeze(1).where(is_new, padding).flatten()
-        if not step.shape.num_chunks:
-            return slots
-        ends = prompts.cu_seqlens_q[1:]
-        places = torch.arange(step.shape.num_prompt_tokens, dtype=torch.int32, device=slots.device)
-        chunks = torch.searchsorted(ends, places, right=True)
-        padded = torch.cat((prompts.slots, prompts.slots.new_full((1,), padding)))
-        return torch.cat((slots, padded[chunks]))
 
     def _state_tiles(self, prompts: PromptArrays) -> StateTiles:
         """Return the states of the chunks: sequences own the ones in their tables, and overwrite them."""
@@ -467,17 +454,13 @@ class BatchBuilder:
         chunks = prompts.state_chunks.view(len(prompts.slots), 5)
         return StateTiles(prompts.state_tiles.view(len(prompts.state_tiles) // 4, 4), chunks, tables)
 
-    def _state_rows(
-        self, slots: torch.Tensor, is_new: torch.Tensor | None, decodes: DecodeRows, prompts: PromptArrays
-    ) -> StateRows:
+    def _state_rows(self, slots: torch.Tensor, decodes: DecodeRows, step: DeviceStep) -> StateRows:
         """Return the states of the decode rows."""
         tables = decodes.block_tables[-1][:, : self._num_state_blocks]
         if self.num_pending is None:
             return StateRows(decodes.positions, tables)
         # A chunk stores its states at once.
-        self.num_pending.index_fill_(0, prompts.slots.long(), 0)
-        is_row = (slots != self.slots.padding_slot).unsqueeze(1)
-        positions, is_new = self.slots.tensors.num_computed[slots], is_row if is_new is None else is_new & is_row
-        return StateRows(
-            positions, tables, is_new.shape[1], slots, self.num_pending[slots], is_new.sum(1, dtype=torch.int32)
-        )
+        self.num_pending.index_fill_(0, step.prompts.slots.long(), 0)
+        positions = self.slots.tensors.num_computed[slots]
+        num_new = (decodes.seq_lens - positions).where(slots != self.slots.padding_slot, 0)
+        return StateRows(positions, tables, 1 + step.shape.num_drafts, slots, self.num_pending[slots], num_new)

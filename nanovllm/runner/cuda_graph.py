@@ -60,22 +60,17 @@ def mixed_sizes(max_num_seqs: int, max_num_batched_tokens: int, variant: Capture
 
 def max_draft_rows(config: Config) -> int:
     """Return the most rows of a step that may compute drafts; see `Runner`."""
-    if config.speculation is None:
-        return 0
-    return min(config.max_num_running, _MAX_DRAFTED_TOKENS // (1 + config.speculation.num_speculative_tokens))
+    return min(config.max_num_running, _MAX_DRAFTED_TOKENS // (1 + config.num_drafts)) if config.num_drafts else 0
 
 
 def drafted_sizes(config: Config, backend: AttentionBackend, undrafted: list[StepShape]) -> list[StepShape]:
     """Sizes of steps that make drafts, or whose rows compute some; `undrafted` are the sizes that do neither."""
-    if config.speculation is None:
+    if not config.num_drafts:
         return []
-    most, num_drafts = max_draft_rows(config), config.speculation.num_speculative_tokens
-    variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots.reshape(0, 0)).variant
-    found = [StepShape(rows, 0, 0, variant, num_drafts) for rows in _up_to([1, 2, 4, *range(8, most, 8)], most)]
-    chunks = min(_MIXED_CHUNKS, config.max_num_running)
-    for rows, num_tokens in product(_up_to([8], most), _MIXED_TOKENS):
-        if num_tokens < 2 * config.max_num_batched_tokens:
-            found.append(StepShape(rows, num_tokens, chunks, variant, num_drafts))
+    most, variant = max_draft_rows(config), backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots[None]).variant
+    usual = next(item for item in backend.variants() if item.variant == variant)
+    sizes = decode_sizes(most, usual) + mixed_sizes(most, config.max_num_batched_tokens, usual)
+    found = [replace(shape, num_drafts=config.num_drafts) for shape in sizes]
     # Steps of more rows make no drafts.
     few = dict.fromkeys(replace(shape, num_decodes=min(shape.num_decodes, most)) for shape in undrafted)
     return found + [replace(shape, drafts=True) for shape in (*few, *found)]

@@ -125,7 +125,7 @@ class HeadDrafter(Drafter):
         self, state: SlotTensors, slots: torch.Tensor, number: int
     ) -> tuple[StepMetadata, torch.Tensor]:
         """Return the metadata of a row per slot for a draft, or the newest token (0), and its position."""
-        rows, none = gather_decode_rows(state, slots, self.block_size, number - 1), slots.new_empty(0)
+        rows, none = gather_decode_rows(state, slots, self.block_size, ahead=number - 1), slots.new_empty(0)
         step = StepMetadata(
             num_decodes=len(slots), slot_mappings=list(rows.slot_mapping), block_tables=list(rows.block_tables),
             seq_lens=rows.seq_lens, cu_seqlens_q=none, query_tiles=none, sample_tiles=none,
@@ -150,14 +150,13 @@ def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int
 
 def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor:
     """Return the tokens of a step whose successors are now the newest of their sequences, [num_samples] int64."""
-    if inputs.is_new is None:
+    metadata = inputs.metadata
+    if metadata.row_positions is None:
         every = torch.arange(len(num_computed), device=num_computed.device)
         return every if inputs.sample_indices is None else inputs.sample_indices
-    num_rows, per_row = inputs.is_new.shape
-    last = inputs.positions[: inputs.metadata.num_row_tokens].view(num_rows, per_row)[:, -1]
-    # What is new comes last in a row.
-    columns = (per_row - last + num_computed[:num_rows] - 2).clamp(min=0)
-    rows = torch.arange(num_rows, device=columns.device) * per_row + columns
+    starts = torch.arange(0, metadata.num_row_tokens, metadata.num_queries, device=num_computed.device)
+    # Padding computes nothing.
+    rows = starts + (num_computed[: metadata.num_decodes] - metadata.row_positions[starts] - 1).clamp(min=0)
     if inputs.sample_indices is None:
         return rows
-    return torch.cat((rows, inputs.sample_indices[inputs.metadata.num_row_tokens :]))
+    return torch.cat((rows, inputs.sample_indices[metadata.num_row_tokens :]))

@@ -99,9 +99,7 @@ def most_extra_bytes(config: Config, vocab_size: int, copied_bytes_per_row: int)
     H200 0.4 s, or 3.8 s, of every start. copied_bytes_per_row: bytes of keys or values, in one layer of each group,
     that a row copies at once.
     """
-    num_rows, row_bytes, num_drafts = config.max_num_running, 4 * vocab_size, 0
-    if config.speculation is not None:
-        num_drafts = max_draft_rows(config) * config.speculation.num_speculative_tokens
+    num_rows, row_bytes, num_drafts = config.max_num_running, 4 * vocab_size, max_draft_rows(config) * config.num_drafts
     # Biases and counts, whose tables grow by doubling while the old ones are copied.
     tables = 2 * pool_rows(num_rows) * row_bytes * 3 // 2
     # One at a time: copies of shared blocks; slices of the prompts' logits, raw, edited, and as candidates; and the

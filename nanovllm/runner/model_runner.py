@@ -25,7 +25,6 @@ from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels._triton import uses_triton
 from nanovllm.kernels.compile_ahead import compile_ahead, compiler_ready
-from nanovllm.kernels.drafts import verify_drafts
 from nanovllm.kernels.policy import FASTEST, KernelPolicy
 from nanovllm.kernels.slot_tensors import scatter_tokens
 from nanovllm.models import load_model
@@ -88,7 +87,7 @@ class ModelRunner:
         # A step is planned while the previous one runs; on the CPU both would use the same cores.
         self.pipeline_depth = 1 if self.is_cuda else 0
         check_backend(config.attention_backend, self.device, self.dtype, config.kvcache_block_size)
-        self.num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
+        self.num_drafts = config.num_drafts
         self.max_draft_rows = max_draft_rows(config)
         self.max_model_len = max_model_len
         # Drafts may be beyond the last token.
@@ -174,7 +173,7 @@ class ModelRunner:
         self.drafter = self._make_drafter()
         # Tokens of decode rows, padding, and tokens of chunks; and what `PendingStep` says of drafts.
         num_rows = 2 * config.max_num_running
-        num_counts = 0 if self.drafter is None else 3 * num_rows + self.max_draft_rows * self.num_drafts
+        num_counts = 0 if self.drafter is None else 2 * num_rows + self.max_draft_rows * self.num_drafts
         self._sampled = torch.zeros(num_rows + num_counts, dtype=torch.int64, device=self.device)
         self._output_buffers = OutputBuffers(self._sampled)
         self._num_clipped = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -309,9 +308,9 @@ class ModelRunner:
         batch, slots, per_row = step.batch, self.batch_builder.slots, 1 + step.shape.num_drafts
         sampled = batch.rows.slots.tolist()
         if per_row > 1:
-            # What is not new in a row is padding, and comes first.
+            # What is not new in a row is padding.
             num_new = zip(sampled, batch.rows.num_new.tolist(), strict=True)
-            sampled = [slot if i >= per_row - n else slots.padding_slot for slot, n in num_new for i in range(per_row)]
+            sampled = [slot if i < n else slots.padding_slot for slot, n in num_new for i in range(per_row)]
         sampled += [slots.padding_slot] * (step.shape.num_row_tokens - len(sampled))
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)
@@ -396,9 +395,9 @@ class ModelRunner:
         self.communicator.begin_sampling()
         extra, num_rows = step.extra, len(step.batch.rows)
         if extra is not None and masks is not None:
-            # The only token that is new in a row, its last, or a chunk's.
+            # The only token that is new in a row, its first, or a chunk's.
             first, per_row = step.shape.num_row_tokens - num_rows, 1 + step.shape.num_drafts
-            masked = [(row + 1) * per_row - 1 if row < num_rows else row + first for row in step.batch.masked]
+            masked = [row * per_row if row < num_rows else row + first for row in step.batch.masked]
             self.sampling.add_masks(extra, masked, masks)
         sampled = self.sampler.sample(computed.logits, computed.inputs.sampling, extra)
         if extra is not None:
@@ -408,23 +407,16 @@ class ModelRunner:
 
     def _scatter(self, inputs: StepInputs, token_ids: torch.Tensor) -> None:
         """Store tokens in their slots for the next step, and in `_sampled`, from which they are copied to the host."""
-        slots, num_decodes, state = inputs.sample_slots, inputs.metadata.num_decodes, self.batch_builder.slots.tensors
-        num_pending = self.batch_builder.num_pending
-        if inputs.is_new is None:
-            scatter_tokens(state, slots, token_ids, num_decodes, self._sampled)
-            end = len(token_ids)
+        slots, metadata, state = inputs.sample_slots, inputs.metadata, self.batch_builder.slots.tensors
+        num_decodes, end, num_pending = metadata.num_decodes, len(token_ids), self.batch_builder.num_pending
+        seq_lens = None if metadata.row_positions is None else metadata.seq_lens
+        scatter_tokens(state, slots, token_ids, num_decodes, self._sampled, seq_lens)
+        if num_pending is not None and seq_lens is None:
+            num_pending.index_fill_(0, slots[:num_decodes].long(), 0)
+        if seq_lens is not None:
+            gained, end = self._sampled[end : end + num_decodes], end + num_decodes
             if num_pending is not None:
-                num_pending.index_fill_(0, slots[:num_decodes].long(), 0)
-        else:
-            rows, first = inputs.is_new.shape[0], inputs.metadata.num_row_tokens
-            end = len(token_ids) + 2 * rows
-            counts = self._sampled[len(token_ids) : end].view(2, rows)
-            drafted, tokens = (found[:first].view(rows, -1) for found in (token_ids, self._sampled))
-            verify_drafts(state, slots[:rows], inputs.is_new, drafted, tokens, counts)
-            if num_pending is not None:
-                num_pending[slots[:rows]] = counts[0].int()
-            if len(slots) > rows:
-                scatter_tokens(state, slots[rows:], token_ids[first:], 0, self._sampled[first:])
+                num_pending[slots[:num_decodes]] = gained.int()
         if self.drafter is not None:
             self.drafter.propose(state, inputs, token_ids)
         if inputs.drafts:

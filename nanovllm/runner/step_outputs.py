@@ -88,8 +88,8 @@ class PendingStep:
 
     Attributes:
         shape, num_rows, num_samples: of the step, its decode rows without padding, and the chunks that it samples.
-        sampled: a token for each row of logits; with drafts the numbers of tokens that each decode row gained and
-            computed; if the step makes drafts, the next drafts of each row.
+        sampled: a token for each row of logits; with drafts the number of tokens that each decode row gained; if the
+            step makes drafts, the number of the next drafts of each row.
         logprob_rows: the rows of logits that `logprobs` describe.
         logprobs: None if there are no such rows.
         prompt_outputs: see `StepOutput`.
@@ -114,14 +114,11 @@ class PendingStep:
         logprobs = None if self.logprobs is None else _numpy(self.logprobs)
         offsets, ready = None, values[shape.num_logits :]
         if shape.num_drafts:
-            counts, num_real = ready[:rows], ready[shape.num_decodes :][:rows]
-            ready = ready[2 * shape.num_decodes :]
+            counts, ready = ready[:rows], ready[shape.num_decodes :]
             offsets = np.concatenate(([0], counts, np.ones(self.num_samples, np.int64))).cumsum()
-            is_taken = self._is_taken(counts, np.zeros_like(counts))
-            # Gained tokens come first in a row, but logits of new tokens last.
-            has_logits = self._is_taken(counts, 1 + shape.num_drafts - num_real)
-            described = [i for i, row in enumerate(self.logprob_rows) if has_logits[row]]
-            places = has_logits.cumsum() - 1
+            is_taken = self._is_taken(counts)
+            described = [i for i, row in enumerate(self.logprob_rows) if is_taken[row]]
+            places = is_taken.cumsum() - 1
             logprob_rows = [int(places[self.logprob_rows[i]]) for i in described]
             if logprobs is not None:
                 logprobs = TokenLogprobs(*(part[described] for part in vars(logprobs).values()))
@@ -142,12 +139,11 @@ class PendingStep:
         first = self.shape.num_decodes
         return np.concatenate((values[: self.num_rows], values[first : first + self.num_samples]))
 
-    def _is_taken(self, counts: np.ndarray, first: np.ndarray) -> np.ndarray:
-        """Return which tokens count, a bool for each row of logits: of each decode row `counts`, from `first` on."""
+    def _is_taken(self, counts: np.ndarray) -> np.ndarray:
+        """Return which tokens count, a bool for each row of logits: the first `counts` of each decode row."""
         shape, per_row = self.shape, 1 + self.shape.num_drafts
         is_taken = np.zeros(shape.num_row_tokens + self.num_samples, dtype=bool)
-        place = np.arange(per_row) - first[:, None]
-        is_taken[: self.num_rows * per_row] = ((place >= 0) & (place < counts[:, None])).reshape(-1)
+        is_taken[: self.num_rows * per_row] = (np.arange(per_row) < counts[:, None]).reshape(-1)
         is_taken[shape.num_row_tokens :] = True
         return is_taken
 
@@ -166,7 +162,7 @@ class OutputBuffers:
     ) -> PendingStep:  # fmt: skip
         """Queue the copies of the results of the last queued step; see `PendingStep` for the arguments."""
         shape, num_samples = step.shape, sum(chunk.samples for chunk in step.batch.chunks)
-        num_counts = 2 * shape.num_decodes if shape.num_drafts else 0
+        num_counts = shape.num_decodes if shape.num_drafts else 0
         num_counts += shape.num_decodes + shape.num_chunks if shape.drafts else 0
         sampled = self._sampled[: shape.num_logits + num_counts]
         if sampled.is_cuda:

@@ -136,11 +136,10 @@ def step_limits(config: Config, model_config: ModelConfig) -> StepLimits | None:
     """Return what ranks exchange in a step; None for a model whose collectives are not counted."""
     if model_config.hf is not None:
         return None
-    num_drafts = 0 if config.speculation is None else config.speculation.num_speculative_tokens
     # After attention, after the MLP, and for norms that span the ranks' heads; plus the embedding. In pairs: for hidden
     # states that are asked for, and for a drafting head before its first draft.
     per_layer = 3 if model_config.architecture.qk_norm == "projections" else 2
     return StepLimits(
         num_reductions=per_layer * model_config.num_layers + 1,
-        max_candidates=2 * config.max_num_running + max_draft_rows(config) * num_drafts,
+        max_candidates=2 * config.max_num_running + max_draft_rows(config) * config.num_drafts,
     )

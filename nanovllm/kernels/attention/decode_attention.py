@@ -167,6 +167,7 @@ class DecodePlan:
         of_seqs: [num_seqs, 2] int32; each sequence's first split and number of splits, which are consecutive.
         partial: outputs of splits to be merged, [num_splits, num_queries * num_heads, head_dim] float32, and their
             base-2 log-sum-exp, without the last dimension; None if every context has a single split.
+        positions: [num_seqs * num_queries] int32; of rows of several queries; None if each has one, the last.
         prefix: plan of the cascade attention over shared prefixes; None without.
         first_keys: [num_seqs] int32; of a sliding window, the first key of each context's first tile; None without.
     """
@@ -175,13 +176,14 @@ class DecodePlan:
     splits: torch.Tensor
     of_seqs: torch.Tensor
     partial: tuple[torch.Tensor, torch.Tensor] | None
+    positions: torch.Tensor | None
     prefix: CascadePlan | None
     first_keys: torch.Tensor | None = None
 
 
 def plan_decode(
     seq_lens: torch.Tensor, num_heads: int, num_kv_heads: int, value_dim: int, tile: int, shares: int,
-    *, shared: CascadeGroups | None = None, window: int | None = None, num_queries: int = 1,
+    *, shared: CascadeGroups | None = None, window: int | None = None, positions: torch.Tensor | None = None,
 ) -> DecodePlan:  # fmt: skip
     """Plan the attention of one step for all layers that attend alike.
 
@@ -190,10 +192,10 @@ def plan_decode(
         num_heads, num_kv_heads, value_dim: query heads, KV heads, and the elements of a value.
         shared: shared prefixes for cascade attention; every sequence has at least one token after its prefix.
         window: see `AttentionOptions`; not with shared prefixes.
-        num_queries: tokens of each sequence, its last ones; more than one only without shared prefixes.
+        positions: of the queries of each sequence, see `DecodePlan`; only without shared prefixes.
     """
-    assert shared is None or (window is None and num_queries == 1)
-    first_keys = None
+    assert shared is None or (window is None and positions is None)
+    num_queries, first_keys = 1 if positions is None else len(positions) // len(seq_lens), None
     if window is not None:
         first_keys = (seq_lens - (window + num_queries - 1)).clamp(min=0) // tile * tile
     splits, of_seqs = split_contexts(seq_lens, tile, shares, first_keys if shared is None else shared.rows[0])
@@ -202,7 +204,7 @@ def plan_decode(
     if shares > 1:
         outputs = seq_lens.new_empty(len(splits), num_queries * num_heads, value_dim, dtype=torch.float32)
         partial = outputs, torch.empty_like(outputs[:, :, 0])
-    return DecodePlan(tile, splits, of_seqs, partial, prefix, first_keys)
+    return DecodePlan(tile, splits, of_seqs, partial, positions, prefix, first_keys)
 
 
 @jit
@@ -227,17 +229,18 @@ def _own_kv_head(KV_HEADS: tl.constexpr, HAS_PARTS: tl.constexpr):
 
 @jit
 def _locate_queries(
-    head, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
+    seq, head, positions_ptr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Return of a program's queries their token in the row, their head, and whether they exist; head: of keys."""
+    """Return of a program's queries their token in the row, its position, their head, and a mask; head: of keys."""
     group = tl.arange(0, PADDED)
     if QUERIES == 1:
-        number, mask, heads = group, group < GROUP, head * GROUP + group
+        number, own, mask, heads = group, group, group < GROUP, head * GROUP + group
     else:
         number = tl.program_id(0) // KV_HEADS * AT_ONCE + group // GROUP
         mask, heads = (group < AT_ONCE * GROUP) & (number < QUERIES), head * GROUP + group % GROUP
-    return number, heads, mask
+        own = tl.load(positions_ptr + seq * QUERIES + number, mask=mask, other=0)
+    return number, own, heads, mask
 
 
 @jit
@@ -249,24 +252,23 @@ def _of_token(x, seq, number, stride, QUERIES: tl.constexpr):
 
 
 @jit
-def _see(positions, end, last, number, window, QUERIES: tl.constexpr):
-    """Return which keys any query sees, and which each one sees; last: position of the row's last token."""
+def _see(positions, end, last, own, window, QUERIES: tl.constexpr):
+    """Return which keys any query sees, and which each one sees; last, own: positions of the last one, and of each."""
     seen = positions < end
     if window is not None:
         seen = seen & (positions > last - window - (QUERIES - 1))
     sees = seen[None, :]
     if QUERIES > 1:
-        own = (last + 1 - QUERIES + number)[:, None]
-        sees = sees & (positions[None, :] <= own)
+        sees = sees & (positions[None, :] <= own[:, None])
         if window is not None:
-            sees = sees & (positions[None, :] > own - window)
+            sees = sees & (positions[None, :] > own[:, None] - window)
     return seen, sees
 
 
 @jit(do_not_specialize=["table_size", "prefix_rows_stride"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, block_tables_ptr, splits_ptr,
-    prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, sinks_ptr, cap_scale, scale, window,
+    positions_ptr, prefix_rows_ptr, prefix_partial_ptr, prefix_lse_ptr, sinks_ptr, cap_scale, scale, window,
     q_stride, table_stride, table_size, prefix_rows_stride, prefix_place_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PADDED: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr,
@@ -293,7 +295,9 @@ def _decode_kernel(
         end = first_key + tl.where(is_last, old_len + 1, tiles_end)
         # Some program has a split, so the kernel cannot end before the previous one, although others do not wait.
         wait_for_previous(PDL)
-        number, heads, mask = _locate_queries(head, KV_HEADS, GROUP, GROUP_PADDED, QUERIES, AT_ONCE)
+        number, own, heads, mask = _locate_queries(
+            seq, head, positions_ptr, KV_HEADS, GROUP, GROUP_PADDED, QUERIES, AT_ONCE
+        )
         key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
         query_ptrs = q_ptr + seq * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
         query_ptrs = _of_token(query_ptrs, seq, number[:, None], q_stride, QUERIES)
@@ -314,14 +318,14 @@ def _decode_kernel(
         table_ptr = block_tables_ptr + seq * table_stride
         for start in range(first_key + first_tile * TILE, end, TILE):
             positions = start + tl.arange(0, TILE)
-            seen, sees = _see(positions, end, first_key + old_len, number, window, QUERIES)
+            seen, sees = _see(positions, end, first_key + old_len, own, window, QUERIES)
             acc, row_max, row_sum = attend_tile(
                 query, (k_ptr + head * KEY_DIM, v_ptr + head * VALUE_DIM, table_ptr, table_size,
                         KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM), start, seen, sees, scale, cap_scale,
                 (acc, row_max, row_sum), BLOCK_SIZE, KEY_DIM, VALUE_DIM, TILE, NATIVE,
             )  # fmt: skip
         if QUERIES > 1:
-            # A query may see no token of a split; one that does not exist, none at all.
+            # A query may see no token of a split.
             row_sum = tl.where(row_sum > 0, row_sum, 1.0)
         out = by_head(acc / row_sum[:, None], v_scale_ptr, head)
         rows = _of_token(heads, 0, number, KV_HEADS * GROUP, QUERIES)
@@ -343,10 +347,9 @@ def decode_attention(
 ) -> None:  # fmt: skip
     """Compute attention of the last tokens of each sequence over its whole context, into `out`.
 
-    query: [num_seqs * num_queries, num_heads, key_dim], rows contiguous, a sequence's in order; if it has fewer new
-    tokens they come last, and outputs before them are finite; block_tables: [num_seqs, max_blocks] int32; plan: from
-    the context lengths, each including the new tokens, the window, and the number of queries, written before the kernel
-    queued last (see `pdl_options`); scale: factor of the scores.
+    query: [num_seqs * num_queries, num_heads, key_dim], rows contiguous, a sequence's in order; block_tables:
+    [num_seqs, max_blocks] int32; plan: from the context lengths, each including the new tokens, the window, and the
+    positions of queries, written before the kernel queued last (see `pdl_options`); scale: factor of the scores.
     """
     _, num_heads, key_dim = query.shape
     _, block_size, num_kv_heads, value_dim = pages.v_cache.shape
@@ -366,7 +369,7 @@ def decode_attention(
     k_cache, v_cache = pages.stored
     _decode_kernel[(num_kv_heads * triton.cdiv(num_queries, at_once), len(splits))](
         query, k_cache, v_cache, out, partial, lse, block_tables, splits,
-        prefix_rows, prefix_partial, prefix_lse,
+        plan.positions, prefix_rows, prefix_partial, prefix_lse,
         options.sinks, cap_scale, scale, options.window,
         query.stride(0), block_tables.stride(0), block_tables.shape[1],
         0 if prefix_rows is None else prefix_rows.stride(0), 0 if prefix is None else prefix.rows_per_item,

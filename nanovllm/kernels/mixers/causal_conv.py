@@ -263,7 +263,7 @@ def _causal_conv_rows_kernel(
     position, table_ptr, mask = tl.load(positions_ptr + row), tables_ptr + row * table_stride, channels < CHANNELS
     num_new = tl.where(tl.load(table_ptr) >= 0, 1, 0) if num_new_ptr is None else tl.load(num_new_ptr + row)
     is_new = index < num_new
-    tokens = row * PER_ROW + (PER_ROW - num_new) + index
+    tokens = row * PER_ROW + index
     total = tl.zeros([TOKENS, BLOCK], tl.float32)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + channels, mask=mask, other=0.0).to(tl.float32)
@@ -298,7 +298,5 @@ def _causal_conv_rows_kernel(
         gates = tl.load(gates_ptr + tokens * gates_stride + channels, mask=is_gate, other=0.0)
         tl.store(out_ptrs + CHANNELS, gates, mask=is_gate)
     else:
-        # What is not new comes first.
-        tokens = row * PER_ROW + (index + PER_ROW - num_new) % PER_ROW
         out = tl.where(is_new, out, tl.zeros_like(out))
         tl.store(out_ptr + tokens * CHANNELS + channels, out, mask=(index < PER_ROW) & (channels < CHANNELS))

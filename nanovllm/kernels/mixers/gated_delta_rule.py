@@ -218,7 +218,6 @@ def _delta_rule_drafts_kernel(
     keys, values = tl.arange(0, KEY), part * COLUMNS + tl.arange(0, COLUMNS)
     slot, position = tl.load(slots_ptr + row).to(tl.int64), tl.load(positions_ptr + row)
     num_pending, num_new = tl.load(num_pending_ptr + row), tl.load(num_new_ptr + row)
-    num_absent = PER_ROW - num_new
     num_stored = num_pending + (num_new if PER_ROW == 1 else 0)
     if num_new == 0:
         wait_for_previous(PDL)
@@ -246,10 +245,10 @@ def _delta_rule_drafts_kernel(
             if index + 1 == num_stored:
                 tl.store(own_ptrs, state)
             if index >= num_pending:
-                token = row * PER_ROW + num_absent + index - num_pending
+                token = row * PER_ROW + index - num_pending
                 out = tl.sum(state * q[:, None], axis=0)
                 tl.store(out_ptr + (token * HEADS + head) * VALUE + values, out.to(out_ptr.dtype.element_ty))
-    for index in range(num_absent):
+    for index in range(num_new, PER_ROW):
         out_ptrs = out_ptr + ((row * PER_ROW + index) * HEADS + head) * VALUE + values
         tl.store(out_ptrs, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
 

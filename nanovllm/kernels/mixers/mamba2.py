@@ -147,11 +147,10 @@ def _mamba2_step_kernel(
     if ENTRIES > 0:
         slot, position = tl.load(slots_ptr + row).to(tl.int64), tl.load(positions_ptr + row)
         num_pending, num_new = tl.load(num_pending_ptr + row), tl.load(num_new_ptr + row)
-        num_tokens, num_absent = num_pending + num_new, PER_ROW - num_new
-        num_stored = num_pending + (num_new if PER_ROW == 1 else 0)
+        num_tokens, num_stored = num_pending + num_new, num_pending + (num_new if PER_ROW == 1 else 0)
     else:
         num_new = tl.where(tl.load(table_ptr) >= 0, 1, 0)
-        num_absent, num_pending, num_tokens, num_stored = 1 - num_new, 0, 1, 1
+        num_pending, num_tokens, num_stored = 0, 1, 1
     if num_new == 0:
         wait_for_previous(PDL)
     else:
@@ -162,7 +161,7 @@ def _mamba2_step_kernel(
         wait_for_previous(PDL)
         a, bias, d = -tl.exp(tl.load(a_log_ptr + head)), tl.load(dt_bias_ptr + head), tl.load(d_ptr + head)
         for index in range(num_tokens):
-            token = row * PER_ROW + num_absent + index - num_pending
+            token = row * PER_ROW + index - num_pending
             if ENTRIES > 0:
                 entry = slot * ENTRIES + (position - num_pending + index) % ENTRIES
                 token_ptr = tokens_ptr + entry * (CHANNELS + HEADS)
@@ -181,7 +180,7 @@ def _mamba2_step_kernel(
             if index >= num_pending:
                 out = tl.sum(state * c[:, None], axis=0) + d * x
                 tl.store(out_ptr + token * (HEADS * SIZE) + inputs, out.to(out_ptr.dtype.element_ty))
-    for index in range(num_absent):
+    for index in range(num_new, PER_ROW):
         out_ptrs = out_ptr + (row * PER_ROW + index) * (HEADS * SIZE) + inputs
         tl.store(out_ptrs, tl.zeros([COLUMNS], out_ptr.dtype.element_ty))
 

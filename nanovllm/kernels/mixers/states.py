@@ -70,7 +70,7 @@ class StateRows:
     Attributes:
         positions: [num_rows] int32; of the first new token in its sequence.
         tables: [num_rows, blocks_per_state] int32; -1 for padding.
-        per_row: tokens of a row, new or not; the new ones come last.
+        per_row: tokens of a row, new or not; the new ones come first.
         slots, num_pending, num_new: [num_rows] int32; the slot, the accepted tokens that are not in the state, and the
             new ones (0: padding). None in engines without drafts, where a row has one new token.
     """
@@ -87,8 +87,7 @@ class StateRows:
         counts = (self.tables[:, 0] >= 0).tolist() if self.num_new is None else self.num_new.tolist()
         for row, (position, count) in enumerate(zip(self.positions.tolist(), counts, strict=True)):
             if count:
-                end = (row + 1) * self.per_row
-                yield row, position, slice(end - count, end)
+                yield row, position, slice(row * self.per_row, row * self.per_row + count)
 
 
 @dataclass

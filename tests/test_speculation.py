@@ -55,6 +55,7 @@ def slot_tensors(num_slots: int, num_drafts: int, groups: int = 2) -> SlotTensor
     for tensor, high in ((state.last_token, 99), (state.num_computed, 40), (state.drafts, 99)):
         tensor.copy_(torch.randint(high, tensor.shape, generator=generator))
     state.num_prompt.copy_(state.num_computed // 2)
+    state.num_blocks.fill_(8)
     state.block_tables.copy_(
         torch.randperm(state.block_tables.numel(), generator=generator).view_as(state.block_tables)
     )

@@ -91,7 +91,7 @@ class SdpaBackend(AttentionBackend):
         self, seq_lens: torch.Tensor, block_tables: torch.Tensor, window: int | None, seqs: list[int],
         rows: Sequence[int], max_len: int, *, positions: torch.Tensor | None = None,
     ) -> Segment:  # fmt: skip
-        """Return the segment of `seqs`, whose query `rows` are at `positions`, or the last of at most `max_len` keys."""
+        """Return the segment of `seqs`, whose queries are at `positions`, or the last of at most `max_len` keys."""
         device = seq_lens.device
         seq_index, row_index = (torch.tensor(list(index), device=device) for index in (seqs, rows))
         num_queries = len(rows) // len(seqs)

@@ -185,10 +185,10 @@ class MockRunner:
         self.num_ready_slots, self.most_ready_slots = 0, num_host_slots
         self.host_memory: HostMemory | None = None
         if num_host_slots:
-            # Loading always pays, and a step has time for all saves.
+            # A step may load and save any number.
             self.host_memory = HostMemory(
                 num_host_slots, lambda: self.num_ready_slots, lambda: self.num_ready_slots == self.most_ready_slots,
-                block_bytes=1, bytes_per_second=1e30, tokens_per_second=1.0, step_seconds=1.0,
+                block_bytes=1,
             )  # fmt: skip
         self.copies = LateCopies(random.Random(copy_seed))
         self.block_size = block_size

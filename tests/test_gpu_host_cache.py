@@ -18,7 +18,7 @@ from nanovllm.runner.host_blocks import CudaBlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from tests.conftest import MakeCheckpoint
 from tests.test_gpu import SHAPE
-from tests.test_host_cache import pins_at_most, saves_every_step
+from tests.test_host_cache import pins_at_most, save_all_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -110,9 +110,7 @@ def test_copies_are_right_while_steps_write_and_read(most_pinned: int, monkeypat
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_tokens_are_those_of_an_engine_without(
-    make_checkpoint: MakeCheckpoint, eager: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_those_of_an_engine_without(make_checkpoint: MakeCheckpoint, eager: bool) -> None:
     folder: Path = make_checkpoint(**SHAPE)
     rng = random.Random(0)
     whole = [[rng.randrange(1000) for _ in range(300)] for _ in range(12)]
@@ -130,7 +128,7 @@ def test_tokens_are_those_of_an_engine_without(
     with LLM(folder, **settings) as llm:
         want = answers(llm)
     with LLM(folder, swap_space=0.25, **settings) as llm:
-        saves_every_step(llm, monkeypatch)
+        save_all_blocks(llm)
         for _ in range(3):
             assert answers(llm) == want
         stats = llm.stats()

@@ -212,9 +212,6 @@ KILLER = """
             prompts, params = [[i] * 300 for i in range(24)], SamplingParams(max_tokens=4, ignore_eos=True)
         try:
             llm = LLM(sys.argv[1], **settings)
-            if sys.argv[4:] == ["copies"]:
-                # So small a model computes blocks faster than it loads them.
-                llm.llm_engine.block_manager.host.pays = lambda num_blocks, num_loads: True
             llm.generate(prompts, params, use_tqdm=False)
             while sys.argv[4:] == ["copies"] and not llm.stats()["num_loaded_blocks"]:
                 llm.generate(prompts, params, use_tqdm=False)

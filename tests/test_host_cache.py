@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,14 +17,13 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams, StepError
-from nanovllm.engine.host_cache import HostCache
+from nanovllm.engine.host_cache import _STEP_BYTES, HostCache
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import Block, BlockKey, next_hash
 from nanovllm.runner import host_blocks
 from nanovllm.runner.host_blocks import BlockCopies, HostBlocks
 from nanovllm.runner.messages import BlockTransfer, HostMemory, ScheduledBatch, StateCache
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.swap_space import _prompt_rate
 from nanovllm.utils.host import available_memory
 from tests.cache_checks import check_blocks, check_host
 from tests.conftest import MakeCheckpoint
@@ -206,7 +204,7 @@ PROMPTS = [[i, *range(10, 26)] for i in range(4)]
 
 @dataclass
 class Saved:
-    """An engine whose host has `PROMPTS`; the link copies anything at once."""
+    """An engine whose host has `PROMPTS`; a step may load any number of blocks."""
 
     engine: LLMEngine
     runner: MockRunner
@@ -217,9 +215,9 @@ class Saved:
             self.engine.add_request(prompt, greedy(1))
         run(self.engine)
 
-    def slow_link(self, seconds: float) -> None:
-        """Let a block take some time on the link, and much longer to compute; a small step takes a second."""
-        self.host._copy_seconds, self.host._memory = seconds, replace(self.host._memory, tokens_per_second=0.01)
+    def limit_loads(self, num_blocks: int) -> None:
+        """Let a step that loads this number of blocks admit no other prompt that loads."""
+        self.host._memory = replace(self.host._memory, block_bytes=-(-_STEP_BYTES // num_blocks))
 
     def run_beside_decoding(self, *prompts: list[int]) -> list[ScheduledBatch]:
         """Run prompts beside one that decodes, and return the steps that load something."""
@@ -259,23 +257,15 @@ def make_saved(*states: StateCache) -> Saved:
     return made
 
 
-@pytest.mark.parametrize(("seconds", "most"), [(1e-9, 4), (0.2, 2), (0.3, 1)])
-def test_a_step_loads_what_the_link_copies_in_a_small_step(seconds: float, most: int, saved: Saved) -> None:
-    saved.slow_link(seconds)
+@pytest.mark.parametrize(("limit", "most"), [(99, 4), (5, 2), (4, 1)])
+def test_a_step_admits_prompts_that_load_until_it_loads_enough(limit: int, most: int, saved: Saved) -> None:
+    saved.limit_loads(limit)
     loads = [num_loads(batch) // 4 for batch in saved.run_beside_decoding(*PROMPTS)]
     assert sum(loads) == 4 and max(loads) == most, loads
 
 
-def test_what_does_not_pay_is_not_loaded(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved.host, "pays", lambda num_blocks, num_loads: num_blocks < 4)
-    loads = [num_loads(batch) for batch in saved.run_beside_decoding(PROMPTS[0])]
-    assert loads == [3], "not the longest prefix that pays"
-    monkeypatch.setattr(saved.host, "pays", lambda num_blocks, num_loads: False)
-    assert not saved.run_beside_decoding(PROMPTS[1])
-
-
 def test_a_step_that_waits_for_what_it_loads_loads_no_more(saved: Saved) -> None:
-    saved.slow_link(8)
+    saved.limit_loads(1)
     begun = len(saved.runner.batches)
     saved.run(*PROMPTS[:2])
     first, second = saved.runner.batches[begun : begun + 2]
@@ -284,14 +274,14 @@ def test_a_step_that_waits_for_what_it_loads_loads_no_more(saved: Saved) -> None
 
 def test_a_prompt_waits_to_load_what_follows_its_blocks_on_the_device(saved: Saved) -> None:
     saved.run(PROMPTS[1][:9])
-    saved.slow_link(8)
+    saved.limit_loads(1)
     loads = saved.run_beside_decoding(*PROMPTS[:2])
     assert [num_loads(batch) for batch in loads] == [4, 2]
 
 
 def test_a_prompt_that_loads_is_computed_before_those_that_came_later(saved: Saved) -> None:
     engine, runner = saved.engine, saved.runner
-    saved.slow_link(8)
+    saved.limit_loads(1)
     engine.add_request([8], greedy(12))
     engine.step()
     engine.scheduler.max_num_batched_tokens, begun = 8, len(runner.batches)
@@ -302,7 +292,7 @@ def test_a_prompt_that_loads_is_computed_before_those_that_came_later(saved: Sav
 
 
 def test_a_prompt_that_loads_nothing_is_computed_beside_what_is_loaded(saved: Saved) -> None:
-    saved.slow_link(8)
+    saved.limit_loads(1)
     loading = saved.run_beside_decoding(PROMPTS[0], [5] * 16, PROMPTS[1])
     assert [num_loads(batch) for batch in loading] == [4, 4]
     assert [len(chunk.token_ids) for chunk in loading[0].chunks] == [16]
@@ -310,17 +300,31 @@ def test_a_prompt_that_loads_nothing_is_computed_beside_what_is_loaded(saved: Sa
 
 @DEPTHS
 def test_documents_that_only_load_save_what_they_overwrite(depth: int) -> None:
-    # A block takes as long on the link as a small step, and five times that to compute.
     engine, runner = make_engine(pipeline_depth=depth, block_size=4, num_blocks=40, num_host_slots=99, max_model_len=64)
     runner.num_ready_slots, host = 99, engine.block_manager.host
     assert host is not None
-    host._copy_seconds, host._memory = 1.0, replace(host._memory, tokens_per_second=0.8)
+    # A step saves a block, or three for each one that it takes.
+    host._memory = replace(host._memory, block_bytes=_STEP_BYTES)
     documents = [[i] * 33 for i in range(10)]
     for number in range(3):
         for document in documents:
             engine.add_request(document, greedy(2))
         run(engine)
         assert host.num_lost == 0 and host.num_loaded == 80 * number
+
+
+def test_a_step_saves_three_blocks_for_each_one_that_it_takes_or_one() -> None:
+    engine, runner = make_engine(pipeline_depth=0, block_size=4, num_blocks=16, num_host_slots=60, max_model_len=64)
+    host = engine.block_manager.host
+    assert host is not None
+    host._memory = replace(host._memory, block_bytes=_STEP_BYTES)
+    engine.add_request([1] * 48, greedy(1))
+    run(engine)
+    runner.num_ready_slots, begun = 60, len(runner.batches)
+    engine.add_request([2] * 9, greedy(4))
+    run(engine)
+    saves = [sum(move.kind == "save" for move in batch.transfers) for batch in runner.batches[begun:]]
+    assert saves == [9, 1, 1, 1]
 
 
 def hybrid_engine(*states: StateCache) -> tuple[LLMEngine, MockRunner, HostCache]:
@@ -334,38 +338,36 @@ def hybrid_engine(*states: StateCache) -> tuple[LLMEngine, MockRunner, HostCache
 
 
 @pytest.mark.parametrize(
-    ("interval", "num_others", "num_lost", "num_left"),
+    ("interval", "num_others", "num_lost"),
     # Six blocks, then the state: others overwrite the state; and three blocks; all. The last has another state before.
-    [(99, 20, 2, 0), (99, 23, 5, 0), (99, 26, 8, 0), (2, 10, 4, 4)],
+    [(99, 20, 2), (99, 23, 5), (99, 26, 8), (2, 10, 4)],
 )
-@pytest.mark.parametrize("pays", [True, False])
-def test_what_the_device_has_lost_of_a_prefix_with_a_state_is_loaded_if_that_is_faster(
-    interval: int, num_others: int, num_lost: int, num_left: int, pays: bool
+def test_what_the_device_has_lost_of_a_prefix_with_a_state_is_loaded(
+    interval: int, num_others: int, num_lost: int
 ) -> None:
-    engine, runner, host = hybrid_engine(StateCache(2, interval))
+    engine, runner, _ = hybrid_engine(StateCache(2, interval))
     prompt = list(range(25))
     for others, count in ((prompt, 2), ([9] * 4 * num_others, 1)):
         engine.add_request(others, greedy(count))
         run(engine)
-    # A token takes a second to compute, and so does a small step.
-    host._copy_seconds = (4 * (6 - num_left) - 1) / num_lost + (-0.01 if pays else 0.01)
     begun = len(runner.batches)
     request_id = engine.add_request([*prompt, 7], greedy(2))
     output = run(engine)[request_id]
     assert output["token_ids"] == complete([*prompt, 7], 2, frozenset(), 128, None, states=[2])
-    assert output["num_cached_tokens"] == (24 if pays else 4 * num_left)
-    assert sum(map(num_loads, runner.batches[begun:])) == (num_lost if pays else 0)
+    assert output["num_cached_tokens"] == 24
+    assert sum(map(num_loads, runner.batches[begun:])) == num_lost
 
 
 def test_a_prompt_loads_the_state_that_another_one_computes_in_the_same_step() -> None:
-    engine, runner, host = hybrid_engine(StateCache(2, 99))
+    engine, runner, _ = hybrid_engine(StateCache(2, 99))
     prompt = list(range(25))
     for others in (prompt, [9] * 104):
         ask(engine, others)
-    # Not worth loading with its keys, but it is with the first one's.
-    host._copy_seconds, begun = 3.0, len(runner.batches)
+    begun = len(runner.batches)
     prompts = [[*prompt, 7], [*prompt, 8]]
-    ids = [engine.add_request(prompt, greedy(2)) for prompt in prompts]
+    # The first one starts from nothing.
+    params = replace(greedy(2), prompt_logprobs=0), greedy(2)
+    ids = [engine.add_request(*request) for request in zip(prompts, params, strict=True)]
     outputs = run(engine)
     for request_id, prompt in zip(ids, prompts, strict=True):
         assert outputs[request_id]["token_ids"] == complete(prompt, 2, frozenset(), 128, None, states=[2])
@@ -407,15 +409,17 @@ def test_states_that_a_later_one_has_replaced_are_not_saved() -> None:
     assert host.num_lost == 0
 
 
-def test_prompts_with_states_in_the_host_wait_for_the_link() -> None:
+def test_prompts_that_load_states_wait_for_their_turn() -> None:
     saved = make_saved(StateCache(2, 99))
-    saved.slow_link(8)
+    saved.limit_loads(1)
     loading = saved.run_beside_decoding(*PROMPTS[:2])
     assert [num_loads(batch) for batch in loading] == [6, 6]
+    # The keys are on the device now, and the states are not.
+    assert [num_loads(batch) for batch in saved.run_beside_decoding(PROMPTS[2], PROMPTS[1])] == [6, 2]
     # Who starts from a state on the device does not wait.
     saved = make_saved(StateCache(2, 99))
     saved.run([7] * 12)
-    saved.slow_link(8)
+    saved.limit_loads(1)
     loading = saved.run_beside_decoding(PROMPTS[0], [7] * 12, PROMPTS[1])
     assert [len(chunk.token_ids) for chunk in loading[0].chunks] == [4] and len(loading) == 2
 
@@ -456,59 +460,45 @@ def cached_blocks(token_ids: list[int]) -> list[Block]:
     return blocks
 
 
-@pytest.mark.parametrize(
-    ("tokens_per_second", "step_seconds", "least"),
-    # A block of four tokens takes a second on the link.
-    [(2.0, 0.5, 1), (2.0, 1.0, 1), (2.0, 2.5, 3), (1.0, 6.0, 2), (4.0, 0.1, math.inf), (8.0, 0.1, math.inf)],
-)
-def test_prefixes_are_loaded_from_the_length_at_which_that_is_faster(
-    tokens_per_second: float, step_seconds: float, least: float
-) -> None:
-    memory = HostMemory(8, lambda: 8, lambda: True, 100, 100.0, tokens_per_second, step_seconds)
-    cache = HostCache(memory, 4)
-    for found in range(1, 5):
-        assert cache.pays(found, found) == (found >= least)
+def host_cache(
+    num_slots: int, num_ready_slots: Callable[[], int], block_bytes: int = 2**40, *, has_all_slots: bool = True
+) -> HostCache:
+    return HostCache(HostMemory(num_slots, num_ready_slots, lambda: has_all_slots, block_bytes))
 
 
-def test_a_step_saves_what_the_link_copies_while_it_runs() -> None:
-    # A block takes a second on the link, a token half a second, a small step half a second.
-    cache, tokens = HostCache(HostMemory(20, lambda: 20, lambda: True, 100, 100.0, 2.0, 0.5), 4), list(range(400))
+def test_a_step_saves_a_quarter_of_a_gib_or_three_times_what_it_takes() -> None:
+    cache, tokens = host_cache(20, lambda: 20, 2**26), list(range(400))
     blocks = cached_blocks(tokens)
     # Blocks that are not computed yet are not saved.
-    assert [save.source for save in cache.plan_saves(blocks, {0}, 4, 0)] == [4]
-    # A tenth of the step is left for its results.
-    for num_prompt_tokens, count in ((10, 4), (20, 9), (0, 1), (400, 20)):
-        assert len(cache.plan_saves(blocks, set(), num_prompt_tokens, 0)) == count
-    # The link copies both ways at once.
-    assert len(cache.plan_saves(blocks, set(), 0, 7)) == 7
+    assert [save.source for save in cache.plan_saves(blocks, {0}, 0)] == [4, 8, 12, 16]
+    for num_taken, count in ((1, 4), (2, 6), (99, 20)):
+        assert len(cache.plan_saves(blocks, set(), num_taken)) == count
+    assert len(host_cache(20, lambda: 20).plan_saves(blocks, set(), 0)) == 1
 
 
 def test_slots_have_no_memory_after_a_sleep_until_they_have_some_again() -> None:
     num_ready = 8
-    cache, blocks = (
-        HostCache(HostMemory(8, lambda: num_ready, lambda: False, 1, 1e9, 1.0, 1.0), 4),
-        cached_blocks(list(range(20))),
-    )
-    assert len(cache.plan_saves(blocks, set(), 0, 0)) == 5
+    cache, blocks = host_cache(8, lambda: num_ready, 1, has_all_slots=False), cached_blocks(list(range(20)))
+    assert len(cache.plan_saves(blocks, set(), 0)) == 5
     cache.clear()
     num_ready = 2
-    assert [save.destination for save in cache.plan_saves(blocks, set(), 0, 0)] == [0, 1]
+    assert [save.destination for save in cache.plan_saves(blocks, set(), 0)] == [0, 1]
     check_host(cache)
     cache.drop(block.key for block in blocks[:2] if block.key is not None)
-    assert len(cache.plan_saves(blocks, set(), 0, 0)) == 2
+    assert len(cache.plan_saves(blocks, set(), 0)) == 2
     check_host(cache)
 
 
 def test_the_tail_of_a_prefix_is_dropped_before_its_head() -> None:
-    cache = HostCache(HostMemory(5, lambda: 5, lambda: True, 1, 1e9, 1.0, 1.0), 4)
+    cache = host_cache(5, lambda: 5, 1)
     blocks = cached_blocks(list(range(20)))
-    saves = cache.plan_saves(blocks, set(), 0, 0)
+    saves = cache.plan_saves(blocks, set(), 0)
     assert [save.source for save in saves] == [0, 4, 8, 12, 16] and sorted(save.destination for save in saves) == [
         *range(5)
     ]
     keys = [block.key for block in blocks if block.key is not None]
     cache.note_loads(cache.find_all(keys))
-    cache.plan_saves(cached_blocks([7] * 8), set(), 0, 0)
+    cache.plan_saves(cached_blocks([7] * 8), set(), 0)
     assert [cache.find(key) is not None for key in keys] == [True] * 3 + [False] * 2
 
 
@@ -530,33 +520,17 @@ def answers(llm: LLM) -> list[list[int]]:
     return outputs
 
 
-def saves_every_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save what can be, however long a step takes, and load what is there."""
+def save_all_blocks(llm: LLM) -> None:
+    """Let steps save all blocks, not only the next to be evicted."""
     manager = llm.llm_engine.block_manager
-    assert manager.host is not None
-    monkeypatch.setattr(manager.host, "_most_saves", lambda num_prompt_tokens, num_loads: 1000)
-    monkeypatch.setattr(manager.host, "pays", lambda num_blocks, num_loads: True)
     manager._num_clean_blocks = manager.num_blocks
-
-
-@pytest.mark.parametrize(("rate", "runs"), [(46_000, [2304, 4608]), (320_000, [2304, 4608, 9216, 16000])])
-def test_launches_do_not_count_for_what_prompts_take(rate: int, runs: list[int]) -> None:
-    lengths = list[int]()
-
-    def seconds(num_tokens: int) -> float:
-        lengths.append(num_tokens)
-        launches = 0.02
-        return max(launches, num_tokens / rate)
-
-    assert _prompt_rate(seconds, 2304, 16000) == pytest.approx(rate)
-    assert lengths == runs
 
 
 def test_inputs_do_not_wait_on_the_link_for_what_a_step_loads(
     make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(make_checkpoint(), swap_space=SWAP, **SETTINGS) as llm:
-        saves_every_step(llm, monkeypatch)
+        save_all_blocks(llm)
         runner = llm.llm_engine.require_open()
         assert isinstance(runner, ModelRunner) and runner.kv_cache.copies is not None
         done = list[str]()
@@ -619,7 +593,7 @@ def test_swap_space_changes_no_tokens_and_ends_within_a_step(
     # Several chunks.
     monkeypatch.setattr(host_blocks, "_CHUNK_BYTES", 2**20)
     with LLM(model, swap_space=SWAP, tensor_parallel_size=size, max_num_batched_tokens=64, **SETTINGS) as llm:
-        saves_every_step(llm, monkeypatch)
+        save_all_blocks(llm)
         # The ranks of several take the same orders, whenever they come.
         check_answers(llm, expected, (1, 0) if size == 1 else (1,))
         for document in documents():
@@ -693,14 +667,12 @@ def test_mistakes_are_named(model: Path, make_checkpoint: MakeCheckpoint) -> Non
         LLM(windows, swap_space=0.01, **SETTINGS)
 
 
-def test_new_weights_and_a_sleep_leave_nothing_behind(
-    model: Path, make_checkpoint: MakeCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_weights_and_a_sleep_leave_nothing_behind(model: Path, make_checkpoint: MakeCheckpoint) -> None:
     other = make_checkpoint(num_attention_heads=6, num_key_value_heads=3, seed=1)
     with LLM(other, **SETTINGS) as llm:
         expected = answers(llm)
     with LLM(model, swap_space=SWAP, max_num_batched_tokens=64, **SETTINGS) as llm:
-        saves_every_step(llm, monkeypatch)
+        save_all_blocks(llm)
         answers(llm)
         assert llm.stats()["num_host_blocks"]
         llm.load_weights(other)

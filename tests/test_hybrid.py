@@ -34,7 +34,7 @@ from nanovllm.utils.checks import UnsupportedError
 from nanovllm.weights.slices import WeightTarget
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
 from tests.hybrid_models import make_model as make_reference
-from tests.test_host_cache import saves_every_step
+from tests.test_host_cache import save_all_blocks
 from tests.test_kernels import DEVICE, DTYPES, check_error, randn
 from tests.test_kernels import by_triton as triton_form
 from tests.test_live_weights import save_adapter
@@ -134,9 +134,7 @@ def test_preempted_sequences_begin_anew(references: dict[str, tuple[Path, Any]],
 
 
 @pytest.mark.parametrize(("name", "size"), [("dense", 1), ("dense", 2), ("lfm2", 1)])
-def test_states_come_back_from_host_memory(
-    references: dict[str, tuple[Path, Any]], name: str, size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_come_back_from_host_memory(references: dict[str, tuple[Path, Any]], name: str, size: int) -> None:
     """Prompts whose keys and states fill the cache several times."""
     folder, model = references[name]
     heads = prompts((80, 64, 97))
@@ -145,7 +143,7 @@ def test_states_come_back_from_host_memory(
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     settings = SETTINGS | {"num_kvcache_blocks": 14, "tensor_parallel_size": size, "swap_space": 2**-7}
     with LLM(str(folder), max_num_batched_tokens=64, **settings) as llm:
-        saves_every_step(llm, monkeypatch)
+        save_all_blocks(llm)
         loaded = set[int]()
         # One by one, and all at once.
         for batches in ([[prompt] for prompt in asked], [asked]):

@@ -35,8 +35,8 @@ from nanovllm.weights.report import LoadedWeights, LoadFailedError
 _WAIT_SECONDS = 0.2
 """Longest wait of a step for news; signals and `wake` end it at once."""
 _MOMENTARY = {
-    "num_running", "num_waiting", "num_used_blocks", "num_free_blocks", "num_host_blocks", "host_bytes_per_second",
-    "prefill_tokens_per_second", "num_used_states", "num_kept_states",
+    "num_running", "num_waiting", "num_used_blocks", "num_free_blocks", "num_host_blocks", "num_used_states",
+    "num_kept_states",
 }  # fmt: skip
 """Counters of the present state, which are 0 once a replica is dead."""
 

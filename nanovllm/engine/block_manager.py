@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, islice, zip_longest
+from itertools import chain, islice, zip_longest
 
 import numpy as np
 
@@ -111,11 +111,12 @@ class BlockManager:
         self._num_gained = 0
         self.host = host
         self._num_clean_blocks, self._keeps_decoded_states = num_clean_blocks, keeps_decoded_states
-        # Of the step being planned: blocks given to running sequences; loads from host memory, by destination; copies
-        # within the device; keys of states that it computes, and the blocks of states that it keeps.
+        # Of the step being planned: blocks given to running sequences; loads from host memory, by destination; counts
+        # of blocks loaded, and taken from the free ones; copies within the device; keys of states that it computes, and
+        # the blocks of states that it keeps.
         self._new_blocks: list[NewBlock] = []
         self._loads: dict[int, BlockTransfer] = {}
-        self._num_loading = 0
+        self._num_loading = self._num_taken = 0
         self._copies: list[BlockTransfer] = []
         self._coming_states: set[BlockKey] = set()
         self._kept_blocks: list[int] = []
@@ -224,7 +225,7 @@ class BlockManager:
     def _match_prefix(self, seq: Sequence) -> list[list[FoundBlock | None]]:
         """Return the blocks, for each group that grows, of the longest prefix that is usable in all groups.
 
-        None stands for a missing block. Copies in host memory are included where loading them pays.
+        None stands for a missing block. Blocks that the device lacks may be copies in host memory.
         """
         # A waiting sequence may use blocks cached since the last reset.
         seq.num_resets = self._cache.num_resets
@@ -233,7 +234,7 @@ class BlockManager:
         seq.num_branch_blocks = 0
         if not most:
             return [[]] * self._num_growing
-        host, find_copy = self.host, None if self.host is None else self.host.find
+        find_copy = None if self.host is None else self.host.find
         for group, policy in enumerate(self.policies[: self._num_growing]):
             known = seq.block_hashes[1 : most + 1]
             hashes = chain(known, map(partial(self._hash, seq), range(len(known) + 1, most + 1)))
@@ -243,46 +244,16 @@ class BlockManager:
             # Where it leaves the cached keys, or the last block end that leaves it a token to compute.
             branch = min(len(matched[0]), (seq.num_tokens - 1) // self.block_size)
             seq.num_branch_blocks = branch if branch and matched[0][branch - 1] is not None else 0
-        if host is None:
-            length = self._usable_prefix(seq, matched, most, lambda n: self._has_states(self._hash(seq, n)))
-        else:
-            length = self._usable_with_copies(host, seq, matched[0])
-        return [blocks[:length] for blocks in matched]
 
-    def _usable_prefix(
-        self, seq: Sequence, matched: list[list[FoundBlock | None]], most: int, has_states: Callable[[int], bool]
-    ) -> int:
-        """Return the length of the longest prefix, of at most `most` blocks, that is usable in all groups.
+        def has_states(num_blocks: int) -> bool:
+            return bool(self._find_states(self._hash(seq, num_blocks)))
 
-        has_states: whether the sequence can start from the states after a number of blocks.
-        """
         length, longer = most, -1
         while length != longer:
             longer = length
             for policy, blocks in zip(self.policies, [*matched, matched[0]], strict=False):
                 length = policy.usable_prefix(blocks, length, seq.num_tokens, has_states)
-        return length
-
-    def _usable_with_copies(self, host: HostCache, seq: Sequence, blocks: list[FoundBlock | None]) -> int:
-        """Return the length of the longest prefix that is on the device, or worth loading where it is not."""
-        cached = [block if isinstance(block, Block) else None for block in blocks]
-        least = self._usable_prefix(seq, [[*cached]], len(cached), lambda n: self._has_states(self._hash(seq, n)))
-        num_copies = list(accumulate((isinstance(block, HostBlock) for block in blocks), initial=0))
-
-        def pays(length: int) -> bool:
-            if length <= least:
-                return True
-            num_loads = num_copies[length]
-            if self.has_states and not self._has_states(prefix := self._hash(seq, length)):
-                if not host.find_all(self._state_keys(prefix)):
-                    return False
-                num_loads += self._num_state_blocks
-            return host.pays(length - least, num_loads)
-
-        length = self._usable_prefix(seq, [blocks], len(blocks), pays)
-        while not pays(length):
-            length -= 1
-        return length
+        return [blocks[:length] for blocks in matched]
 
     def _hash(self, seq: Sequence, num_blocks: int) -> bytes:
         """Return the hash of a sequence's first blocks, whose tokens are known."""
@@ -290,10 +261,6 @@ class BlockManager:
         for start in range((len(hashes) - 1) * size, num_blocks * size, size):
             hashes.append(next_hash(hashes[-1], seq.token_ids[start : start + size]))
         return hashes[num_blocks]
-
-    def _has_states(self, prefix: bytes) -> bool:
-        """Whether the states at the end of a prefix are cached on the device."""
-        return self._are_cached(self._state_keys(prefix))
 
     def _are_cached(self, keys: list[BlockKey]) -> bool:
         """Whether states are cached; at least one key. The ones that the planned step computes are not yet."""
@@ -519,6 +486,7 @@ class BlockManager:
 
     def _take_free_block(self) -> int:
         block = self.blocks[self._free.pop()]
+        self._num_taken += 1
         if self.host is not None and self.host.lacks(block):
             self.host.num_lost += 1
         self._evict(block)
@@ -561,7 +529,7 @@ class BlockManager:
             return
         unconfirmed = {block_id for step in self._unconfirmed for block_id in step.registered}
         blocks = self._next_to_evict(self.host, running)
-        saves = self.host.plan_saves(blocks, unconfirmed, batch.num_chunk_tokens, self._num_loading)
+        saves = self.host.plan_saves(blocks, unconfirmed, self._num_taken)
         keys = [self.blocks[save.source].key for save in saves]
         self._unconfirmed[-1].saved += [key for key in keys if key is not None]
         batch.transfers += self.take_loads() + saves
@@ -730,7 +698,7 @@ class BlockManager:
         self._unconfirmed.append(_Unconfirmed())
         self._new_blocks = []
         self._coming_states.clear()
-        self._num_loading = 0
+        self._num_loading = self._num_taken = 0
 
     def cancel_step(self) -> None:
         """Undo `begin_step`, since the step turned out to be empty."""
@@ -769,8 +737,8 @@ class BlockManager:
         if self.host is None or not self.host.is_enough(self._num_loading):
             return False
         matched = self._match_prefix(seq)[0]
-        lacks_states = bool(matched and self.has_states) and not self._has_states(self._hash(seq, len(matched)))
-        return lacks_states or any(isinstance(block, HostBlock) for block in matched)
+        states = self._find_states(self._hash(seq, len(matched))) if matched and self.has_states else []
+        return any(isinstance(block, HostBlock) for block in chain(matched, states))
 
     def _next_to_evict(self, host: HostCache, running: list[Sequence]) -> Iterator[Block]:
         """Yield the blocks that steps overwrite first: free ones, then blocks of the next sequences to be preempted.

@@ -1,4 +1,4 @@
-"""Blocks of the prefix cache in host memory: their slots, and the decisions to save and load.
+"""Blocks of the prefix cache in host memory: their slots, and the number that a step saves and loads.
 
 A copy has its block's key, so that blocks are found wherever they are. It may outlive the block on the device, or be
 dropped before it. Correctness follows from the order of transfers: a step's loads come before its
@@ -15,26 +15,24 @@ from collections.abc import Container, Iterable
 from nanovllm.engine.prefix_cache import Block, BlockKey, HostBlock
 from nanovllm.runner.messages import BlockTransfer, HostMemory
 
-_SAVES_SHARE = 0.9
-"""Fraction of a step that its saves may occupy: its results queue after them on the link, and the next step waits
-for the results.
+_STEP_BYTES = 2**28
+"""Bytes of each rank that a step may always save, and after whose loading it admits no other prompt that loads: 5 ms at
+50 GB/s.
+"""
+_SAVES_PER_TAKEN = 3
+"""Blocks that a step may save for each one that it takes, so that saves overtake evictions: a long prompt takes all of
+its blocks in its first step, and is computed in later ones, too.
 """
 
 
 class HostCache:
-    """Copies of blocks, least recently used first.
+    """Copies of blocks, least recently used first."""
 
-    A prefix is loaded if loading it, and starting one small step later, is faster than computing it. A step saves as
-    much as the link copies while it runs or loads, by the rates measured at the start.
-    """
-
-    def __init__(self, memory: HostMemory, block_size: int) -> None:
+    def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
-        self._block_size = block_size
         self._copies: OrderedDict[BlockKey, HostBlock] = OrderedDict()
         self._num_used_slots = 0
         self._free_slots: list[int] = []
-        self._copy_seconds = memory.block_bytes / memory.bytes_per_second
         # Blocks so far; the lost ones were evicted before they were saved.
         self.num_saved = self.num_loaded = self.num_lost = 0
 
@@ -43,20 +41,13 @@ class HostCache:
         return block.key is not None and block.key not in self._copies and block.is_lasting
 
     def counters(self) -> dict[str, int]:
-        """Return counts so far, the blocks held now, and the measured rates."""
+        """Return counts so far, and the blocks held now."""
         return {
             "num_saved_blocks": self.num_saved,
             "num_loaded_blocks": self.num_loaded,
             "num_lost_blocks": self.num_lost,
             "num_host_blocks": len(self._copies),
-            "host_bytes_per_second": round(self._memory.bytes_per_second),
-            "prefill_tokens_per_second": round(self._memory.tokens_per_second),
         }
-
-    def pays(self, num_blocks: int, num_loads: int) -> bool:
-        """Whether loading `num_loads` blocks, and starting later, is faster than computing `num_blocks` of a prompt."""
-        seconds = num_loads * self._copy_seconds + self._memory.step_seconds
-        return num_blocks * self._block_size / self._memory.tokens_per_second >= seconds
 
     def note_loads(self, copies: list[HostBlock]) -> None:
         """Count the loads of a prefix, and make its copies the most recently used, its head last."""
@@ -65,8 +56,8 @@ class HostCache:
         self.num_loaded += len(copies)
 
     def is_enough(self, num_blocks: int) -> bool:
-        """Whether a step that loads this number of blocks loads more than the link copies in a small step."""
-        return num_blocks * self._copy_seconds > self._memory.step_seconds
+        """Whether a step that loads this number of blocks should admit no other prompt that loads."""
+        return num_blocks * self._memory.block_bytes >= _STEP_BYTES
 
     def find(self, key: BlockKey) -> HostBlock | None:
         """Return the copy of a block."""
@@ -87,18 +78,18 @@ class HostCache:
         if key in self._copies:
             self._copies.move_to_end(key, last=False)
 
-    def plan_saves(
-        self, blocks: Iterable[Block], unconfirmed: Container[int], num_prompt_tokens: int, num_loads: int
-    ) -> list[BlockTransfer]:
+    def plan_saves(self, blocks: Iterable[Block], unconfirmed: Container[int], num_taken: int) -> list[BlockTransfer]:
         """Give slots to blocks without a copy, so that no eviction has to wait, and return the transfers.
 
         Args:
             blocks: the next to be overwritten, in that order.
             unconfirmed: ids of blocks whose content is not computed yet.
-            num_prompt_tokens, num_loads: prompt tokens that the step computes, and blocks that it loads.
+            num_taken: free blocks that the step takes.
         """
         saves: list[BlockTransfer] = []
-        most = self._most_saves(num_prompt_tokens, num_loads)
+        # Results queue after saves on the link, and the next step waits for them.
+        most = max(1, _STEP_BYTES // self._memory.block_bytes, _SAVES_PER_TAKEN * num_taken)
+        most = min(most, self._memory.num_slots)
         for block in blocks:
             if block.key is None or not self.lacks(block) or block.block_id in unconfirmed:
                 continue
@@ -110,14 +101,6 @@ class HostCache:
                 break
         self.num_saved += len(saves)
         return saves
-
-    def _most_saves(self, num_prompt_tokens: int, num_loads: int) -> int:
-        """Return the number of blocks that the link copies during a step, at least one.
-
-        The link copies both ways at once: a step that waits for its loads saves the same number meanwhile.
-        """
-        seconds = max(self._memory.step_seconds, num_prompt_tokens / self._memory.tokens_per_second)
-        return min(self._memory.num_slots, max(1, num_loads, int(_SAVES_SHARE * seconds / self._copy_seconds)))
 
     def _take_slot(self) -> int | None:
         """Return a free slot, or the slot of the least recently used copy; None if memory is still being allocated."""

@@ -87,7 +87,7 @@ class LLMEngine(Engine):
             kinds=runner.cache_kinds,
             # Drafts of two steps may be in flight.
             max_chunk=config.max_num_batched_tokens + 2 * runner.num_drafts,
-            host=None if memory is None else HostCache(memory, config.kvcache_block_size),
+            host=None if memory is None else HostCache(memory),
             # With states, twice the number: for new ones, and what prompts keep.
             num_clean_blocks=-(-2 * config.max_num_batched_tokens // config.kvcache_block_size) * (2 if states else 1),
             # With drafts they are stored late.

@@ -219,9 +219,9 @@ class Scheduler:
     def _schedule_chunks(self, behind: list[Sequence], batch: ScheduledBatch) -> tuple[list[Sequence], list[Sequence]]:
         """Plan chunks of running sequences `behind`, then of waiting ones, while there is budget.
 
-        The next step waits for the loads of this one. Once they exceed what the link copies in a small step, a sequence
-        that would load more is admitted in the next one. Returns the sequences that catch up, and the sequences that
-        wait for blocks; the rest of `behind` is in `_behind`.
+        The next step waits for the loads of this one. Once they are enough, a sequence that would load more is admitted
+        in the next one. Returns the sequences that catch up, and the sequences that wait for blocks; the rest of
+        `behind` is in `_behind`.
         """
         caught_up, loading = list[Sequence](), list[Sequence]()
         while self._budget and (seq := behind.pop(0) if behind else self._admit(batch)) is not None:

@@ -16,7 +16,7 @@ from nanovllm.attention.kv_cache_spec import NO_STATES, Paged, StateLayout
 from nanovllm.kernels.qkv_rope_store import KVPages, KVScales
 from nanovllm.layers.attention import CachedAttention
 from nanovllm.layers.state import StateLayer
-from nanovllm.runner.host_blocks import BlockCopies
+from nanovllm.runner.host_blocks import BlockCopies, CudaBlockCopies, HostBlocks
 from nanovllm.runner.messages import ScheduledBatch, StateCache
 from nanovllm.utils.device import to_device
 
@@ -136,6 +136,11 @@ class KVCache:
     def most_copied_bytes(self) -> int:
         """Bytes of one layer's part of a block; a copy within the device holds one such part at a time."""
         return max(layer[0].nbytes for layer in self.pages())
+
+    def keep_blocks(self, num_slots: int) -> None:
+        """Keep blocks in `num_slots` slots in host memory as well, until `unbind`."""
+        copies = CudaBlockCopies if self._device.type == "cuda" else BlockCopies
+        self.copies = copies(self.stacks(), HostBlocks(num_slots, self.block_bytes, self._device))
 
     def unbind(self) -> None:
         """Take the pages from the layers, and drop all copies in host memory."""

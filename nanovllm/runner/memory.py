@@ -1,4 +1,4 @@
-"""Sizes the KV cache by the memory of the device."""
+"""Sizes the KV cache by the memory of the device, and its copies in host memory by `swap_space`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.cuda_graph import max_draft_rows
-from nanovllm.runner.messages import Chunk, NewRequest, ScheduledBatch
+from nanovllm.runner.messages import CacheKind, Chunk, NewRequest, PagedCache, ScheduledBatch
 from nanovllm.runner.step_outputs import LOGITS_BYTES
 from nanovllm.sampling.state import pool_rows
 from nanovllm.utils.host import available_memory
@@ -116,17 +116,41 @@ def cpu_cache_budget() -> int:
     return min(int(available_memory() * _CPU_MEMORY_SHARE), _CPU_MEMORY_LIMIT) if is_known else _CPU_MEMORY_LIMIT
 
 
+def num_host_slots(config: Config, communicator: Communicator, kind: CacheKind, block_bytes: int) -> int:
+    """Return the number of blocks that `swap_space` holds, equal on all ranks.
+
+    Args:
+        config, communicator: of the engine.
+        kind, block_bytes: kind of the first group of layers; bytes of a block on this rank.
+
+    Raises:
+        ValueError: not one block fits, or sequences of this model do not keep all their blocks.
+    """
+    if isinstance(kind, PagedCache) and kind.window is not None:
+        raise ValueError(
+            f"swap_space={config.swap_space}: all layers of this model have sliding windows (of {kind.window} "
+            "tokens), and such a model's blocks are not kept in the host's memory"
+        )
+    num_bytes = int(config.swap_space * 2**30 / communicator.size)
+    num_slots = communicator.all_reduce_min(num_bytes // block_bytes)
+    if not num_slots:
+        raise ValueError(
+            f"swap_space={config.swap_space} GiB holds no block: one has {block_bytes / 2**30:.4f} GiB on each of "
+            f"{communicator.size} ranks"
+        )
+    return num_slots
+
+
 def profiling_batch(config: Config, max_blocks: int, num_groups: int, max_model_len: int) -> ScheduledBatch:
-    """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot."""
+    """Return the batch that takes the most memory: the whole token budget in prompts, sampled in every slot.
+
+    It stores no keys and values.
+    """
     num_tokens, num_seqs = config.max_num_batched_tokens, config.max_num_running
     lens = [num_tokens // num_seqs + (slot < num_tokens % num_seqs) for slot in range(num_seqs)]
-    return prompt_batch([min(n, max_model_len) for n in lens], max_blocks, num_groups)
-
-
-def prompt_batch(lens: list[int], num_blocks: int, num_groups: int = 1) -> ScheduledBatch:
-    """Return a batch of prompts of these lengths that stores no keys and values, each sampled."""
+    prompts = [array("i", [0]) * min(n, max_model_len) for n in lens]
     return ScheduledBatch(
-        new_requests=[NewRequest(slot, [[0] * num_blocks] * num_groups, 1, 1.0, 0) for slot in range(len(lens))],
-        chunks=[Chunk(slot, 0, array("i", [0]) * n, store=False, samples=True) for slot, n in enumerate(lens)],
-        sampled_seq_ids=list(range(len(lens))),
+        new_requests=[NewRequest(slot, [[0] * max_blocks] * num_groups, 1, 1.0, 0) for slot in range(num_seqs)],
+        chunks=[Chunk(slot, 0, prompt, store=False, samples=True) for slot, prompt in enumerate(prompts)],
+        sampled_seq_ids=list(range(num_seqs)),
     )

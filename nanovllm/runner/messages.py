@@ -302,15 +302,12 @@ NO_DRAFTS = DraftCosts()
 
 @dataclass(frozen=True)
 class HostMemory:
-    """A runner's slots for blocks in host memory, and the rates that decide between loading and computing."""
+    """A runner's slots for blocks in host memory."""
 
     num_slots: int
     # Return the number of slots, which come first, that can be saved to; and whether allocation is over, since all are
     # ready, or the host has no more memory.
     num_ready_slots: Callable[[], int]
     has_all_slots: Callable[[], bool]
-    # Of one rank; prompts, and a small step, are of all ranks.
+    # Of one rank.
     block_bytes: int
-    bytes_per_second: float
-    tokens_per_second: float
-    step_seconds: float

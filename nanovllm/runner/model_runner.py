@@ -33,11 +33,11 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.batch import BatchBuilder, DeviceStep, StepInputs, StepShape, Unsampled
 from nanovllm.runner.cuda_graph import StepGraphs, make_capture_sizes, max_draft_rows
 from nanovllm.runner.drafter import Drafter, HeadDrafter, NgramDrafter
+from nanovllm.runner.host_blocks import HostBlocks
 from nanovllm.runner.kv_cache import KVCache, block_bytes, state_kind
-from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, profiling_batch
+from nanovllm.runner.memory import free_memory, most_extra_bytes, num_cache_blocks, num_host_slots, profiling_batch
 from nanovllm.runner.messages import NO_DRAFTS, CacheKind, DraftCosts, HostMemory, PagedCache, Rows, ScheduledBatch
 from nanovllm.runner.step_outputs import OutputBuffers, PendingStep, prompt_outputs
-from nanovllm.runner.swap_space import keep_blocks, make_swap_space
 from nanovllm.sampling.sampler import DeviceLogprobs, ExtraRows, Sampled, Sampler
 from nanovllm.sampling.state import SamplingState
 from nanovllm.utils.device import resolve_device, resolve_dtype
@@ -111,9 +111,7 @@ class ModelRunner:
             self._capture()
             self.draft_costs = self._measure_drafts()
             if config.swap_space:
-                self.host_memory = make_swap_space(
-                    config, self.communicator, lambda: self.kv_cache, self.cache_kinds, self._run
-                )
+                self.host_memory = self._make_host_memory()
 
     def _load(self, folder: str) -> None:
         self.model, self.weights = load_model(
@@ -200,7 +198,19 @@ class ModelRunner:
             state_layers=self.model.state_layers, layout=self.state_layout,
         )  # fmt: skip
         if self.host_memory is not None:
-            keep_blocks(self.kv_cache, self.host_memory.num_slots)
+            self.kv_cache.keep_blocks(self.host_memory.num_slots)
+
+    def _make_host_memory(self) -> HostMemory:
+        """Keep blocks in host memory as well, also of the caches that replace this one after a sleep."""
+        block_bytes = self.kv_cache.block_bytes
+        num_slots = num_host_slots(self.config, self.communicator, self.cache_kinds[0], block_bytes)
+        self.kv_cache.keep_blocks(num_slots)
+
+        def host() -> HostBlocks:
+            assert self.kv_cache.copies is not None
+            return self.kv_cache.copies.host
+
+        return HostMemory(num_slots, lambda: host().num_ready_slots, lambda: host().has_all_slots, block_bytes)
 
     def _free(self) -> None:
         if "kv_cache" in vars(self):

@@ -66,11 +66,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 BY_TRANSFORMERS = (
     "apertus", "arcee", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "gemma", "gemma2",
-    "gemma3_text", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "granite", "mixtral", "nemotron", "olmo2",
-    "olmo3", "opt", "phi", "phimoe", "qwen3_moe", "qwen3_vl",
+    "gemma3_text", "glm4", "glm4_moe", "gpt2", "gpt_neox", "granite", "nemotron", "opt", "phi", "phimoe", "qwen3_vl",
 )  # fmt: skip
-"""Model types that transformers' code runs."""
-UNLIKE = {"deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "qwen3_vl"}
+"""Model types that transformers' code alone runs."""
+UNLIKE = {"deepseek_v3", "gemma3_text", "gpt2", "qwen3_vl"}
 """The least alike of them."""
 LENGTHS = (1, 16, 33, 150, 257)
 BORDERS = (1, 15, 16, 17, 31, 33, 64, 255, 256, 257)

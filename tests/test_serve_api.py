@@ -336,12 +336,18 @@ def test_tool_calls_of_chats(client: Any, choice: Any) -> None:
     assert len(calls) > 3 and all(call.index == 0 and call.id is call.function.name is None for call in calls[1:])
     assert json.loads("".join(call.function.arguments for call in calls))["city"] in ("Paris", "Rome")
     assert chunks[-1].finish_reason == "tool_calls" and not any(chunk.delta.content for chunk in chunks)
-    turns = [*HELLO, answer.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    for turn in ("auto", "none"):
-        fields |= {"messages": turns, "tool_choice": turn, "max_tokens": 2}
-        assert client.chat.completions.create(**fields).choices[0].finish_reason == "length"
+
+
+def test_after_a_call_and_instead_of_an_answer(client: Any) -> None:
+    called = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    turns: Any = [{"role": "assistant", "content": None, "tool_calls": [called]}]
+    turns = [*HELLO, *turns, {"role": "tool", "tool_call_id": "1", "content": "sunny"}]
+    fields: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": TOOL}]}
+    for choice in ("auto", "none"):
+        answer = client.chat.completions.create(messages=turns, tool_choice=choice, max_tokens=2, **fields)
+        assert answer.choices[0].finish_reason == "length"
     # An answer of a given form, or a call instead.
-    fields |= {"messages": HELLO, "tool_choice": "auto", "max_tokens": 100, "temperature": 1, "n": 8, "seed": 1}
+    fields |= {"messages": HELLO, "max_tokens": 100, "temperature": 1, "n": 8, "seed": 1}
     for item in client.chat.completions.create(response_format=RESPONSE_FORMAT, **fields).choices:
         assert json.loads(item.message.content) == "yes" if item.finish_reason == "stop" else item.message.tool_calls
 

@@ -46,7 +46,6 @@ class MockWeights:
     def __init__(self, runner: MockRunner) -> None:
         self.values: dict[str, int | None] = dict.fromkeys(HALVES, 0)
         self._runner = runner
-        self._kept: dict[str, int | None] = {}
 
     @property
     def missing(self) -> MissingWeights:

@@ -275,20 +275,7 @@ class MockRunner:
         assert len(batch.rows) <= self.draft_costs.most_rows or not batch.drafts
         if self.fail_result:
             self.fail_result = False
-            # A step that failed may have left anything in the blocks that it was to write.
-            for slot in batch.rows.slots:
-                self._store(slot, self.num_computed[slot] - 1, EMPTY)
-            for slot in [*batch.rows.slots, *(chunk.slot for chunk in batch.chunks)]:
-                for table in self.tables[slot][len(self.windows) :]:
-                    for block in table:
-                        self.cache[block] = [EMPTY] * self.block_size
-            for block in [block for chunk in batch.chunks for kept in chunk.kept_states for block in kept.block_ids]:
-                self.cache[block] = [EMPTY] * self.block_size
-            for transfer in transfers:
-                self.cache[transfer.destination] = [EMPTY] * self.block_size
-            for chunk in batch.chunks:
-                for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
-                    self._store(chunk.slot, position, EMPTY)
+            self._lose_written(batch, transfers)
             return MockHandle([], RuntimeError("step failed"))
         slots = batch.rows.slots.tolist() + [chunk.slot for chunk in batch.chunks if chunk.samples]
         slots = [slot for slot, tokens in zip(slots, sampled, strict=True) for _ in tokens]
@@ -301,6 +288,20 @@ class MockRunner:
             most = max(self.num_logprobs[slots[index]] for index in handle.logprob_rows)
             handle.logprobs = mock_logprobs([tokens[index] for index in handle.logprob_rows], most)
         return handle
+
+    def _lose_written(self, batch: ScheduledBatch, transfers: list[BlockTransfer]) -> None:
+        """A step that failed may have left anything in the blocks that it was to write."""
+        for slot in batch.rows.slots:
+            self._store(slot, self.num_computed[slot] - 1, EMPTY)
+        slots = [*batch.rows.slots, *(chunk.slot for chunk in batch.chunks)]
+        blocks = [block for slot in slots for table in self.tables[slot][len(self.windows) :] for block in table]
+        blocks += [block for chunk in batch.chunks for kept in chunk.kept_states for block in kept.block_ids]
+        blocks += [transfer.destination for transfer in transfers]
+        for block in blocks:
+            self.cache[block] = [EMPTY] * self.block_size
+        for chunk in batch.chunks:
+            for position in range(chunk.start, chunk.start + len(chunk.token_ids)) if chunk.store else ():
+                self._store(chunk.slot, position, EMPTY)
 
     def _update_slots(self, batch: ScheduledBatch) -> list[BlockTransfer]:
         """Apply new requests, blocks and copies, which are returned."""
@@ -477,12 +478,7 @@ def make_engine(
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
     make_constraint: MakeConstraint = no_constraint,
-    windows: list[int | None] | None = None,
-    num_host_slots: int = 0,
-    copy_seed: int = 0,
-    num_drafts: int = 0,
-    draft_ratio: float = 1.0,
-    states: Sequence[StateCache] = (),
+    **runner_settings: Any,
 ) -> tuple[LLMEngine, MockRunner]:
     config = Config(
         "mock",
@@ -494,18 +490,7 @@ def make_engine(
     )
     # Small blocks make the interesting cases frequent; the engine itself does not need multiples of 16.
     object.__setattr__(config, "kvcache_block_size", block_size)
-    runner = MockRunner(
-        num_blocks,
-        block_size,
-        config.max_num_running,
-        pipeline_depth,
-        windows,
-        num_host_slots,
-        copy_seed,
-        num_drafts=num_drafts,
-        draft_ratio=draft_ratio,
-        states=states,
-    )
+    runner = MockRunner(num_blocks, block_size, config.max_num_running, pipeline_depth, **runner_settings)
     engine = LLMEngine(
         config,
         runner,

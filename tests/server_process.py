@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import signal
 import socket
+import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import partial
+from typing import IO, Any
 
 from tests.rank_processes import engine_pids
 
@@ -56,6 +60,11 @@ def status(answer: bytes) -> int:
     return int(answer.split()[1])
 
 
+def written(file: IO[bytes]) -> str:
+    """The text that another process has written to a file."""
+    return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode()
+
+
 class ServerProcess:
     """The server's process, its address, and what it says of itself."""
 
@@ -65,15 +74,19 @@ class ServerProcess:
             flags = (*flags, "--front-ends", front_ends)
         settings = ("--device", "cpu", "--max-model-len", "512", "--kvcache-block-size", "16", "--seed", "0")
         # Needs the packages of the server, which those do not who only wait.
-        from tests.forked_command import ForkedCommand  # noqa: PLC0415
+        from tests.forked_command import ForkedPopen  # noqa: PLC0415
 
         self.key = key
-        arguments = ["serve", "--port", "0", *settings, *flags]
-        self.process = ForkedCommand(arguments, num_files, os.environ | environment)
-        wait_until(lambda: "\n" in self.process.written()[0] or self.process.poll() is not None)
-        if not self.process.written()[0]:
+        limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (num_files, num_files)) if num_files else None
+        self._out, self._errors = (tempfile.NamedTemporaryFile() for _ in range(2))  # noqa: SIM115
+        self.process = ForkedPopen(
+            ["serve", "--port", "0", *settings, *flags], stdin=subprocess.DEVNULL, stdout=self._out,
+            stderr=self._errors, env=os.environ | environment, preexec_fn=limit,
+        )  # fmt: skip
+        wait_until(lambda: "\n" in written(self._out) or self.process.poll() is not None)
+        if not written(self._out):
             raise RuntimeError(self.log()[-3000:])
-        self.url = self.process.written()[0].split()[-1]
+        self.url = written(self._out).split()[-1]
         self.port = int(port) if (port := self.url.rsplit(":", 1)[1]).isdecimal() else -1
 
     @property
@@ -83,7 +96,14 @@ class ServerProcess:
 
     def log(self) -> str:
         """The server's stderr so far."""
-        return self.process.written()[1]
+        return written(self._errors)
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
 
     def get(self, path: str) -> Any:
         """The JSON at a path."""
@@ -140,9 +160,7 @@ class ServerProcess:
     def stop(self, number: int = signal.SIGTERM, seconds: float = PATIENCE_SECONDS) -> tuple[int, str]:
         """End the process; returns its exit code and what it wrote to stderr."""
         self.process.send_signal(number)
-        code = self.process.wait(seconds)
-        assert code is not None
-        return code, self.log()
+        return self.process.wait(seconds), self.log()
 
 
 def unexpected_lines(log: str) -> list[str]:
@@ -153,12 +171,8 @@ def unexpected_lines(log: str) -> list[str]:
 @contextmanager
 def serving(*flags: str, key: str | None = None, **options: Any) -> Iterator[ServerProcess]:
     """A server that must have nothing left when the `with` block ends, and by then has logged no error."""
-    server = ServerProcess(*flags, key=key, **options)
-    try:
+    with ServerProcess(*flags, key=key, **options) as server:
         yield server
         server.check_idle()
         code, error = server.stop()
         assert code == -signal.SIGTERM and not unexpected_lines(error), unexpected_lines(error)
-    finally:
-        server.process.kill()
-        server.process.wait()

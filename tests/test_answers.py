@@ -138,19 +138,26 @@ def test_answers_of_channels_are_always_taken_apart() -> None:
 
 
 def test_calls_have_the_ids_that_templates_take() -> None:
-    ids = {}
-    for name in ("hermes", "mistral", "kimi_k2"):
-        splitter = AnswerOptions.of(make(tool_call_parser=name), TOOLS).splitters([], SamplingParams())[0]
-        kimi = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
-        splitter.append(kimi if name == "kimi_k2" else CALL * 2, True)
-        ids[name] = splitter.call_ids
+    def ids(parser: str, text: str) -> list[str]:
+        splitter = AnswerOptions.of(make(tool_call_parser=parser), TOOLS).splitters([], SamplingParams())[0]
+        calls = [call for call in splitter.append(text, True).calls if call.name]
+        assert all(call.id in (None, own) for call, own in zip(calls, splitter.call_ids, strict=True))
+        return splitter.call_ids
+
+    own, mistral = ids("hermes", CALL * 2), ids("mistral", CALL * 2)
+    assert len(set(own)) == 2 and all(found.startswith("call_") for found in own)
+    assert all(len(found) == 9 and found.isalnum() for found in mistral)
+    # A model may give them itself.
+    assert ids("hermes", "[TOOL_CALLS]f[CALL_ID]abc123456[ARGS]{}") == ["abc123456"]
+    assert ids("kimi_k2", "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{}") == ["functions.f:3"]
+
+
+def test_an_answer_that_is_cut_says_so_and_json_has_no_infinity() -> None:
+    splitter = AnswerOptions.of(make(), TOOLS).splitters([], SamplingParams())[0]
+    splitter.append(CALL, True)
     cut = CompletionOutput(0, CALL, [1], None, [{1: Logprob(-math.inf, 1, "a")}], "length")
     assert chat_finish_reason(cut, splitter) == "length"
-    # JSON has no infinity.
     assert f'"logprob": {LEAST_LOGPROB}' in json.dumps(chat_logprobs(cut, ShownTokens()), allow_nan=False)
-    assert ids["kimi_k2"] == ["functions.f:0"] and len(set(ids["hermes"])) == 2
-    assert all(found.startswith("call_") for found in ids["hermes"])
-    assert all(len(found) == 9 and found.isalnum() for found in ids["mistral"])
 
 
 def test_forced_calls_that_are_cut_leave_no_text() -> None:

@@ -153,8 +153,6 @@ def test_chat_takes_what_generate_does(llm: LLM) -> None:
     assert "".join(piece.outputs[0].text for piece in pieces) == want["text"] and pieces[-1].finished
     with pytest.raises(ValueError, match="unknown argument tool; a chat template takes add_generation_prompt"):
         llm.chat(MESSAGES, tool=[])  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="a list of parts of type text, not 'image_url': models run on text alone"):
-        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}])
     with pytest.raises(ValueError, match="multi_modal_data is not supported: models run on text alone"):
         llm.generate({"prompt": "a", "multi_modal_data": {"image": None}})
 

@@ -74,7 +74,7 @@ async def read(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
     return output
 
 
-def test_requests_are_told_of_when_they_begin_and_when_they_end(
+def test_outputs_are_those_of_an_llm_and_their_begins_and_ends_are_told(
     llm: AsyncLLM, want: list[RequestOutput], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, ended = list[Any](), list[tuple[RequestState, bool]]()
@@ -82,49 +82,41 @@ def test_requests_are_told_of_when_they_begin_and_when_they_end(
     monkeypatch.setattr(llm, "on_end", lambda state: ended.append((state, state.is_done)))
 
     async def run() -> None:
-        for prompt, params in zip(PROMPTS, PARAMS, strict=True):
-            await llm.generate(prompt, params)
-            await read(llm.stream(prompt, params))
-        async with aclosing(llm.stream("a", LONG)) as outputs:
-            async for _ in outputs:
-                break
+        pairs = list(zip(PROMPTS, PARAMS, strict=True))
+        calls: list[Awaitable[RequestOutput]] = [llm.generate(prompt, params) for prompt, params in pairs]
+        calls += [read(llm.stream(prompt, params)) for prompt, params in pairs]
+        check_same(await asyncio.gather(*calls), want + want)
         task = asyncio.create_task(llm.generate("a", LONG))
-        while len(begun) < 2 * len(PROMPTS) + 2:
+        while len(begun) < len(calls) + 1:
             await asyncio.sleep(0.001)
         task.cancel()
         await asyncio.wait([task])
 
     asyncio.run(run())
-    assert begun == [state.request for state, _ in ended] and len(begun) == 2 * len(PROMPTS) + 2
-    lengths = [max(len(item.token_ids) for item in output.outputs) for output in want for _ in range(2)]
-    assert [state.num_tokens for state, _ in ended[:-2]] == lengths
-    assert [is_done for _, is_done in ended] == [True] * len(lengths) + [False] * 2
+    assert {id(request) for request in begun} == {id(state.request) for state, _ in ended} and len(begun) == len(ended)
+    lengths = [max(len(item.token_ids) for item in output.outputs) for output in want + want]
+    assert sorted(state.num_tokens for state, is_done in ended if is_done) == sorted(lengths)
+    assert [is_done for _, is_done in ended] == [True] * len(lengths) + [False]
 
 
-def test_outputs_are_those_of_an_llm(llm: AsyncLLM, want: list[RequestOutput]) -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_stream_that_is_closed_or_dropped_is_aborted(llm: AsyncLLM, is_closed: bool) -> None:
     async def run() -> None:
-        pairs = list(zip(PROMPTS, PARAMS, strict=True))
-        calls: list[Awaitable[RequestOutput]] = [llm.generate(prompt, params) for prompt, params in pairs]
-        calls += [read(llm.stream(prompt, params)) for prompt, params in pairs]
-        check_same(await asyncio.gather(*calls), want + want)
+        # One of them was begun and never read.
+        streams = [await llm.begin_stream("a", LONG) for _ in range(2)]
+        first = await anext(streams[0])
+        assert not first.finished and len(first.outputs[0].token_ids) < 50 and llm.num_pending_requests == 2
+        for stream in streams if is_closed else []:
+            await stream.aclose()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+        del streams[:]
+        gc.collect()
+        assert llm.num_pending_requests == 0
+        while llm.llm.stats()["num_running"]:
+            await asyncio.sleep(0.01)
 
-    asyncio.run(run())
-
-
-def test_streams_come_in_pieces_and_end_when_closed(llm: AsyncLLM) -> None:
-    async def run() -> None:
-        stream = llm.stream("a", LONG)
-        first = await anext(stream)
-        assert not first.finished and len(first.outputs[0].token_ids) < 50
-        assert llm.num_pending_requests == 1
-        await stream.aclose()
-        # A stream that was begun and never read.
-        begun = await llm.begin_stream("a", LONG)
-        await begun.aclose()
-        with pytest.raises(StopAsyncIteration):
-            await anext(begun)
-
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 240))
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -219,27 +211,8 @@ def test_finished_requests_do_not_wait_for_the_garbage_collector(llm: AsyncLLM, 
         client.add = add  # type: ignore[method-assign]
 
 
-def test_a_stream_that_is_dropped_is_aborted(llm: AsyncLLM) -> None:
-    async def run() -> None:
-        streams = [await llm.begin_stream("a", LONG) for _ in range(2)]
-        await anext(streams[0])
-        del streams
-        gc.collect()
-        assert llm.num_pending_requests == 0
-        while llm.llm.stats()["num_running"]:
-            await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(run(), 240))
-
-
 def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:
     async def run() -> None:
-        with pytest.raises(ValueError, match="max_model_len"):
-            await llm.generate([1] * 600)
-        with pytest.raises(ValueError, match="temperature"):
-            params = SamplingParams()
-            params.temperature = -1
-            await llm.generate("a", params)
         # Whatever is wrong concerns the request alone.
         others = [asyncio.ensure_future(llm.generate("a", SamplingParams(0, 30))) for _ in range(5)]
         for priority in ("high", None, 1.5, True):
@@ -250,8 +223,6 @@ def test_bad_requests_and_a_full_queue_are_refused(llm: AsyncLLM) -> None:
                 await llm.generate("a", wrong)  # type: ignore[arg-type]
         for output in await asyncio.gather(*others):
             assert output.finished
-        with pytest.raises(ValueError, match="conversation"):
-            await llm.render_chat([[{"role": "user", "content": "a"}]])  # type: ignore[list-item]
         # None of them is queued.
         with pytest.raises(ValueError, match=r"prompts\[1\]"):
             await llm.generate_all(["a", "\ud800"])

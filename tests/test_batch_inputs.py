@@ -55,16 +55,17 @@ def test_what_is_read(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused(name: str, tmp_path: Path) -> None:
     content, message = REFUSED[name]
-    path = tmp_path / name
-    path.write_bytes(content)
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(UnreadableInputError, match=message):
-        InputFile(str(path))
-    # The same of a stream is seen when it is read.
-    fifo = tmp_path / f"fifo of {name}"
+        InputFile(str(tmp_path / name))
+
+
+def test_what_a_stream_has_is_seen_when_it_is_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    writer = Thread(target=fifo.write_bytes, args=[content])
+    writer = Thread(target=fifo.write_bytes, args=[gzip.compress(PLAIN)])
     writer.start()
     with pytest.raises(SystemExit) as exit_info:
         main(["run", "-i", str(fifo), "-o", str(tmp_path / "out.jsonl"), *ENGINE])

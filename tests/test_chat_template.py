@@ -251,10 +251,3 @@ def test_a_call_has_arguments_and_a_type() -> None:
     for function in ({"name": "f"}, {"name": "f", "arguments": None}):
         (found,) = one_conversation([{"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}])
         assert found["tool_calls"] == [{"type": "function", "id": "1", "function": {"name": "f", "arguments": {}}}]
-
-
-def test_a_requests_contents() -> None:
-    protocol = pytest.importorskip("nanovllm.serve.protocol", exc_type=ImportError)
-    for content in (None, "a", ["a"], text_parts("a")):
-        assert protocol.ChatMessage.model_validate({"role": "user", "content": content}).content == content
-    assert protocol.ChatMessage.model_validate({"role": "user"}).content is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -98,29 +97,6 @@ def test_prompts_may_come_one_by_one(llm: LLM) -> None:
     step = (from_generator[1] - from_generator[0]) % 2**64
     # The next numbers, in the same order.
     assert [(new - old) % 2**64 for old, new in zip(from_generator, from_list, strict=True)] == [95 * step % 2**64] * 95
-
-
-def test_the_engine_never_has_the_whole_job(llm: LLM) -> None:
-    most = num_read = num_done = 0
-
-    def given() -> Iterator[list[int]]:
-        nonlocal num_read
-        for i in range(300):
-            num_read += 1
-            yield [i % 500]
-
-    def look(output: RequestOutput) -> None:
-        nonlocal most, num_done
-        if num_done < 40:
-            # The reader gets as far as it may.
-            time.sleep(0.02)
-        most = max(most, num_read - num_done)
-        num_done += 1
-
-    llm.generate(given(), ONE, False, keep=False, on_output=look)
-    assert num_done == 300
-    # Requests in the engine, what is left of a chunk, two chunks that wait, one that is prepared, one that is read.
-    assert most <= 2 * 4 + 10 + 2 * 10 + 10 + 10
 
 
 def test_what_is_given_is_passed_on_as_it_comes(llm: LLM) -> None:

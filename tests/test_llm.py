@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import signal
 import threading
@@ -19,7 +18,7 @@ import torch
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.assets import BUNDLED_MODEL
-from nanovllm.outputs import RequestOutput, StepError
+from nanovllm.outputs import StepError
 from nanovllm.runner.messages import BlockTransfer, NewRequest, ScheduledBatch
 from nanovllm.text.input_processor import work_of
 from tests.conftest import MakeCheckpoint
@@ -45,7 +44,7 @@ def llm(checkpoint: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def bundled() -> LLM:
-    return make_llm(BUNDLED_MODEL, max_model_len=512, num_kvcache_blocks=200)
+    return make_llm(BUNDLED_MODEL)
 
 
 def test_an_eos_outside_the_vocabulary_is_ignored(make_checkpoint: MakeCheckpoint) -> None:
@@ -109,19 +108,6 @@ def test_what_holds_a_device_stays_in_its_process(bundled: LLM) -> None:
     assert pickle.loads(pickle.dumps(output)) == output == copy.deepcopy(output)
 
 
-def test_every_eos_of_the_generation_config_stops(make_checkpoint: MakeCheckpoint) -> None:
-    folder = make_checkpoint(eos_token_id=3)
-    prompt = list(range(10, 30))
-    with make_llm(folder) as llm:
-        (free,) = llm.generate([prompt], GREEDY, use_tqdm=False)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, free["token_ids"][5]]}))
-    with make_llm(folder) as llm:
-        (output,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
-    first = free["token_ids"].index(free["token_ids"][5])
-    assert output["token_ids"] == free["token_ids"][: first + 1]
-    assert output["finish_reason"] == "stop"
-
-
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
@@ -142,18 +128,13 @@ def test_every_eos_of_the_generation_config_stops(make_checkpoint: MakeCheckpoin
         ("a\ud83d", r"has a lone surrogate \(U\+D83D\), which is not valid Unicode"),
     ],
 )
-def test_bad_prompts(bundled_small: LLM, prompt: Any, message: str) -> None:
+def test_bad_prompts(bundled: LLM, prompt: Any, message: str) -> None:
     with pytest.raises(ValueError, match=rf"^prompts\[1\]: .*{message}"):
-        bundled_small.generate([[1, 2, 3], prompt], GREEDY, use_tqdm=False)
+        bundled.generate([[1, 2, 3], prompt], GREEDY, use_tqdm=False)
     with pytest.raises(ValueError, match=rf"^(?!prompts).*{message}"):
-        bundled_small.add_request(prompt, GREEDY)
-    assert bundled_small.is_finished()
-    assert len(bundled_small.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
-
-
-@pytest.fixture(scope="module")
-def bundled_small() -> LLM:
-    return make_llm(BUNDLED_MODEL)
+        bundled.add_request(prompt, GREEDY)
+    assert bundled.is_finished()
+    assert len(bundled.generate([[1, 2, 3]], GREEDY, use_tqdm=False)[0]["token_ids"]) == 8
 
 
 def test_request_over_the_cache(checkpoint: Path) -> None:
@@ -281,20 +262,6 @@ def test_dummy_weights_need_a_config_alone(checkpoint: Path, tmp_path: Path) -> 
     assert runs[0] == runs[1] != runs[2]
     with pytest.raises(ValueError, match=r"no \*\.safetensors"):
         make_llm(tmp_path)
-
-
-def test_requests_by_hand(llm: LLM) -> None:
-    first = llm.add_request([1, 2, 3], GREEDY)
-    second = llm.add_request([4] * 30)
-    outputs: dict[int, RequestOutput] = {}
-    counts = [0, 0]
-    while not llm.is_finished():
-        result = llm.step()
-        outputs.update(result.finished)
-        counts[0] += result.num_prefill_tokens
-        counts[1] += result.num_output_tokens
-    assert set(outputs) == {first, second}
-    assert counts == [33, 8 + len(outputs[second]["token_ids"])]
 
 
 def test_ctrl_c_while_decoding_is_a_keyboard_interrupt(llm: LLM) -> None:

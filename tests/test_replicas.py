@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from array import array
 from itertools import count
 from multiprocessing import Pipe
 from pathlib import Path
@@ -27,7 +26,7 @@ from nanovllm.config import Config
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Abort, Request
 from tests.mock_llm import MockReplicas, mock_llm
-from tests.mock_runner import complete, make_engine
+from tests.mock_runner import complete, make_engine, make_request
 from tests.rank_processes import engine_pids
 from tests.server_process import wait_until
 
@@ -35,7 +34,7 @@ BLOCK = 16
 
 
 def request(tokens: list[int], priority: int = 0, n: int = 1) -> Request:
-    return Request(array("i", tokens), SamplingParams(1.0, 4, n=n, ignore_eos=True), priority=priority)
+    return make_request(tokens, SamplingParams(1.0, 4, n=n, ignore_eos=True), priority=priority)
 
 
 def sent(placement: Placement) -> dict[int, list[int]]:
@@ -209,7 +208,7 @@ def test_an_abort_reaches_a_request_whose_grammar_is_being_compiled() -> None:
     own, others = Pipe()
     server.connect(others)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
-    own.send([Enqueue(5, Request(array("i", [1]), params, bad_sequences=[[2, 3]]))])
+    own.send([Enqueue(5, make_request([1], params, bad_sequences=[[2, 3]]))])
     wait_until(lambda: 5 in server._preparing)
     own.send([Abort([5], True)])
     wait_until(lambda: server._preparing[5] is not None)

@@ -15,11 +15,11 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import RequestLimits
-from nanovllm.outputs import RequestOutput
 from nanovllm.sampling.state import SamplingState
 from nanovllm.sampling_params import SamplingExtra
 from tests.conftest import MakeCheckpoint
 from tests.reference import check_logprobs, processed, prompt, reference_logits
+from tests.streams import check_same
 
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "kvcache_block_size": 16, "seed": 0}
 # Chunks of prompts beside decodes, and too few blocks for all.
@@ -86,22 +86,11 @@ SAMPLED: list[SamplingParams] = [
 PROMPTS = [prompt(25 + i, seed=i) for i in range(len(SAMPLED))]
 
 
-def closely(one: list[RequestOutput], other: list[RequestOutput]) -> None:
-    """Check that outputs have the same tokens and reasons, and the same log-probabilities up to rounding."""
-    for a, b in zip(one, other, strict=True):
-        x, y = a.outputs[0], b.outputs[0]
-        assert (x.token_ids, x.finish_reason, x.stop_reason) == (y.token_ids, y.finish_reason, y.stop_reason)
-        assert (x.logprobs is None) == (y.logprobs is None)
-        for at, other_at in zip(x.logprobs or [], y.logprobs or [], strict=True):
-            assert {k: v.rank for k, v in at.items()} == {k: v.rank for k, v in other_at.items()}
-            assert all(abs(at[k].logprob - other_at[k].logprob) < 1e-4 for k in at)
-
-
 def test_rows_keep_their_own_parameters_also_when_preempted(llm: LLM, folder: Path) -> None:
     alone = [llm.generate([p], s, use_tqdm=False)[0] for p, s in zip(PROMPTS, SAMPLED, strict=True)]
-    closely(llm.generate(PROMPTS, SAMPLED, use_tqdm=False), alone)
+    check_same(llm.generate(PROMPTS, SAMPLED, use_tqdm=False), alone)
     with LLM(folder, **TIGHT) as tight:
-        closely(tight.generate(PROMPTS, SAMPLED, use_tqdm=False), alone)
+        check_same(tight.generate(PROMPTS, SAMPLED, use_tqdm=False), alone)
         assert tight.stats()["num_preemptions"] > 0 == tight.stats()["num_used_blocks"]
 
 
@@ -121,10 +110,7 @@ def test_two_ranks_sample_as_one(llm: LLM, folder: Path, mode: Any) -> None:
     with LLM(folder, logprobs_mode=mode, **TIGHT) as one:
         want = one.generate(prompts, params, use_tqdm=False)
         torch.testing.assert_close(vectors, one.embed(PROMPTS[:2], use_tqdm=False), rtol=1e-4, atol=1e-5)
-    closely(got, want)
-    for at, other in zip(got[-1].prompt_logprobs or [], want[-1].prompt_logprobs or [], strict=True):
-        assert list(at or {}) == list(other or {})
-        assert all(abs((at or {})[k].logprob - (other or {})[k].logprob) < 1e-4 for k in at or {})
+    check_same(got, want)
 
 
 @pytest.mark.parametrize("mode", ["processed_logprobs", "scaled_logprobs"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,9 +13,7 @@ pytest.importorskip("uvicorn")
 
 from nanovllm import SamplingParams
 from nanovllm.outputs import CompletionOutput, RequestOutput
-from nanovllm.serve.answers import EventStream
 from nanovllm.serve.anthropic import _MessagesAnswer
-from nanovllm.serve.settings import ServeSettings
 from nanovllm.text.answers import AnswerFormat, AnswerOptions
 from tests.server_process import ServerProcess, serving
 from tests.small_tokenizers import sentencepiece_tokenizer
@@ -169,23 +166,3 @@ def test_errors_are_anthropics(server: ServerProcess, client: Any) -> None:
     with stranger, pytest.raises(anthropic.AuthenticationError) as refused:
         stranger.messages.create(**request(QUESTION))
     assert refused.value.body["error"]["type"] == "authentication_error"
-
-
-def test_an_error_in_a_stream_is_an_event_of_its_own() -> None:
-    sent: list[dict[str, Any]] = []
-
-    async def events() -> AsyncIterator[bytes]:
-        yield b"begun"
-        raise ValueError("the grammar is too large")
-
-    async def receive() -> Any:
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    stream = EventStream(events(), [], ServeSettings(), lambda _: None)
-    asyncio.run(stream({"type": "http", "path": "/llm/v1/messages", "root_path": "/llm"}, receive, send))
-    name, data = sent[-1]["body"].decode().strip().split("\n")
-    error = {"type": "invalid_request_error", "message": "the grammar is too large"}
-    assert name == "event: error" and json.loads(data.removeprefix("data: ")) == {"type": "error", "error": error}

@@ -77,18 +77,16 @@ def test_clients_that_vanish(server: ServerProcess, stream: bool) -> None:
     assert num_aborted < server.metric(aborted) <= num_aborted + 2 * len(connections)
 
 
+# A client of a thousand streams may be slow to send and to read, which is not what is tested with these.
+PATIENT = [part for name in ("read", "write") for part in (f"--max-{name}-seconds", str(PATIENCE_SECONDS))]
+ROOMY = ("--max-requests", "1200", "--max-num-seqs", "1024", *PATIENT, "--grace-seconds", str(PATIENCE_SECONDS))
+
+
 @pytest.fixture(scope="module")
 def roomy_server() -> Iterator[ServerProcess]:
     """A server with room for a thousand requests, which the last test that has it ends."""
-    # A client of a thousand streams may be slow to send and to read, which is not what is tested here.
-    names = ("max-read", "max-write", "grace")
-    patience = (item for name in names for item in (f"--{name}-seconds", str(PATIENCE_SECONDS)))
-    server = ServerProcess("--max-requests", "1200", "--max-num-seqs", "1024", *patience)
-    try:
+    with ServerProcess(*ROOMY) as server:
         yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 @pytest.mark.parametrize("num_streams", [100, pytest.param(1000, marks=pytest.mark.compat)])
@@ -259,13 +257,25 @@ def test_a_slow_sender_is_dropped(server: ServerProcess) -> None:
 
 def test_a_signal_lets_what_runs_finish_and_a_second_one_ends_it(roomy_server: ServerProcess) -> None:
     """`test_serve_attacks.py` has requests that outlast the grace period."""
+    check_signals(roomy_server, 1)
+
+
+@pytest.mark.deaths
+def test_a_second_signal_ends_the_requests_of_all_front_ends() -> None:
+    with ServerProcess("--front-ends", "2", *ROOMY) as server:
+        check_signals(server, 2)
+
+
+def check_signals(server: ServerProcess, num_front_ends: int) -> None:
     with ThreadPoolExecutor(6) as pool:
-        short = [pool.submit(roomy_server.post, {**ENDLESS, "max_tokens": 20, "n": 8}) for _ in range(2)]
-        long = [pool.submit(roomy_server.post, {**ENDLESS, "max_tokens": 400, "n": 64}) for _ in range(4)]
-        wait_until(lambda: roomy_server.get("/stats")["num_running"] >= 256)
-        roomy_server.process.send_signal(signal.SIGINT)
+        short = [pool.submit(server.post, {**ENDLESS, "max_tokens": 20, "n": 8}) for _ in range(2)]
+        long = [pool.submit(server.post, {**ENDLESS, "max_tokens": 400, "n": 64}) for _ in range(4)]
+        wait_until(lambda: server.get("/stats")["num_running"] >= 256)
+        server.process.send_signal(signal.SIGINT)
         assert [future.result()[0] for future in short] == [200, 200]
-        code, error = roomy_server.stop(signal.SIGINT)
+        # Signals that come before the first one is handled are one.
+        wait_until(lambda: server.log().count("ending within") >= num_front_ends)
+        code, error = server.stop(signal.SIGINT)
         answers = [future.result() for future in long]
     assert all(status == 200 and b'"abort"' in body for status, body in answers), answers
     assert code == 128 + signal.SIGINT and "Traceback" not in error, error

@@ -11,6 +11,7 @@ import weakref
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -19,7 +20,7 @@ import pytest
 
 pytest.importorskip("uvicorn")
 
-from nanovllm import LLM, AsyncLLM, SamplingParams
+from nanovllm import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.client import async_llm
 from nanovllm.config import Config
@@ -145,6 +146,7 @@ def test_a_body_is_in_utf_8() -> None:
     assert parse_json('\ufeff{"a": 1}'.encode()) == {"a": 1}
     with pytest.raises(ApiError, match="cannot be read as JSON"):
         parse_json('{"a": 1}'.encode("utf-16"))
+    assert encode_json("é字\u2028") == '"é字\u2028"'.encode()
     # A call may have half a character.
     assert encode_json({"é": "\ud83d"}) == b'{"\\u00e9":"\\ud83d"}'
 
@@ -162,6 +164,32 @@ def test_a_completion_has_16_tokens_and_a_chat_what_the_model_recommends() -> No
     assert asyncio.run(run({"max_tokens": 64})) == [16, 64]
     assert asyncio.run(run({"max_tokens": 7}, max_tokens=5)) == [5, 5]
     assert asyncio.run(run({})) == [16, None]
+
+
+SAMPLING: dict[str, Any] = {
+    "temperature": 0.5, "max_tokens": 9, "ignore_eos": True, "seed": 5, "n": 2, "top_p": 0.5, "top_k": 3, "min_p": 0.5,
+    "presence_penalty": 0.25, "frequency_penalty": 0.5, "repetition_penalty": 2.0, "logit_bias": {5: 1.0},
+    "bad_words": ["b"], "allowed_token_ids": [9], "min_tokens": 4, "stop": ["x"], "include_stop_str_in_output": True,
+    "stop_token_ids": [7], "prompt_logprobs": 1, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    "structured_outputs": StructuredOutputsParams(regex="a"),
+}  # fmt: skip
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    llm, body = (
+        PlayedLLM([output("a", "b")]),
+        {**SAMPLING, "logit_bias": {"5": 1}, "structured_outputs": {"regex": "a"}},
+    )
+    asyncio.run(completions(CompletionBody.model_validate({**body, "prompt": "a", "logprobs": 1}), make_service(llm)))
+    said = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 1}
+    asyncio.run(chat_completions(ChatBody.model_validate({**body, **said}), make_service(llm)))
+    assert llm.asked == [SamplingParams(**SAMPLING, logprobs=1)] * 2
+    default = SamplingParams()
+    assert not [name for name, value in SAMPLING.items() if getattr(default, name) == value]
+    # These are another API's.
+    assert {item.name for item in fields(SamplingParams)} - SAMPLING.keys() - {"logprobs"} == {
+        "detokenize", "hidden_states", "prompt_logprobs_start"
+    }  # fmt: skip
 
 
 def test_an_echo_leaves_a_character_that_its_prompt_begins_to_the_output() -> None:
@@ -218,26 +246,6 @@ def read_answer(answer: Any) -> list[dict[str, Any]]:
     if not isinstance(answer, EventStream):
         return [json.loads(bytes(answer.body))]
     return [json.loads(event.partition(b"data: ")[2]) for event in asyncio.run(events())]
-
-
-def test_later_pieces_of_a_stream_go_on_counting_characters() -> None:
-    async def events() -> AsyncIterator[dict[str, Any]]:
-        pieces = [output("ab", "cdefg", finished=False), output("hij", finished=False), output("k", "lm")]
-        body = CompletionBody.model_validate({"prompt": "a", "n": 2, "logprobs": 0, "stream": True})
-        answer = await completions(body, make_service(PlayedLLM(pieces)))
-        assert isinstance(answer, EventStream)
-        async for event in answer._events:
-            if not event.endswith(b"[DONE]\n\n"):
-                yield json.loads(event.removeprefix(b"data: "))
-
-    async def run() -> list[list[int]]:
-        offsets: list[list[int]] = [[], []]
-        async for event in events():
-            (choice,) = event["choices"]
-            offsets[choice["index"]] += choice["logprobs"]["text_offset"]
-        return offsets
-
-    assert asyncio.run(run()) == [[*range(6)], [*range(7)]]
 
 
 def test_a_client_that_does_not_read_keeps_no_request_running() -> None:

@@ -124,7 +124,7 @@ def results(llm: LLM, prompts: Any, params: Any) -> list[tuple[list[int], str, s
     return [(o.outputs[0].token_ids, o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
 
 
-def test_rows_with_and_without_grammars(llm: LLM) -> None:
+def test_rows_with_and_without_grammars_also_when_preempted_and_on_two_ranks(llm: LLM) -> None:
     prompts, params = mixed()
     alone = [results(llm, prompt, param)[0] for prompt, param in zip(prompts, params, strict=True)]
     assert results(llm, prompts, params) == alone
@@ -135,12 +135,8 @@ def test_rows_with_and_without_grammars(llm: LLM) -> None:
         runner.pipeline_depth = 1
         assert results(small, prompts, params) == alone
         assert small.stats()["num_preemptions"] > 0 == small.stats()["num_used_blocks"]
-
-
-def test_two_ranks_keep_to_grammars(llm: LLM) -> None:
-    prompts, params = mixed()
     with LLM(BUNDLED_MODEL, num_kvcache_blocks=40, dtype="float32", tensor_parallel_size=2, **SETTINGS) as two:
-        assert results(two, prompts, params) == results(llm, prompts, params)
+        assert results(two, prompts, params) == alone
 
 
 def test_what_ends_an_output_besides_its_grammar(llm: LLM) -> None:
@@ -166,6 +162,7 @@ def test_what_ends_an_output_besides_its_grammar(llm: LLM) -> None:
     [
         ({"regex": "a(("}, "unclosed group"),
         ({"grammar": "start: nothing_known"}, "unknown name"),
+        ({"grammar": 'root ::= "yes" | "no"'}, r"Lark's syntax .* not in GBNF"),
         ({"json": "{nope"}, "structured_outputs cannot be used"),
         ({"json": {"type": "nonsense"}}, "Invalid type: nonsense"),
         ({"json": {"type": {1, 2}}}, "not JSON serializable$"),
@@ -226,27 +223,22 @@ class Person(BaseModel):
         ({}, '{"name": "x", "properties": {"a": 1}, "more": 2}', True),
         ({"disable_additional_properties": True}, '{"name": "x", "properties": {"a": 1}}', True),
         ({"disable_additional_properties": True}, '{"name": "x", "properties": {"a": 1}, "more": 2}', False),
+        # A schema may ask for white space of its own.
+        ({"json": {"type": "object", "x-guidance": {"whitespace_flexible": True}}}, "{\n\n}", True),
+        ({"json_object": True}, "{}", True),
+        ({"json_object": True}, "{\n\n}", False),
     ],
 )
-@pytest.mark.parametrize("as_class", [False, True])
-def test_white_space_and_other_properties(
-    llm: LLM, fields: dict[str, Any], text: str, fits: bool, as_class: bool
-) -> None:
-    schema: Any = Person if as_class else json.dumps(Person.model_json_schema())
-    grammar = llm.input_processor.constraints.grammars.compile(StructuredOutputsParams(json=schema, **fields))
-    matcher = grammar.compiled.deep_copy()
-    token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
-    accepted = matcher.try_consume_tokens(token_ids)
-    assert (accepted == len(token_ids) and matcher.is_accepting()) == fits
-
-
-def test_a_schema_may_ask_for_white_space_of_its_own(llm: LLM) -> None:
-    schema = {"type": "object", "x-guidance": {"whitespace_flexible": True}}
-    for params, fits in (({"json": schema}, True), ({"json_object": True}, False)):
-        grammar = llm.input_processor.constraints.grammars.compile(StructuredOutputsParams(**params))
-        matcher = grammar.compiled.deep_copy()
-        token_ids = llm.tokenizer.encode("{\n\n}", add_special_tokens=False)
-        assert (matcher.try_consume_tokens(token_ids) == len(token_ids)) == fits
+def test_white_space_and_other_properties(llm: LLM, fields: dict[str, Any], text: str, fits: bool) -> None:
+    compile_grammar = llm.input_processor.constraints.grammars.compile
+    schemas: list[Any] = [{"json": Person}, {"json": json.dumps(Person.model_json_schema())}]
+    if {"json", "json_object"} & fields.keys():
+        schemas = [{}]
+    for schema in schemas:
+        matcher = compile_grammar(StructuredOutputsParams(**schema, **fields)).compiled.deep_copy()
+        token_ids = llm.tokenizer.encode(text, add_special_tokens=False)
+        accepted = matcher.try_consume_tokens(token_ids)
+        assert (accepted == len(token_ids) and matcher.is_accepting()) == fits
 
 
 def test_equal_grammars_are_compiled_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,6 +363,7 @@ def rules(count: int) -> str:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
+        ({"grammar": 'start: "::="'}, "::="),
         ({"json": chain(10_000)}, '"ok"'),
         ({"json": chain(200_000)}, "schema too large"),
         ({"grammar": rules(15_000)}, "ok"),
@@ -487,10 +480,3 @@ def test_formats_that_no_grammar_expresses_are_ignored(llm: LLM) -> None:
     date = {"type": "string", "format": "date"}
     (output,) = llm.generate(PROMPT, constrained(1, json=date), use_tqdm=False)
     assert re.fullmatch(r'"\d{4}-\d\d-\d\d"', output.outputs[0].text)
-
-
-def test_grammars_in_another_syntax_are_told(llm: LLM) -> None:
-    with pytest.raises(GrammarError, match=r"Lark's syntax .* not in GBNF"):
-        llm.generate(PROMPT, constrained(grammar='root ::= "yes" | "no"'), use_tqdm=False)
-    (output,) = llm.generate(PROMPT, constrained(grammar='start: "::="'), use_tqdm=False)
-    assert output.outputs[0].text == "::="

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from tests.hybrid_models import complete, make_model
-from tests.test_fp8 import FP8, Format, compressed, weights_of, write
+from tests.test_fp8 import FP8, Format, compressed, e4m3, weights_of, write
 from tests.test_hybrid import SETTINGS, prompts
 
 SIZES = {
@@ -31,12 +30,12 @@ KEPT = (
 """What Qwen's checkpoints keep of a layer."""
 
 
-def blocks(prefix: str, *others: str) -> Format:
+def blocks(prefix: str, *others: str, dtype: torch.dtype = torch.bfloat16) -> Format:
     """Qwen's own: blocks with scales in bfloat16; others: kept, too."""
     kept = [f"{prefix}.layers.{layer}.{name}" for layer in range(4) for name in (*KEPT, *others)]
     ignored = ["lm_head", f"{prefix}.embed_tokens", "model.visual.merger.linear_fc1", "mtp.fc", *kept]
     config = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ignored}
-    return Format(config, (128, 128), "weight_scale_inv", dtype=torch.bfloat16, ignored="^$", layers=LINEAR)
+    return Format(config, e4m3((128, 128), "weight_scale_inv", dtype=dtype), layers=LINEAR)
 
 
 PATTERNS = ["re:.*lm_head", "re:visual.*", "re:model.visual.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$"]
@@ -46,7 +45,7 @@ def channels(ignored: str) -> Format:
     """llm-compressor's FP8_DYNAMIC, without what a pattern names."""
     config = compressed(weights_of(strategy="token", dynamic=True), strategy="channel")
     config["ignore"] = [*PATTERNS, f"re:{ignored}"]
-    return Format(config, (1, None), dtype=torch.bfloat16, ignored=ignored, layers=r"_proj(_\w+)?\.weight$")
+    return Format(config, e4m3((1, None), dtype=torch.bfloat16), ignored, r"_proj(_\w+)?\.weight$")
 
 
 NEMOTRON = Format(
@@ -55,7 +54,7 @@ NEMOTRON = Format(
          "lm_head", "backbone.layers.0.mixer.in_proj", "backbone.layers.1.mixer.shared_experts.up_proj",
          *(f"backbone.layers.2.mixer.{name}_proj" for name in "qkvo"), "backbone.layers.3.mixer.gate",
      ]},
-    (None, None), shape=lambda scales: scales.view(()), input_scale="input_scale",
+    e4m3((None, None), shape=(), input_scale="input_scale"),
     ignored=r"layers\.(0\.mixer\.in_proj|1\.mixer\.shared_experts\.up_proj|2)", layers=r"(_proj)\.weight$",
 )  # fmt: skip
 
@@ -103,7 +102,7 @@ CASES: dict[str, tuple[str, Format, Callable[[Path], None] | None]] = {
     "no linear attention": ("moe", channels(r".*linear_attn.*"), wrapped),
     "all linear layers": ("dense", channels(r".*no_such_layer.*"), wrapped),
     "modelopt": ("nemotron-moe", NEMOTRON, with_cache_scales),
-    "factors": ("falcon", replace(blocks("model"), dtype=torch.float32), None),
+    "factors": ("falcon", blocks("model", dtype=torch.float32), None),
 }
 
 

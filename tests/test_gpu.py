@@ -176,17 +176,6 @@ def test_float32_and_bf16_tokens_agree_with_transformers(
         assert [output["token_ids"] for output in warm] == [output["token_ids"] for output in outputs]
 
 
-@pytest.mark.parametrize("eager", [True, False])
-def test_seeded_tokens_are_the_same_alone_and_in_a_batch(folder: Path, eager: bool) -> None:
-    batch = prompts((30,) * 256, seed=2)
-    params = [SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True, seed=i) for i in range(256)]
-    with make_llm(folder, dtype="float32", enforce_eager=eager) as llm:
-        together = llm.generate(batch, params, use_tqdm=False)
-        for i in (0, 100, 255):
-            (alone,) = llm.generate([batch[i]], params[i], use_tqdm=False)
-            assert alone["token_ids"] == together[i]["token_ids"]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_graphs_and_eager_steps_give_the_same_tokens(folder: Path, dtype: str) -> None:
     """Both are padded to the same capture_sizes; one prefix is shared by many, so that steps share it."""

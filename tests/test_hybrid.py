@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from nanovllm.configs.quantization import QuantizationConfig
 from nanovllm.configs.rope import RopeConfig
 from nanovllm.kernels import gates, qkv_rope_store
 from nanovllm.kernels.e4m3 import dequantize_ref
-from nanovllm.kernels.qkv_rope_store import KVPages, NormRope
+from nanovllm.kernels.qkv_rope_store import NormRope
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models import count_parameters, load_model, make_model
 from nanovllm.models.base import CausalLM
@@ -35,7 +36,7 @@ from nanovllm.weights.slices import WeightTarget
 from tests.hybrid_models import NAMES, VOCAB, complete, randomize
 from tests.hybrid_models import make_model as make_reference
 from tests.test_host_cache import saves_every_step
-from tests.test_kernels import DEVICE, DTYPES, check_error, randn
+from tests.test_kernels import DEVICE, DTYPES, check_error, check_rope_store, randn
 from tests.test_kernels import by_triton as triton_form
 from tests.test_live_weights import save_adapter
 
@@ -376,22 +377,12 @@ def test_names_that_are_near(references: dict[str, tuple[Path, Any]]) -> None:
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 8), (48, 16), (64, 64), (256, 64)])
 def test_gated_queries_and_partial_rotation(head_dim: int, rotary: int, dtype: torch.dtype) -> None:
     """The kernel agrees with plain torch, which rotates part of a head as if it were a head."""
-    tokens, num_heads, kv_heads, block_size = 9, 5, 2, 4
-    pages = [randn(2, 5, block_size, kv_heads, head_dim, dtype=dtype) for _ in range(2)]
-    pages.append(pages[0].float())
-    pages[1].copy_(pages[0])
+    num_heads, kv_heads = 5, 2
     weights = 1 + 0.2 * randn(head_dim), 1 + 0.2 * randn(head_dim)
-    positions = torch.arange(tokens, device=DEVICE, dtype=torch.int32) * 3
-    slots = torch.randperm(5 * block_size, device=DEVICE)[:tokens].int()
-    slots[4] = -1
     rope = NormRope(weights, 0.1, torch.rand(64, rotary, device=DEVICE), has_gates=True)
-    qkv = randn(tokens, 2 * num_heads + 2 * kv_heads, head_dim, dtype=dtype)
-    query = triton_form(qkv_rope_store.qkv_rope_store)(qkv, rope, positions, KVPages(*pages[0]), slots)
-    same = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, KVPages(*pages[1]), slots)
-    exact = qkv_rope_store.qkv_rope_store_ref(qkv.float(), rope, positions, KVPages(*pages[2]), slots)
-    check_error(query, same, exact)
-    for mine, theirs, wide in zip(*pages, strict=True):
-        check_error(mine, theirs, wide)
+    qkv = randn(9, 2 * num_heads + 2 * kv_heads, head_dim, dtype=dtype)
+    kernel = partial(triton_form(qkv_rope_store.qkv_rope_store), qkv)
+    positions, _, exact, *_ = check_rope_store(kernel, qkv, qkv.float(), rope, kv_heads)
     x = qkv.float()
     x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 0.1)
     own = x[:, : 2 * num_heads : 2] * weights[0]

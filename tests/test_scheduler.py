@@ -17,10 +17,9 @@ from nanovllm import SamplingParams
 from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import SPARE, SPENT, USUAL, Block
-from nanovllm.engine.scheduler import _take_logprobs
 from nanovllm.engine.sequence import SteadyRows
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
-from nanovllm.runner.messages import DraftCosts, ScheduledBatch, StateCache, StepOutput
+from nanovllm.runner.messages import DraftCosts, StateCache
 from tests.cache_checks import check_blocks
 from tests.examples import num_examples
 from tests.mock_runner import (
@@ -829,12 +828,3 @@ def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
     (copied,) = manager._copies
     assert copied.source != copied.destination and second.block_tables[0].held == [copied.destination]
     assert manager.blocks[copied.source].ref_count == 0
-
-
-def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:
-    seq = make_sequence(3, [1, 2, 3], SamplingParams(prompt_logprobs=0))
-    seq.num_admissions = 2
-    old, new = np.zeros(1), np.ones(1)
-    batch = ScheduledBatch(scored_seq_ids=[(3, 1), (3, 2), (4, 2)])
-    _take_logprobs([], batch, StepOutput(np.empty(0, dtype=np.int64), prompt_outputs=[old, new, old]), {3: seq})
-    assert seq.prompt_outputs == [new]

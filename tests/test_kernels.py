@@ -373,24 +373,6 @@ def test_hopper_qkv_rope_store(
     check_rope_store(op, qkv, exact_qkv, rope, kv_heads)
 
 
-@needs_hopper
-def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.linear import persistent_gemm  # noqa: PLC0415
-
-    calls = []
-    kernel = persistent_gemm.persistent_gated_gemm
-
-    def counted(*args: Any) -> torch.Tensor:
-        calls.append(args)
-        return kernel(*args)
-
-    monkeypatch.setattr(persistent_gemm, "persistent_gated_gemm", counted)
-    for rows in (4096, 1500):
-        check_norm_linear(norm_linear.norm_linear, rows, (1024, 3072), torch.bfloat16, "norm residual gated")
-    # The tiles of 1500 rows fill two rounds of programs, and a fifth of the third.
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("has", ["norm residual gated", "norm residual parts", "norm residual gated parts"])

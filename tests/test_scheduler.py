@@ -809,22 +809,3 @@ def test_a_shared_prompt_is_computed_once_and_copied_on_write() -> None:
     ]  # fmt: skip
     # The last one to write keeps the block.
     assert [len(batch.transfers) for batch in runner.batches] == [0, 2, 0]
-
-
-def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
-    engine, _ = make_engine(pipeline_depth=0, block_size=4, max_num_seqs=1)
-    manager = engine.block_manager
-    engine.add_request([1, 2], SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True, n=2))
-    for _ in range(4):
-        engine.step()
-    first, second = engine.scheduler.running[0], engine.scheduler.waiting[0]
-    assert manager.blocks[first.block_tables[0].held[0]].key is not None
-    assert manager.allocate(second) and second.block_tables[0].held == first.block_tables[0].held[:1]
-    engine.scheduler.steady.discard(first)
-    manager.free(first)
-    # No other sequence uses the block now, but others may find it.
-    second.num_computed_tokens = 2
-    assert manager.make_room(second)
-    (copied,) = manager._copies
-    assert copied.source != copied.destination and second.block_tables[0].held == [copied.destination]
-    assert manager.blocks[copied.source].ref_count == 0

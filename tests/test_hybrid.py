@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from nanovllm import LLM, SamplingParams
@@ -33,7 +33,7 @@ from nanovllm.parallel.shard import shard_of
 from nanovllm.quantization.fp8 import Fp8Weight
 from nanovllm.utils.checks import UnsupportedError
 from nanovllm.weights.slices import WeightTarget
-from tests.hybrid_models import NAMES, VOCAB, complete, randomize
+from tests.hybrid_models import NAMES, VOCAB, complete, randomize, wrap
 from tests.hybrid_models import make_model as make_reference
 from tests.test_host_cache import saves_every_step
 from tests.test_kernels import DEVICE, DTYPES, check_error, check_rope_store, randn
@@ -193,26 +193,14 @@ def test_rows_of_states_begin_at_multiples_of_their_size(references: dict[str, t
         assert places["recurrent"] % layer.slice_size == 0
 
 
-def write_wrapper(folder: Path, model: Any, **changes: Any) -> dict[str, torch.Tensor]:
-    """Write a model as the text half of one with a tower; return its tensors."""
-    text = model.config.to_dict()
-    kind = model.config.model_type.removesuffix("_text")
-    names = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
-    config = {"architectures": [f"{names[kind]}ForConditionalGeneration"], "model_type": kind, "text_config": text}
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    tensors = {name.replace("model.", "model.language_model.", 1): value for name, value in model.state_dict().items()}
-    tower = {"model.visual.blocks.0.norm1.weight": torch.ones(3), "mtp.layers.0.self_attn.q_norm.weight": torch.ones(3)}
-    save_file({name: value.contiguous() for name, value in (tensors | tower).items()}, folder / "model.safetensors")
-    return tensors
-
-
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_wrappers_are_read(references: dict[str, tuple[Path, Any]], name: str, tmp_path: Path) -> None:
-    folder, model = references[name]
-    write_wrapper(tmp_path, model, eos_token_id=[7])
-    config, text = ModelConfig.from_folder(str(tmp_path)), ModelConfig.from_folder(str(folder))
+    folder, wrapped = references[name][0], tmp_path / "wrapped"
+    shutil.copytree(folder, wrapped)
+    wrap(wrapped, eos_token_id=[7])
+    config, text = ModelConfig.from_folder(str(wrapped)), ModelConfig.from_folder(str(folder))
     assert config.eos_token_ids == {2, 7} and config.layers == text.layers and config.experts == text.experts
-    read, expected = load(tmp_path).state_dict(), load(folder).state_dict()
+    read, expected = load(wrapped).state_dict(), load(folder).state_dict()
     assert read.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(read[key], value), key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from tests.hybrid_models import complete, make_model
+from tests.hybrid_models import complete, make_model, wrap
 from tests.test_fp8 import FP8, Format, compressed, e4m3, weights_of, write
 from tests.test_hybrid import SETTINGS, prompts
 
@@ -62,18 +61,6 @@ NEMOTRON = Format(
 Tensors = dict[str, torch.Tensor]
 
 
-def wrapped(folder: Path) -> None:
-    """Make a model the text half of one with a tower and layers that predict more tokens."""
-    text, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    family, kind = text["architectures"][0].removesuffix("ForCausalLM"), text["model_type"].removesuffix("_text")
-    config = {"architectures": [f"{family}ForConditionalGeneration"], "model_type": kind, "text_config": text}
-    config["quantization_config"] = text.pop("quantization_config")
-    (folder / "config.json").write_text(json.dumps(config))
-    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
-    others = "model.visual.merger.linear_fc1.weight", "mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"
-    save_file(renamed | {name: torch.ones(3) for name in others}, folder / "model.safetensors")
-
-
 def stacked(folder: Path) -> None:
     """Have all experts of a layer in one tensor, as transformers' modules have them."""
     tensors = load_file(folder / "model.safetensors")
@@ -96,11 +83,11 @@ def with_cache_scales(folder: Path) -> None:
 
 CASES: dict[str, tuple[str, Format, Callable[[Path], None] | None]] = {
     "next": ("next", blocks("model", "linear_attn.in_proj_ba"), None),
-    "dense": ("dense", blocks("model.language_model"), wrapped),
-    "moe": ("moe", blocks("model.language_model"), wrapped),
+    "dense": ("dense", blocks("model.language_model"), wrap),
+    "moe": ("moe", blocks("model.language_model"), wrap),
     "stacked experts": ("moe", blocks("model"), stacked),
-    "no linear attention": ("moe", channels(r".*linear_attn.*"), wrapped),
-    "all linear layers": ("dense", channels(r".*no_such_layer.*"), wrapped),
+    "no linear attention": ("moe", channels(r".*linear_attn.*"), wrap),
+    "all linear layers": ("dense", channels(r".*no_such_layer.*"), wrap),
     "modelopt": ("nemotron-moe", NEMOTRON, with_cache_scales),
     "factors": ("falcon", blocks("model", dtype=torch.float32), None),
 }

@@ -68,24 +68,24 @@ def prompts(lengths: tuple[int, ...]) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name: str) -> None:
+# Each kind of mixer meets whole prompts, and chunks.
+@pytest.mark.parametrize(("name", "chunk"), [(name, (256, 19)[i % 2]) for i, name in enumerate(NAMES)])
+def test_tokens_equal_transformers(references: dict[str, tuple[Path, Any]], name: str, chunk: int) -> None:
     folder, model = references[name]
     asked = prompts((1, 2, 17, 70, 33))
     wanted = [complete(model, prompt, 8) for prompt in asked]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
-    for chunk in (256, 19):
-        with LLM(str(folder), max_num_batched_tokens=chunk, **SETTINGS) as llm:
-            outputs = llm.generate(asked, params, use_tqdm=False)
-            # The same again, from kept states.
-            outputs += llm.generate(asked, params, use_tqdm=False)
-        assert sum(output.num_cached_tokens for output in outputs) >= 16 + 64 + 32
-        for output, (tokens, logprobs) in zip(outputs, wanted * 2, strict=True):
-            (completion,) = output.outputs
-            assert list(completion.token_ids) == tokens
-            assert completion.logprobs is not None
-            for found, row in zip(completion.logprobs, logprobs, strict=True):
-                assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
+    with LLM(str(folder), max_num_batched_tokens=chunk, **SETTINGS) as llm:
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        # The same again, from kept states.
+        outputs += llm.generate(asked, params, use_tqdm=False)
+    assert sum(output.num_cached_tokens for output in outputs) >= 16 + 64 + 32
+    for output, (tokens, logprobs) in zip(outputs, wanted * 2, strict=True):
+        (completion,) = output.outputs
+        assert list(completion.token_ids) == tokens
+        assert completion.logprobs is not None
+        for found, row in zip(completion.logprobs, logprobs, strict=True):
+            assert all(abs(item.logprob - row[token].item()) < 1e-4 for token, item in found.items())
 
 
 @pytest.mark.gpu

@@ -62,6 +62,7 @@ NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
 PROMPTS = [[1, 2, 3], list(range(40)), [7]]
+Tensors = dict[str, torch.Tensor]
 # The blocks of inputs end within the hidden size; each of three ranks has a block of an expert's columns.
 MIXTURE: dict[str, Any] = {
     "hidden_size": 320, "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 64, "num_experts": 5,
@@ -71,9 +72,6 @@ MIXTURE: dict[str, Any] = {
 
 def weights_of(**args: Any) -> dict[str, Any]:
     return {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False} | args
-
-
-Tensors = dict[str, torch.Tensor]
 
 
 def compressed(inputs: object, **weights: Any) -> dict[str, Any]:

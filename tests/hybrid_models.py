@@ -6,10 +6,13 @@ within a token.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB = 320
 _BASE: dict[str, Any] = {
@@ -120,6 +123,18 @@ def make_model(name: str, **changes: Any) -> Any:
     ).eval()  # fmt: skip
     randomize(model)
     return model
+
+
+def wrap(folder: Path, **changes: Any) -> None:
+    """Make a model the text half of one with a tower and layers that predict more tokens."""
+    text, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    family, kind = text["architectures"][0].removesuffix("ForCausalLM"), text["model_type"].removesuffix("_text")
+    config = {"architectures": [f"{family}ForConditionalGeneration"], "model_type": kind, "text_config": text}
+    config |= {"quantization_config": text.pop("quantization_config", None)} | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    others = "model.visual.merger.linear_fc1.weight", "mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"
+    save_file(renamed | {name: torch.ones(3) for name in others}, folder / "model.safetensors")
 
 
 def randomize(model: torch.nn.Module) -> None:

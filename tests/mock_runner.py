@@ -518,6 +518,17 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
+def num_cached(engine: LLMEngine, prompt: list[int], max_tokens: int = 1) -> int:
+    """Return how many tokens of a prompt are found; the answer must be the mock model's."""
+    request_id = engine.add_request(prompt, greedy(max_tokens))
+    output = run(engine)[request_id]
+    runner: Any = engine._runner
+    states = [state.num_blocks for state in runner.states]
+    want = complete(prompt, max_tokens, frozenset(), engine.limits.max_model_len, *runner.windows, states=states)
+    assert output["token_ids"] == want
+    return int(output["num_cached_tokens"])
+
+
 def check_engine(engine: LLMEngine) -> None:
     """Assert what must hold between any two steps."""
     check_blocks(engine.block_manager, engine.scheduler.sequences)

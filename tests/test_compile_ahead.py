@@ -19,11 +19,11 @@ PROGRAM = """
     from functools import partial
     import torch
     from triton._C.libtriton import llvm
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.compiler.errors import CompilationError
     from triton.experimental.gluon._runtime import GluonASTSource
     from triton.runtime import driver
+    from tests.fake_device import Driver
 
     launched, loaded, notes = [], [], []
 
@@ -43,17 +43,8 @@ PROGRAM = """
         def get_device_properties(self, device):
             return {"max_shared_mem": 232448}
 
-    class Driver:
+    class LaunchingDriver(Driver):
         launcher_cls, utils = Launcher, Utils()
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device):
-            return 0
-
-        def get_current_target(self):
-            return GPUTarget("cuda", 90, 32)
 
         def get_active_torch_device(self):
             return torch.device("cpu")
@@ -64,7 +55,7 @@ PROGRAM = """
         notes.clear()
         return taken
 
-    driver.set_active(Driver())
+    driver.set_active(LaunchingDriver(90))
     torch.cuda.set_device = lambda device: None
 
     import nanovllm.kernels.compile_ahead as ahead

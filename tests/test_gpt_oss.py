@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from nanovllm.kernels.moe.route import route_ref
 from nanovllm.models import count_parameters, make_model
 from nanovllm.parallel.communicator import Communicator
 from tests.conftest import MakeCheckpoint
-from tests.test_four_bits import TABLE, Tensors, e2m1, pairs
-from tests.test_fp8 import GREEDY, PROMPTS, SETTINGS, change, check_logits, tokens_and_logits
+from tests.test_four_bits import packed_mxfp4
+from tests.test_fp8 import GREEDY, PROMPTS, SETTINGS, Format, Tensors, check_logits, tokens_of, write
 from tests.test_fp8_experts import make_routing
 from tests.test_kernels import DEVICE, DTYPES, GPU, by_triton, randn
 from tests.test_moe import check_experts
@@ -53,33 +52,20 @@ def wide(make_checkpoint: MakeCheckpoint) -> Path:
 
 def mxfp4(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """Blocks, [experts, outs, groups, 16], scales, and what both mean, of [experts, ins, outs]."""
-    groups = weight.transpose(1, 2).unflatten(2, (-1, 32))
-    exponents = (groups.abs().amax(3) / 6).log2().ceil()
-    codes = e2m1(groups / 2.0 ** exponents[..., None])
-    meant = (TABLE[codes] * 2.0 ** exponents[..., None]).flatten(2).transpose(1, 2)
-    return {"blocks": pairs(codes), "scales": (exponents + 127).to(torch.uint8)}, meant.contiguous()
+    made, meant = packed_mxfp4(weight.transpose(1, 2))
+    blocks = made["weight_packed"].unflatten(-1, (-1, 16))
+    return {"_blocks": blocks, "_scales": made["weight_scale"]}, meant.transpose(1, 2)
 
 
-def write_mxfp4(folder: Path, to: Path) -> tuple[Path, Path]:
-    """Write a checkpoint as published, and what it means in float32."""
-    stored, meant = (Path(shutil.copytree(folder, to / name)) for name in ("stored", "meant"))
-    tensors = load_file(folder / "model.safetensors")
-    narrow, wide = dict(tensors), dict(tensors)
-    for name, weight in tensors.items():
-        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
-            del narrow[name]
-            made, wide[name] = mxfp4(weight)
-            narrow |= {f"{name}_{part}": tensor.contiguous() for part, tensor in made.items()}
-    save_file(narrow, stored / "model.safetensors", metadata={"format": "pt"})
-    save_file(wide, meant / "model.safetensors", metadata={"format": "pt"})
-    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    change(stored, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": left})
-    return stored, meant
+KEPT = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+PUBLISHED = Format(
+    {"quant_method": "mxfp4", "modules_to_not_convert": KEPT}, mxfp4, layers=r"experts\.(gate_up|down)_proj$"
+)
 
 
 @pytest.fixture(scope="module", params=["bf16", "mxfp4"])
 def folders(request: pytest.FixtureRequest, wide: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return (wide, wide) if request.param == "bf16" else write_mxfp4(wide, tmp_path_factory.mktemp("mxfp4"))
+    return (wide, wide) if request.param == "bf16" else write(wide, PUBLISHED, tmp_path_factory.mktemp("mxfp4"))
 
 
 def test_logits_are_transformers(folders: tuple[Path, Path]) -> None:
@@ -90,7 +76,7 @@ def test_logits_are_transformers(folders: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("is_parallel", [False, True])
 def test_ranks_and_updates(folders: tuple[Path, Path], is_parallel: bool) -> None:
-    want, tensors = tokens_and_logits(folders[0])[0], load_file(folders[0] / "model.safetensors")
+    want, tensors = tokens_of(folders[0]), load_file(folders[0] / "model.safetensors")
     with LLM(folders[0], tensor_parallel_size=2, enable_expert_parallel=is_parallel, **SETTINGS) as llm:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == want
         llm.load_weights(tensors, strict=True)
@@ -98,7 +84,7 @@ def test_ranks_and_updates(folders: tuple[Path, Path], is_parallel: bool) -> Non
 
 
 def test_scales_that_are_no_numbers_and_dummy_weights(wide: Path, tmp_path: Path) -> None:
-    stored, _ = write_mxfp4(wide, tmp_path)
+    stored, _ = write(wide, PUBLISHED, tmp_path)
     name = "model.layers.1.mlp.experts.down_proj_scales"
     with LLM(stored, load_format="dummy", **SETTINGS) as llm:
         assert llm.generate([[1]], GREEDY, use_tqdm=False)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
-from tests.hybrid_models import complete, make_model
-from tests.test_fp8 import FP8, Format, compressed, weights_of, write
+from tests.hybrid_models import complete, make_model, wrap
+from tests.test_fp8 import FP8, Format, compressed, e4m3, weights_of, write
 from tests.test_hybrid import SETTINGS, prompts
 
 SIZES = {
@@ -31,12 +29,12 @@ KEPT = (
 """What Qwen's checkpoints keep of a layer."""
 
 
-def blocks(prefix: str, *others: str) -> Format:
+def blocks(prefix: str, *others: str, dtype: torch.dtype = torch.bfloat16) -> Format:
     """Qwen's own: blocks with scales in bfloat16; others: kept, too."""
     kept = [f"{prefix}.layers.{layer}.{name}" for layer in range(4) for name in (*KEPT, *others)]
     ignored = ["lm_head", f"{prefix}.embed_tokens", "model.visual.merger.linear_fc1", "mtp.fc", *kept]
     config = FP8 | {"weight_block_size": [128, 128], "modules_to_not_convert": ignored}
-    return Format(config, (128, 128), "weight_scale_inv", dtype=torch.bfloat16, ignored="^$", layers=LINEAR)
+    return Format(config, e4m3((128, 128), "weight_scale_inv", dtype=dtype), layers=LINEAR)
 
 
 PATTERNS = ["re:.*lm_head", "re:visual.*", "re:model.visual.*", "re:.*mlp.gate$", "re:.*shared_expert_gate$"]
@@ -46,7 +44,7 @@ def channels(ignored: str) -> Format:
     """llm-compressor's FP8_DYNAMIC, without what a pattern names."""
     config = compressed(weights_of(strategy="token", dynamic=True), strategy="channel")
     config["ignore"] = [*PATTERNS, f"re:{ignored}"]
-    return Format(config, (1, None), dtype=torch.bfloat16, ignored=ignored, layers=r"_proj(_\w+)?\.weight$")
+    return Format(config, e4m3((1, None), dtype=torch.bfloat16), ignored, r"_proj(_\w+)?\.weight$")
 
 
 NEMOTRON = Format(
@@ -55,24 +53,12 @@ NEMOTRON = Format(
          "lm_head", "backbone.layers.0.mixer.in_proj", "backbone.layers.1.mixer.shared_experts.up_proj",
          *(f"backbone.layers.2.mixer.{name}_proj" for name in "qkvo"), "backbone.layers.3.mixer.gate",
      ]},
-    (None, None), shape=lambda scales: scales.view(()), input_scale="input_scale",
+    e4m3((None, None), shape=(), input_scale="input_scale"),
     ignored=r"layers\.(0\.mixer\.in_proj|1\.mixer\.shared_experts\.up_proj|2)", layers=r"(_proj)\.weight$",
 )  # fmt: skip
 
 
 Tensors = dict[str, torch.Tensor]
-
-
-def wrapped(folder: Path) -> None:
-    """Make a model the text half of one with a tower and layers that predict more tokens."""
-    text, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    family, kind = text["architectures"][0].removesuffix("ForCausalLM"), text["model_type"].removesuffix("_text")
-    config = {"architectures": [f"{family}ForConditionalGeneration"], "model_type": kind, "text_config": text}
-    config["quantization_config"] = text.pop("quantization_config")
-    (folder / "config.json").write_text(json.dumps(config))
-    renamed = {name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()}
-    others = "model.visual.merger.linear_fc1.weight", "mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight"
-    save_file(renamed | {name: torch.ones(3) for name in others}, folder / "model.safetensors")
 
 
 def stacked(folder: Path) -> None:
@@ -97,13 +83,13 @@ def with_cache_scales(folder: Path) -> None:
 
 CASES: dict[str, tuple[str, Format, Callable[[Path], None] | None]] = {
     "next": ("next", blocks("model", "linear_attn.in_proj_ba"), None),
-    "dense": ("dense", blocks("model.language_model"), wrapped),
-    "moe": ("moe", blocks("model.language_model"), wrapped),
+    "dense": ("dense", blocks("model.language_model"), wrap),
+    "moe": ("moe", blocks("model.language_model"), wrap),
     "stacked experts": ("moe", blocks("model"), stacked),
-    "no linear attention": ("moe", channels(r".*linear_attn.*"), wrapped),
-    "all linear layers": ("dense", channels(r".*no_such_layer.*"), wrapped),
+    "no linear attention": ("moe", channels(r".*linear_attn.*"), wrap),
+    "all linear layers": ("dense", channels(r".*no_such_layer.*"), wrap),
     "modelopt": ("nemotron-moe", NEMOTRON, with_cache_scales),
-    "factors": ("falcon", replace(blocks("model"), dtype=torch.float32), None),
+    "factors": ("falcon", blocks("model", dtype=torch.float32), None),
 }
 
 

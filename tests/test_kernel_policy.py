@@ -53,30 +53,34 @@ def test_every_op_is_in_the_file_that_the_table_names() -> None:
         ops.nothing  # type: ignore[attr-defined]  # noqa: B018
 
 
-@pytest.mark.parametrize("weight", [DenseWeight(SHARD), Fp8Weight(SHARD, QuantizationConfig("channel"))])
-def test_weights_ask_their_policy(weight: Weight) -> None:
-    weight.policy = Refusing()
+class Tiles(KernelPolicy):
+    """Raises if it is asked for a tile."""
+
+    def linear(self, *args: Any, **_: Any) -> LinearKernel:
+        return LinearKernel.SPLITK_GEMM
+
+    branch_end = linear
+
+    def splitk_tile(self, *args: Any) -> SplitKTile | None:
+        raise AskedError
+
+
+@pytest.mark.parametrize(
+    ("weight", "policy"),
+    [
+        (DenseWeight(SHARD), Refusing()), (Fp8Weight(SHARD, QuantizationConfig("channel")), Refusing()),
+        (DenseWeight(SHARD), Tiles()),
+    ],
+)  # fmt: skip
+def test_weights_ask_their_policy(weight: Weight, policy: KernelPolicy) -> None:
+    weight.policy = policy
     x = torch.randn(3, 8)
-    for ask in (lambda: weight.multiply(x), lambda: weight.multiply_into(x, x), lambda: weight.kernel_sizes):
-        with pytest.raises(AskedError):
-            ask()
-
-
-def test_the_tile_of_a_splitk_gemm_is_the_policys() -> None:
-    class Tiles(KernelPolicy):
-        def linear(self, *args: Any, **_: Any) -> LinearKernel:
-            return LinearKernel.SPLITK_GEMM
-
-        branch_end = linear
-
-        def splitk_tile(self, *args: Any) -> SplitKTile | None:
-            raise AskedError
-
-    weight, x = DenseWeight(SHARD), torch.randn(3, 8)
-    weight.policy = Tiles()
     for multiply in (lambda: weight.multiply(x), lambda: weight.multiply_into(x, x)):
         with pytest.raises(AskedError):
             multiply()
+    weight.policy = Refusing()
+    with pytest.raises(AskedError):
+        weight.kernel_sizes  # noqa: B018
 
 
 def test_a_delta_net_asks_which_rows_its_products_normalise() -> None:
@@ -94,6 +98,30 @@ def test_experts_ask_the_policy() -> None:
     weights = torch.randn(2, 16, 8), torch.randn(2, 8, 8)
     with pytest.raises(AskedError, match="experts"):
         by_triton(fused_experts)(x, Routing(chosen, chosen.float(), 2), *weights, policy=Refusing())
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize(
+    ("rows", "size", "has", "kernel"),
+    [
+        (1, (1024, 3072), "gated", "GEMV"), (16, (1024, 3072), "gated", "RESIDENT_GEMM"),
+        (16, (2048, 2048), "gated", "SKINNY_GEMM"),
+        (17, (1024, 2048), "", "SPLITK_GEMM"), (256, (1024, 1024), "gated", "SPLITK_GEMM"),
+        (257, (1024, 1024), "gated", "CUBLAS"), (64, (1024, 2048), "biased", "CUBLAS"),
+        # The tiles of 1500 rows fill two rounds of programs, and a fifth of the third.
+        (4096, (1024, 3072), "gated", "PERSISTENT_GATED_GEMM"), (1500, (1024, 3072), "gated", "CUBLAS"),
+        (4096, (1024, 3072), "biased gated", "CUBLAS"),
+    ],
+)  # fmt: skip
+def test_kernels_of_dense_layers_on_hopper(
+    rows: int, size: tuple[int, int], has: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("uses_triton", "is_hopper"):
+        monkeypatch.setattr(policy, name, lambda device: True)
+    monkeypatch.setattr(policy, "device_limits", lambda device: (132, 232448))
+    weight = torch.empty(size[1] * (1 + ("gated" in has)), size[0], dtype=torch.bfloat16, device="meta")
+    chosen = FASTEST.linear(rows, weight, biased="biased" in has, normed=True, gated="gated" in has)
+    assert chosen.name == kernel
 
 
 def test_a_policy_reaches_every_weight_of_a_model() -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import product, starmap
 from typing import Any
@@ -168,39 +169,49 @@ def test_store_kv(dtype: torch.dtype, by_heads: bool) -> None:
         assert torch.equal(pages.flatten(0, 1), expected) and torch.equal(theirs.flatten(0, 1), expected)
 
 
+def check_rope_store(
+    op: Callable[..., torch.Tensor], qkv: torch.Tensor, exact_qkv: torch.Tensor, rope: NormRope, kv_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compare queries and pages with the reference's; what no slot names stays as it was.
+
+    op: is given NormRope, positions, pages and slots. Returns positions, slots, exact queries, and the pages before and
+    after it.
+    """
+    tokens, block_size, head_dim = len(qkv), 16, qkv.shape[2]
+    num_blocks, weights = tokens // block_size + 3, rope.norm_weights
+    positions = torch.randint(len(rope.cos_sin), (tokens,), device=DEVICE, dtype=torch.int32)
+    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:tokens].int()
+    slots[4::5] = -1
+    before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=qkv.dtype)
+    out, same, exact = before.clone(), before.clone(), before.float()
+    wide = replace(rope, norm_weights=None if weights is None else (weights[0].float(), weights[1].float()))
+    query = op(rope, positions, KVPages(out[0], out[1]), slots)
+    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, KVPages(same[0], same[1]), slots)
+    exact_query = qkv_rope_store.qkv_rope_store_ref(exact_qkv, wide, positions, KVPages(exact[0], exact[1]), slots)
+    check_error(query, same_query, exact_query)
+    for part in range(2):
+        check_error(out[part], same[part], exact[part])
+    untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
+    untouched[slots[slots >= 0].long()] = False
+    for cache in (out, same):
+        assert torch.equal(cache.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+    return positions, slots, exact_query, before, out
+
+
 @pytest.mark.parametrize(
     ("tokens", "head_dim", "with_norm", "dtype"),
     over_dtypes(BATCHES, [16, 48, 64, 128, *([32, 96, 256] if GPU else [])], [False, True]),
 )
 def test_qkv_rope_store(tokens: int, head_dim: int, with_norm: bool, dtype: torch.dtype) -> None:
-    num_heads, kv_heads, max_position, block_size = 6, 3, 64, 16
-    num_blocks = tokens // block_size + 3
+    num_heads, kv_heads, kernel = 6, 3, by_triton(qkv_rope_store.qkv_rope_store)
     qkv = randn(tokens, 2 * (num_heads + 2 * kv_heads), head_dim, dtype=dtype)[:, : num_heads + 2 * kv_heads]
     weights = (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype)) if with_norm else None
-    wide = None if weights is None else (weights[0].float(), weights[1].float())
-    cos_sin = torch.rand(max_position, head_dim, device=DEVICE)
-    positions = torch.randint(max_position, (tokens,), device=DEVICE, dtype=torch.int32)
-    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:tokens].int()
-    slots[::5] = -1
-    before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
-    out, same, exact = before.clone(), before.clone(), before.float()
-    rope, wide_rope = NormRope(weights, 1e-6, cos_sin), NormRope(wide, 1e-6, cos_sin)
-    query = by_triton(qkv_rope_store.qkv_rope_store)(qkv, rope, positions, KVPages(out[0], out[1]), slots)
-    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, KVPages(same[0], same[1]), slots)
-    exact_pages = KVPages(exact[0], exact[1])
-    exact_query = qkv_rope_store.qkv_rope_store_ref(qkv.float(), wide_rope, positions, exact_pages, slots)
-    check_error(query, same_query, exact_query)
-    check_error(out[0], same[0], exact[0])
-    torch.testing.assert_close(out[1], same[1], rtol=0, atol=0)
-    written = slots[slots >= 0].long()
-    torch.testing.assert_close(same[1].flatten(0, 1)[written], qkv[slots >= 0, num_heads + kv_heads :], rtol=0, atol=0)
-    untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
-    untouched[written] = False
-    for cache in (out, same):
-        assert torch.equal(cache.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
+    rope = NormRope(weights, 1e-6, torch.rand(64, head_dim, device=DEVICE))
+    positions, slots, _, before, out = check_rope_store(partial(kernel, qkv), qkv, qkv.float(), rope, kv_heads)
+    values = out[1].flatten(0, 1)[slots[slots >= 0].long()]
+    assert torch.equal(values, qkv[slots >= 0, num_heads + kv_heads :])
     # Keys and values alone.
-    pages = KVPages(before[0], before[1])
-    query = by_triton(qkv_rope_store.qkv_rope_store)(qkv[:, num_heads:], rope, positions, pages, slots)
+    query = kernel(qkv[:, num_heads:], rope, positions, KVPages(before[0], before[1]), slots)
     assert query.shape == (tokens, 0, head_dim) and torch.equal(before, out)
 
 
@@ -346,49 +357,20 @@ def test_hopper_qkv_rope_store(
 ) -> None:
     from nanovllm.kernels.linear.persistent_gemm import persistent_qkv_rope_store  # noqa: PLC0415
 
-    head_dim, hidden_size, block_size, max_position = 128, 320, 16, 64
+    head_dim, hidden_size = 128, 320
     weight = randn((num_heads + 2 * kv_heads) * head_dim, hidden_size, dtype=dtype) * hidden_size**-0.5
     norms = (randn(head_dim, dtype=dtype), randn(head_dim, dtype=dtype))
-    wide = (norms[0].float(), norms[1].float())
-    cos_sin = torch.rand(max_position, head_dim, device=DEVICE)
-    positions = torch.randint(max_position, (tokens,), device=DEVICE, dtype=torch.int32)
-    num_blocks = tokens // block_size + 3
-    slots = torch.randperm(num_blocks * block_size, device=DEVICE)[:tokens].int()
-    slots[3::5] = -1
-    before = randn(2, num_blocks, block_size, kv_heads, head_dim, dtype=dtype)
-    out, same, exact = before.clone(), before.clone(), before.float()
-    rope, wide_rope = NormRope(norms, 0.1, cos_sin), NormRope(wide, 0.1, cos_sin)
-    pages, same_pages, exact_pages = (KVPages(cache[0], cache[1]) for cache in (out, same, exact))
+    rope = NormRope(norms, 0.1, torch.rand(64, head_dim, device=DEVICE))
     x = randn(tokens, hidden_size, dtype=dtype)
-    with empty_is_nan():
-        query = persistent_qkv_rope_store(x, weight, rope, positions, pages, slots, num_programs)
-    qkv = (x @ weight.T).view(tokens, -1, head_dim)
-    exact_qkv = (x.float() @ weight.float().T).view(tokens, -1, head_dim)
-    same_query = qkv_rope_store.qkv_rope_store_ref(qkv, rope, positions, same_pages, slots)
-    exact_query = qkv_rope_store.qkv_rope_store_ref(exact_qkv, wide_rope, positions, exact_pages, slots)
-    check_error(query, same_query, exact_query)
-    check_error(out, same, exact)
-    untouched = torch.ones(num_blocks * block_size, dtype=torch.bool, device=DEVICE)
-    untouched[slots[slots >= 0].long()] = False
-    assert torch.equal(out.flatten(1, 2)[:, untouched], before.flatten(1, 2)[:, untouched])
 
+    kernel: Any = persistent_qkv_rope_store
 
-@needs_hopper
-def test_norm_linear_takes_hoppers_road_with_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.linear import persistent_gemm  # noqa: PLC0415
+    def op(*args: Any) -> Any:
+        with empty_is_nan():
+            return kernel(x, weight, *args, num_programs)
 
-    calls = []
-    kernel = persistent_gemm.persistent_gated_gemm
-
-    def counted(*args: Any) -> torch.Tensor:
-        calls.append(args)
-        return kernel(*args)
-
-    monkeypatch.setattr(persistent_gemm, "persistent_gated_gemm", counted)
-    for rows in (4096, 1500):
-        check_norm_linear(norm_linear.norm_linear, rows, (1024, 3072), torch.bfloat16, "norm residual gated")
-    # The tiles of 1500 rows fill two rounds of programs, and a fifth of the third.
-    assert len(calls) == 1
+    qkv, exact_qkv = (y.view(tokens, -1, head_dim) for y in (x @ weight.T, x.float() @ weight.float().T))
+    check_rope_store(op, qkv, exact_qkv, rope, kv_heads)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 99])

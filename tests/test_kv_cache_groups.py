@@ -15,7 +15,7 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.runner.model_runner import ModelRunner
 from tests.cache_checks import check_blocks
 from tests.conftest import MakeCheckpoint
-from tests.mock_runner import greedy, make_engine, run, window_kinds
+from tests.mock_runner import greedy, make_engine, num_cached, run, window_kinds
 from tests.reference import GREEDY, check, check_tokens, complete, make_llm, prompts, set_depth
 
 WINDOW, FULL = "sliding_attention", "full_attention"
@@ -91,23 +91,18 @@ def test_outputs_salts_resets_and_sleep(mixed: Path) -> None:
     twice = SamplingParams(temperature=1e-6, max_tokens=24, ignore_eos=True, n=2)
     with make_llm(mixed, max_num_batched_tokens=48, max_num_seqs=4) as llm:
 
-        def num_cached(salt: str | None = None) -> int:
+        def cached(salt: str | None = None) -> int:
             given = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
             (output,) = llm.generate([given], twice, use_tqdm=False)
             assert [item.token_ids for item in output.outputs] == [want, want]
             assert llm.stats()["num_used_blocks"] == 0
             return int(output.num_cached_tokens)
 
-        assert [num_cached(salt) for salt in (None, None, "a", "b", "a", None)] == [0, 80, 0, 0, 80, 80]
-        assert llm.reset_prefix_cache() and [num_cached(), num_cached(), num_cached("a")] == [0, 80, 0]
-        llm.pause()
-        request_id = llm.add_request(prompt, GREEDY)
-        llm.resume()
-        finished = [output for _ in range(60) for output in llm.step().finished]
-        assert [(i, output["token_ids"]) for i, output in finished] == [(request_id, want)]
+        assert [cached(salt) for salt in (None, None, "a", "b", "a", None)] == [0, 80, 0, 0, 80, 80]
+        assert llm.reset_prefix_cache() and [cached(), cached(), cached("a")] == [0, 80, 0]
         llm.sleep()
         llm.wake_up()
-        assert num_cached() == 0
+        assert cached() == 0
         check_blocks(llm.llm_engine.block_manager)
 
 
@@ -186,18 +181,8 @@ def test_a_chunk_takes_what_a_small_cache_has_for_it(num_blocks: int, lens: list
 
 def test_the_tail_of_a_prefix_goes_before_its_head_in_all_groups() -> None:
     engine, _ = make_engine(pipeline_depth=0, windows=[None, 64, 64], block_size=4, num_blocks=18)
-    manager, prompt = engine.block_manager, list(range(16))
-
-    def num_cached(token_ids: list[int]) -> int:
-        engine.add_request(token_ids, greedy(1))
-        ((_, output),) = engine.step().finished
-        return int(output["num_cached_tokens"])
-
-    assert num_cached(prompt) == 0
-    # It takes the free blocks, two each, and then the last one of each group.
-    assert num_cached([50 - 1] * 12) == 0
-    check_blocks(manager)
-    assert num_cached(prompt) == 12
+    # The second takes the free blocks, two each, and then the last one of each group.
+    assert [num_cached(engine, prompt) for prompt in (list(range(16)), [49] * 12, list(range(16)))] == [0, 0, 12]
 
 
 def test_a_sequence_is_given_blocks_of_all_groups_or_none() -> None:

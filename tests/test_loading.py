@@ -8,7 +8,6 @@ import shutil
 import socket
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +34,6 @@ from nanovllm.utils.display import loading_bar
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights import model_weights
 from nanovllm.weights.files import stored_tensors, weight_files
-from nanovllm.weights.model_weights import rows_of
 
 PROMPTS = [[1, 2, 3], list(range(40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -77,30 +75,6 @@ def test_a_tied_checkpoint_may_store_its_head(make_checkpoint: Any, tmp_path: Pa
     weights = load_file(copy / "model.safetensors")
     change_weights(copy, **{"lm_head.weight": weights["model.embed_tokens.weight"].clone()})
     assert tokens(copy) == tokens(folder)
-
-
-def test_loading_holds_one_tensor_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive: list[Any] = []
-
-    class CountingSlice:
-        def __init__(self, inner: Any) -> None:
-            self.get_shape = inner.get_shape
-            self.inner = inner
-
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            alive[:] = [ref for ref in alive if ref() is not None]
-            assert not alive, "the tensor before this one is still there"
-            tensor = self.inner[index]
-            alive.append(weakref.ref(tensor))
-            return tensor
-
-    monkeypatch.setattr(
-        model_weights,
-        "rows_of",
-        lambda tensor, parts: [(target, CountingSlice(rows)) for target, rows in rows_of(tensor, parts)],
-    )
-    load(checkpoint).exit()
-    assert len(alive) == 1
 
 
 V_PROJ = "model.layers.0.self_attn.v_proj.weight"

@@ -29,10 +29,8 @@ from nanovllm.assets import BUNDLED_MODEL
 from nanovllm.outputs import StepError
 from nanovllm.parallel.channel import Sender
 from nanovllm.parallel.distributed_communicator import DistributedCommunicator
-from nanovllm.parallel.symmetric_communicator import connect
 from nanovllm.runner import parallel_runner, worker_processes
 from nanovllm.runner.batch import StepShape
-from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_outputs import PendingStep
 from nanovllm.runner.worker import StepOrder, WorkerFailure, WorkerPlan
 from nanovllm.runner.worker_processes import WorkerError, WorkerProcess, WorkerProcesses, start_worker
@@ -271,23 +269,11 @@ def test_killed_before_exit(folder: Path, channel_pipes: set[str]) -> None:
     llm.exit()
 
 
-@pytest.mark.compat
-def test_killed_while_rank_0_joins(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def join(*args: Any) -> Any:
-        kill(1)
-        return connect(*args)
-
-    monkeypatch.setattr(parallel_runner, "connect", join)
-    with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
-        make_llm(folder)
-
-
-def test_killed_while_it_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_runner(*args: Any, **kwargs: Any) -> ModelRunner:
-        kill(1)
-        return ModelRunner(*args, **kwargs)
-
-    monkeypatch.setattr(parallel_runner, "ModelRunner", make_runner)
+@pytest.mark.parametrize("name", [pytest.param("connect", marks=pytest.mark.compat), "ModelRunner"])
+def test_killed_while_rank_0_joins_or_loads(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Undone at the end.
+    monkeypatch.setattr(parallel_runner, name, getattr(parallel_runner, name))
+    kill_when(parallel_runner, name, rank=1, call=1)
     with pytest.raises(WorkerError, match="rank 1 was killed by SIGKILL"):
         make_llm(folder)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,10 +17,9 @@ from nanovllm import SamplingParams
 from nanovllm.engine import sequence
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.prefix_cache import SPARE, SPENT, USUAL, Block
-from nanovllm.engine.scheduler import _take_logprobs
 from nanovllm.engine.sequence import SteadyRows
 from nanovllm.outputs import Logprob, RequestMetrics, RequestOutput, StepError
-from nanovllm.runner.messages import DraftCosts, ScheduledBatch, StateCache, StepOutput
+from nanovllm.runner.messages import DraftCosts, StateCache
 from tests.cache_checks import check_blocks
 from tests.examples import num_examples
 from tests.mock_runner import (
@@ -29,10 +27,12 @@ from tests.mock_runner import (
     MockRunner,
     check_engine,
     complete,
+    greedy,
     make_engine,
     make_request,
     make_sequence,
     mock_hidden_states,
+    num_cached,
     run,
 )
 
@@ -43,10 +43,6 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1])
 def _all_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take in the tokens of a few rows like the tokens of many."""
     monkeypatch.setattr(sequence, "_FEW_ROWS", 0)
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens)
 
 
 # Built once: strategies made inside a composite are made anew for each example, which takes most of the test's time.
@@ -163,38 +159,22 @@ def test_no_block_lost_no_token_wrong(sizes: dict[str, Any], events: list[tuple[
         assert output["finish_reason"] == ("stop" if stopped else "length")
 
 
-def test_prompts_may_be_arrays() -> None:
-    engine, _ = make_engine(pipeline_depth=0)
-    request_id = engine.add_request(array("i", [3, 1, 4]), greedy(5))
-    assert run(engine)[request_id]["token_ids"] == complete([3, 1, 4], 5, frozenset(), 128, None)
-    for bad in (array("d", [3.0]), array("i", []), array("i", [-1])):
-        with pytest.raises(ValueError, match=r"prompt|token id"):
-            engine.add_request(bad, greedy(5))  # type: ignore[arg-type]
-
-
 def test_a_prefix_is_found_by_the_window_before_its_end_alone() -> None:
     engine, _ = make_engine(pipeline_depth=0, windows=[6], block_size=4, num_blocks=12, max_num_batched_tokens=64)
     manager, prompt = engine.block_manager, list(range(32))
-
-    def num_cached(token_ids: list[int]) -> int:
-        request_id = engine.add_request(token_ids, greedy(1))
-        output = run(engine)[request_id]
-        assert output["token_ids"] == complete(token_ids, 1, frozenset(), 128, 6)
-        return output["num_cached_tokens"]
-
-    assert num_cached(prompt) == 0
+    assert num_cached(engine, prompt) == 0
     blocks = [manager.blocks[block_id] for block_id in range(8)]
     for index in (0, 5, 3):
         manager._cache.remove(blocks[index])
         # Last, so that what the prompts take is nothing of this one's.
         manager._free.move(manager.blocks[index])
     # What follows sees two blocks. They are here, and those in front of them are remembered.
-    assert num_cached([*prompt, 1]) == 32
+    assert num_cached(engine, [*prompt, 1]) == 32
     # Neither blocks 4 and 5, nor 3 and 4, nor 2 and 3 are both here.
-    assert num_cached(prompt[:24]) == 12
+    assert num_cached(engine, prompt[:24]) == 12
     # What was missing has been computed, as the same blocks.
-    assert num_cached(prompt[:25]) == 24
-    assert num_cached([*prompt, 2]) == 32
+    assert num_cached(engine, prompt[:25]) == 24
+    assert num_cached(engine, [*prompt, 2]) == 32
 
 
 def test_outputs_share_a_prompt_if_the_first_holds_enough_in_every_group() -> None:
@@ -213,29 +193,11 @@ def test_outputs_share_a_prompt_if_the_first_holds_enough_in_every_group() -> No
 
 
 @DEPTHS
-def test_identical_prompts_of_one_step_are_computed_once(depth: int) -> None:
-    engine, runner = make_engine(pipeline_depth=depth, max_num_batched_tokens=128)
-    prompt = list(range(40))
-    ids = [engine.add_request(prompt, greedy(3)) for _ in range(3)]
-    outputs = run(engine)
-    assert runner.batches[0].num_chunk_tokens == 40 + 8 + 8
-    assert [outputs[i]["num_cached_tokens"] for i in ids] == [0, 32, 32]
-    assert len({tuple(outputs[i]["token_ids"]) for i in ids}) == 1
-
-
-@DEPTHS
 def test_full_hit_recomputes_one_token_and_stores_nothing(depth: int) -> None:
     engine, runner = make_engine(pipeline_depth=depth)
-    prompt = list(range(32))
-    first = engine.add_request(prompt, greedy(4))
-    cold = run(engine)[first]
-    runner.batches.clear()
-    second = engine.add_request(prompt, greedy(4))
-    warm = run(engine)[second]
-    chunks = [chunk for batch in runner.batches for chunk in batch.chunks]
-    assert [(chunk.start, list(chunk.token_ids), chunk.store) for chunk in chunks] == [(31, [31], False)]
-    assert warm["num_cached_tokens"] == 31 and cold["num_cached_tokens"] == 0
-    assert warm["token_ids"] == cold["token_ids"]
+    assert [num_cached(engine, list(range(32)), 4) for _ in range(2)] == [0, 31]
+    *_, chunk = [chunk for batch in runner.batches for chunk in batch.chunks]
+    assert (chunk.start, list(chunk.token_ids), chunk.store) == (31, [31], False)
 
 
 @DEPTHS
@@ -288,8 +250,7 @@ def test_rows_with_drafts_return_several_tokens(depth: int, num_drafts: int) -> 
     assert max(num_new) == 1 + num_drafts and engine.stats()["num_output_tokens"] == sum(map(len, wanted))
     # A step returns fewer tokens than it computes, and more than rows.
     assert len(free) > sum(len(batch.rows) > 0 for batch in runner.batches)
-    again = engine.add_request([*prompt, *free], SamplingParams(0, 1))
-    assert run(engine)[again]["num_cached_tokens"] == 40
+    assert num_cached(engine, [*prompt, *free]) == 40
     # Drafts get no place that is not there.
     engine, _ = make_engine(pipeline_depth=depth, num_drafts=num_drafts, block_size=4, num_blocks=12)
     ids = [engine.add_request(prompt, SamplingParams(0, 40, ignore_eos=True)) for _ in range(3)]
@@ -371,26 +332,19 @@ def hybrid_engine(depth: int, *states: StateCache, num_blocks: int = 80, **sizes
 def test_a_prefix_with_a_state_begins_where_one_is_kept(depth: int) -> None:
     # Three numbers take two blocks; every second block end is kept, and a prompt's last.
     engine, runner = hybrid_engine(depth, StateCache(2, 2))
-
-    def num_cached(prompt: list[int], max_tokens: int = 1) -> int:
-        request_id = engine.add_request(prompt, greedy(max_tokens))
-        output = run(engine)[request_id]
-        assert output["token_ids"] == complete(prompt, max_tokens, frozenset(), 128, None, states=[2])
-        return int(output["num_cached_tokens"])
-
     prompt = list(range(30))
-    assert num_cached(prompt) == 0
+    assert num_cached(engine, prompt) == 0
     # A chunk keeps states on its way.
     (chunk,) = [chunk for batch in runner.batches for chunk in batch.chunks]
     assert [state.num_tokens for state in chunk.kept_states] == [8, 16, 24, 28] and not runner.batches[0].transfers
     # Keys match up to 20, 28 and 28 tokens; of a whole hit one block is computed again.
-    assert [num_cached(prompt[:23]), num_cached([*prompt, 1]), num_cached(prompt[:28])] == [16, 28, 24]
+    assert [num_cached(engine, tokens) for tokens in (prompt[:23], [*prompt, 1], prompt[:28])] == [16, 28, 24]
     # In decoding as well.
     tokens = [*prompt, *complete(prompt, 20, frozenset(), 128, None, states=[2])]
-    assert num_cached(prompt, 20) == 28 and num_cached([*tokens[:49], 0]) == 48
+    assert num_cached(engine, prompt, 20) == 28 and num_cached(engine, [*tokens[:49], 0]) == 48
     # Without its key block, no state is found.
     engine.reset_prefix_cache()
-    assert num_cached(prompt) == 0
+    assert num_cached(engine, prompt) == 0
 
 
 @DEPTHS
@@ -412,39 +366,25 @@ def test_a_state_is_kept_where_prompts_branch(depth: int) -> None:
 def test_a_state_of_a_failed_step_is_not_found(depth: int) -> None:
     engine, runner = hybrid_engine(depth, StateCache(2, 99))
     head = list(range(14))
-    engine.add_request([*head, *[20] * 12], greedy(2))
-    run(engine)
+    num_cached(engine, [*head, *[20] * 12], 2)
     # Its keys match where it was to keep a state.
     engine.add_request([*head, *[21] * 12], greedy(2))
     runner.fail_result = True
     with pytest.raises(StepError):
         run(engine)
-    prompt = [*head, *[22] * 12]
-    request_id = engine.add_request(prompt, greedy(2))
-    output = run(engine)[request_id]
-    assert output["token_ids"] == complete(prompt, 2, frozenset(), 128, None, states=[2])
-    assert output["num_cached_tokens"] == 0
+    assert num_cached(engine, [*head, *[22] * 12], 2) == 0
 
 
 @DEPTHS
-def test_a_step_gives_nobody_the_blocks_of_a_state_that_it_keeps(depth: int) -> None:
-    # After the first prompt four blocks are free, its kept state's among them, and the second needs all but one.
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_a_prompt_gets_the_blocks_of_kept_states_one_step_later(depth: int, max_tokens: int) -> None:
+    """After the first prompt four blocks are free, its kept state's among them, and the second needs all but one."""
     engine, runner = hybrid_engine(depth, StateCache(1, 99), num_blocks=8)
-    for prompt in ([1] * 9, [2] * 12):
-        engine.add_request(prompt, greedy(1))
-    # The runner compares.
-    run(engine)
-    assert [len(batch.chunks) for batch in runner.batches[:2]] == [1, 1] and runner.batches[0].chunks[0].kept_states
-
-
-@DEPTHS
-def test_a_prompt_gets_the_blocks_of_kept_states_one_step_later(depth: int) -> None:
-    engine, runner = hybrid_engine(depth, StateCache(1, 99), num_blocks=8)
-    # The first one frees nothing for three steps.
-    engine.add_request([1] * 9, greedy(3))
+    # It frees its own at once, or nothing for three steps. The runner compares.
+    engine.add_request([1] * 9, greedy(max_tokens))
     engine.add_request([2] * 12, greedy(1))
     run(engine)
-    assert [len(batch.chunks) for batch in runner.batches[:2]] == [1, 1]
+    assert [len(batch.chunks) for batch in runner.batches[:2]] == [1, 1] and runner.batches[0].chunks[0].kept_states
 
 
 @DEPTHS
@@ -490,20 +430,16 @@ def test_windows_release_their_blocks_after_a_reset(depth: int) -> None:
 @DEPTHS
 def test_a_state_is_evicted_as_a_whole_and_before_the_keys_at_its_end(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(2, 99))
-    manager = engine.block_manager
-
-    def num_cached() -> int:
-        request_id = engine.add_request(list(range(14)), greedy(1))
-        return int(run(engine)[request_id]["num_cached_tokens"])
+    manager, prompt = engine.block_manager, list(range(14))
 
     def states() -> list[Block]:
         return [block for block in manager.blocks if block.is_state]
 
-    assert [num_cached(), num_cached()] == [0, 12]
+    assert [num_cached(engine, prompt) for _ in range(2)] == [0, 12]
     manager._evict(states()[0])
     assert not states()
     check_blocks(manager)
-    assert [num_cached(), num_cached()] == [0, 12]
+    assert [num_cached(engine, prompt) for _ in range(2)] == [0, 12]
     # Without the last block of its keys it is of no use.
     last = next(key for key, *_ in manager._cache.blocks if (key, "state", 0) in manager._cache.blocks)
     manager._evict(manager._cache.blocks[last, "keys", 0])
@@ -513,39 +449,29 @@ def test_a_state_is_evicted_as_a_whole_and_before_the_keys_at_its_end(depth: int
 @DEPTHS
 def test_what_many_start_from_outlives_what_comes_once(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(2, 99), num_blocks=40)
-
-    def num_cached(prompt: list[int]) -> int:
-        request_id = engine.add_request(prompt, greedy(1))
-        return int(run(engine)[request_id]["num_cached_tokens"])
-
     head = [1] * 8
     # The second keeps a state of the head, where it branches off.
-    assert [num_cached([*head, *[i] * 5]) for i in range(2, 5)] == [0, 0, 8]
+    assert [num_cached(engine, [*head, *[i] * 5]) for i in range(2, 5)] == [0, 0, 8]
     # Each leaves three blocks of keys and two of a state. The cache holds six of these, and the head.
     for number in range(20):
-        num_cached([10 + number] * 13)
-    assert num_cached([*head, *[5] * 5]) == 8
+        num_cached(engine, [10 + number] * 13)
+    assert num_cached(engine, [*head, *[5] * 5]) == 8
     # It does not stay for ever.
     for number in range(40):
-        num_cached([number, 49] * 7)
-    assert num_cached([*head, *[6] * 5]) == 0
+        num_cached(engine, [number, 49] * 7)
+    assert num_cached(engine, [*head, *[6] * 5]) == 0
 
 
 @DEPTHS
 def test_the_state_of_a_chats_turn_makes_room_once_the_next_one_has_another(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(4, 99), num_blocks=42)
-
-    def num_cached(prompt: list[int], max_tokens: int = 1) -> int:
-        request_id = engine.add_request(prompt, greedy(max_tokens))
-        return int(run(engine)[request_id]["num_cached_tokens"])
-
     # States of what is decoded are kept too, and left out in the next turn.
     chats = [[1] * 9, [2] * 9]
-    assert [num_cached(chat, 9) for chat in chats] == [0, 0]
+    assert [num_cached(engine, chat, 9) for chat in chats] == [0, 0]
     for turn in range(5):
         chats[1] += [3 + turn] * 4
-        assert num_cached(chats[1], 9) == 8 + 4 * turn
-    assert num_cached([*chats[0], 3]) == 8
+        assert num_cached(engine, chats[1], 9) == 8 + 4 * turn
+    assert num_cached(engine, [*chats[0], 3]) == 8
 
 
 @DEPTHS
@@ -591,15 +517,11 @@ def test_who_waits_for_a_state_holds_up_no_other(depth: int) -> None:
 def test_decoding_keeps_the_newest_block_end_where_there_is_room(depth: int) -> None:
     engine, _ = hybrid_engine(depth, StateCache(2, 99), num_blocks=30, max_model_len=64)
     prompt, tokens = [1, 2, 3], complete([1, 2, 3], 38, frozenset(), 64, None, states=[2])
-    engine.add_request(prompt, greedy(38))
-    run(engine)
-    manager = engine.block_manager
-    states = [block for block in manager.blocks if block.is_state]
+    num_cached(engine, prompt, 38)
     # Earlier ones are there until something needs their blocks.
-    assert sum(block.rank != SPENT for block in states) == 2
-    again = engine.add_request([*prompt, *tokens], greedy(1))
+    assert sum(block.is_state and block.rank != SPENT for block in engine.block_manager.blocks) == 2
     # Of the last block, a value is not known in time if a step is planned ahead.
-    assert run(engine)[again]["num_cached_tokens"] == 40 - 4 * depth
+    assert num_cached(engine, [*prompt, *tokens]) == 40 - 4 * depth
 
 
 @DEPTHS
@@ -624,23 +546,16 @@ def test_decoding_keeps_no_state_where_all_free_blocks_hold_something(depth: int
     engine, _ = hybrid_engine(depth, StateCache(2, 99), num_blocks=30, max_model_len=64)
     # Each leaves three blocks of keys, and two of a state.
     for number in range(12):
-        engine.add_request([number] * 13, greedy(1))
-        run(engine)
+        num_cached(engine, [number] * 13)
     prompt, tokens = [21, 22, 23], complete([21, 22, 23], 12, frozenset(), 64, None, states=[2])
-    engine.add_request(prompt, greedy(12))
-    run(engine)
-    again = engine.add_request([*prompt, *tokens], greedy(1))
-    assert run(engine)[again]["num_cached_tokens"] == 0
+    assert [num_cached(engine, prompt, 12), num_cached(engine, [*prompt, *tokens])] == [0, 0]
 
 
 @DEPTHS
 def test_states_are_forgotten_where_no_block_is_free_for_a_copy(depth: int) -> None:
     # The sequence needs four blocks for keys and one for its state.
     engine, runner = hybrid_engine(depth, StateCache(1, 1), num_blocks=5, max_num_batched_tokens=8)
-    prompt = list(range(9))
-    request_id = engine.add_request(prompt, greedy(8))
-    want = complete(prompt, 8, frozenset(), 128, None, states=[1])
-    assert run(engine)[request_id]["token_ids"] == want
+    assert num_cached(engine, list(range(9)), 8) == 0
     assert not engine.stats()["num_preemptions"] and sum(len(batch.transfers) for batch in runner.batches) < 3
     assert engine.limits.max_stored_tokens == 16
 
@@ -894,31 +809,3 @@ def test_a_shared_prompt_is_computed_once_and_copied_on_write() -> None:
     ]  # fmt: skip
     # The last one to write keeps the block.
     assert [len(batch.transfers) for batch in runner.batches] == [0, 2, 0]
-
-
-def test_what_another_output_has_filled_and_registered_is_copied_too() -> None:
-    engine, _ = make_engine(pipeline_depth=0, block_size=4, max_num_seqs=1)
-    manager = engine.block_manager
-    engine.add_request([1, 2], SamplingParams(temperature=0.5, max_tokens=12, ignore_eos=True, n=2))
-    for _ in range(4):
-        engine.step()
-    first, second = engine.scheduler.running[0], engine.scheduler.waiting[0]
-    assert manager.blocks[first.block_tables[0].held[0]].key is not None
-    assert manager.allocate(second) and second.block_tables[0].held == first.block_tables[0].held[:1]
-    engine.scheduler.steady.discard(first)
-    manager.free(first)
-    # No other sequence uses the block now, but others may find it.
-    second.num_computed_tokens = 2
-    assert manager.make_room(second)
-    (copied,) = manager._copies
-    assert copied.source != copied.destination and second.block_tables[0].held == [copied.destination]
-    assert manager.blocks[copied.source].ref_count == 0
-
-
-def test_a_preempted_prompts_outputs_of_before_do_not_count() -> None:
-    seq = make_sequence(3, [1, 2, 3], SamplingParams(prompt_logprobs=0))
-    seq.num_admissions = 2
-    old, new = np.zeros(1), np.ones(1)
-    batch = ScheduledBatch(scored_seq_ids=[(3, 1), (3, 2), (4, 2)])
-    _take_logprobs([], batch, StepOutput(np.empty(0, dtype=np.int64), prompt_outputs=[old, new, old]), {3: seq})
-    assert seq.prompt_outputs == [new]

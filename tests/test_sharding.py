@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,19 @@ def test_the_ranks_parts_are_the_checkpoint(
     # Heads of 16 in Qwen2, which has no head_dim of its own.
     folder = make_checkpoint(architecture, hidden_size=96, tie_word_embeddings=tied, pad_token_id=0, **SHAPE)
     models = shards(ModelConfig.from_folder(str(folder)), size)
-    read = []
+    read: list[int] = []
+    held: list[weakref.ref[torch.Tensor]] = []
 
     class CountingSlice:
         def __init__(self, inner: Any) -> None:
             self.get_shape, self.inner = inner.get_shape, inner
 
         def __getitem__(self, index: Any) -> torch.Tensor:
-            read.append(self.inner[index].numel())
-            return self.inner[index]
+            assert not any(reference() is not None for reference in held), "the tensor before this one is still there"
+            tensor: torch.Tensor = self.inner[index]
+            held[:] = [weakref.ref(tensor)]
+            read.append(tensor.numel())
+            return tensor
 
     monkeypatch.setattr(
         model_weights,

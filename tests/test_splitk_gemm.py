@@ -127,21 +127,3 @@ def test_a_branch_and_the_norm_after_it(rows: int, dtype: torch.dtype, size: tup
     same, _ = norm_linear.norm_linear_ref(same_total, after, norm=norm)
     exact, _ = norm_linear.norm_linear_ref(exact_total, after.float(), norm=Norm(norm.weight.float(), 0.1))
     check_error(out, same, exact)
-
-
-@needs_hopper
-def test_norm_linear_takes_the_kernel_with_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.linear import splitk_gemm  # noqa: PLC0415
-
-    calls: list[tuple[Any, ...]] = []
-    kernel = splitk_gemm.splitk_gemm
-
-    def counted(*args: Any) -> torch.Tensor:
-        calls.append(args)
-        return kernel(*args)
-
-    monkeypatch.setattr(splitk_gemm, "splitk_gemm", counted)
-    weight = randn(2048, 1024, dtype=torch.bfloat16)
-    for rows, gated, bias in ((17, False, None), (256, True, None), (257, True, None), (64, False, weight[:, 0])):
-        norm_linear.norm_linear(randn(rows, 1024, dtype=torch.bfloat16), weight, bias, gated=gated)
-    assert [(len(x), gated) for x, _, gated in calls] == [(17, False), (256, True)]

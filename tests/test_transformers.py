@@ -241,18 +241,6 @@ def _shift_first(method: Method) -> Method:
     return lambda self, x: method(self, _shifted(x))
 
 
-def _with_own_mask(method: Method) -> Method:
-    def attend(self: Any, hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        mask = None if attention_mask is None else attention_mask.clone()
-        return method(self, hidden_states=hidden_states, attention_mask=mask, **kwargs)
-
-    return attend
-
-
-def _with_argument(method: Method) -> Method:
-    return lambda self, **kwargs: method(self, temperature=2.0, **kwargs)
-
-
 def _with_own_positions(method: Method) -> Method:
     def rotate(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         return method(self, x, torch.arange(x.shape[1])[None])
@@ -309,8 +297,6 @@ def _times_length(method: Method) -> Method:
         ("LlamaAttention", _with_scale_of_length, "asks attention for another scale"),
         ("LlamaMLP", _times_length, "counts positions or tokens by itself"),
         ("LlamaRotaryEmbedding", _with_own_positions, "counts positions or tokens by itself"),
-        ("LlamaAttention", _with_own_mask, "LlamaAttention is not one of transformers' masking_utils"),
-        ("LlamaAttention", _with_argument, r"LlamaAttention asks attention for \['temperature'\]"),
     ],
 )
 def test_a_llama_with_a_change_is_refused(
@@ -363,17 +349,14 @@ def test_weights_are_loaded_strictly(llama: Path) -> None:
     file = llama / "model.safetensors"
     weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
     rest = {key: value for key, value in weights.items() if key != name}
+    extra = {"model.extra.weight": torch.zeros(2)}
     for content, message in (
-        (rest, rf"tensors missing \['{name}'\], left over \[\]"),
-        (weights | {"model.extra.weight": torch.zeros(2)}, r"missing \[\], left over \['model.extra.weight'\]"),
+        (rest | extra, rf"tensors missing \['{name}'\], left over \['model.extra.weight'\]"),
         (weights | {name: weights[name][1:].clone()}, f"of another shape .*{name}"),
     ):
         save_file(content, file, {"format": "pt"})
         with pytest.raises(ValueError, match=message):
             make_llm(llama)
-    file.unlink()
-    with pytest.raises(ValueError, match=r"no \*.safetensors"):
-        make_llm(llama)
     state = torch.random.get_rng_state()
     found = []
     for seed in (1, 1, 2):
@@ -421,30 +404,20 @@ def test_code_of_a_folder_runs_where_it_is_trusted(llama: Path) -> None:
     assert [output["token_ids"] for output in outputs] == [output["token_ids"] for output in expected]
 
 
-WITH_RANKS: dict[str, tuple[int, dict[str, Any]]] = {
-    # Uneven shares of the MLP; logits are capped after the head.
-    "Gemma2": (
-        3,
-        {
-            "hidden_size": 96,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 3,
-            "head_dim": 16,
-            "sliding_window": 12,
-            "intermediate_size": 104,
-            "tie_word_embeddings": True,
-            "pad_token_id": 0,
-        },
-    ),
-    # Uneven shares of the heads, whose queries, keys and values come after one another; all layers have biases.
-    "GPTNeoX": (2, {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3}),
-}
-
-
-@pytest.mark.parametrize("family", ["Gemma2", pytest.param("GPTNeoX", marks=pytest.mark.compat)])
-def test_ranks_say_the_same_as_one(family: str, make_checkpoint: MakeCheckpoint) -> None:
-    size, changes = WITH_RANKS[family]
-    folder = make_checkpoint(family, **changes)
+@pytest.mark.parametrize(
+    ("family", "size", "changes"),
+    [
+        # Uneven shares of the MLP; logits are capped after the head.
+        ("Gemma2", 3, {"num_attention_heads": 6, "head_dim": 16, "sliding_window": 12, "intermediate_size": 104,
+                       "tie_word_embeddings": True, "pad_token_id": 0}),
+        # Uneven shares of the heads, whose queries, keys and values come after one another; all layers have biases.
+        pytest.param("GPTNeoX", 2, {"num_attention_heads": 3}, marks=pytest.mark.compat),
+    ],
+)  # fmt: skip
+def test_ranks_say_the_same_as_one(
+    family: str, size: int, changes: dict[str, Any], make_checkpoint: MakeCheckpoint
+) -> None:
+    folder = make_checkpoint(family, hidden_size=96, num_key_value_heads=3, **changes)
     params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, prompt_logprobs=0, ignore_eos=True)
     with make_llm(folder) as one, make_llm(folder, tensor_parallel_size=size, num_kvcache_blocks=5) as several:
         expected, outputs = (llm.generate(prompts()[1:7], params, use_tqdm=False) for llm in (one, several))

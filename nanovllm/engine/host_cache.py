@@ -19,10 +19,6 @@ _STEP_BYTES = 2**28
 """Bytes of each rank that a step may always save, and after whose loading it admits no other prompt that loads: 5 ms at
 50 GB/s.
 """
-_SAVES_PER_TAKEN = 3
-"""Blocks that a step may save for each one that it takes, so that saves overtake evictions: a long prompt takes all of
-its blocks in its first step, and is computed in later ones, too.
-"""
 
 
 class HostCache:
@@ -88,8 +84,7 @@ class HostCache:
         """
         saves: list[BlockTransfer] = []
         # Results queue after saves on the link, and the next step waits for them.
-        most = max(1, _STEP_BYTES // self._memory.block_bytes, _SAVES_PER_TAKEN * num_taken)
-        most = min(most, self._memory.num_slots)
+        most = min(self._memory.num_slots, max(1, _STEP_BYTES // self._memory.block_bytes, num_taken))
         for block in blocks:
             if block.key is None or not self.lacks(block) or block.block_id in unconfirmed:
                 continue

@@ -89,7 +89,7 @@ class LLMEngine(Engine):
             max_chunk=config.max_num_batched_tokens + 2 * runner.num_drafts,
             host=None if memory is None else HostCache(memory),
             # With states, twice the number: for new ones, and what prompts keep.
-            num_clean_blocks=-(-2 * config.max_num_batched_tokens // config.kvcache_block_size) * (2 if states else 1),
+            num_clean_blocks=-(-4 * config.max_num_batched_tokens // config.kvcache_block_size) * (2 if states else 1),
             # With drafts they are stored late.
             keeps_decoded_states=not runner.num_drafts,
         )

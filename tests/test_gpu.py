@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from nanovllm.attention import cascade as shared_prefix
 from nanovllm.attention.cascade import CascadePlanner
 from nanovllm.attention.triton import TritonBackend
 from nanovllm.kernels._triton import is_hopper
+from nanovllm.kernels.compile_ahead import compile_ahead
+from nanovllm.kernels.slot_tensors import SlotTensors, scatter_tokens
 from nanovllm.runner.cuda_graph import CaptureSizes
 from nanovllm.runner.messages import BlockTransfer, ScheduledBatch
 from nanovllm.runner.model_runner import ModelRunner
@@ -327,6 +330,18 @@ def test_steps_are_in_order_whichever_stream_is_current(folder: Path) -> None:
                 torch.cuda._sleep(10**7)
                 outputs.update(llm.step().finished)
     assert [outputs[i]["token_ids"] for i in ids] == want
+
+
+def test_what_is_compiled_ahead_is_not_launched() -> None:
+    def scatter(state: SlotTensors) -> None:
+        slots, token_ids = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.full((1,), 7, device="cuda")
+        scatter_tokens(state, slots, token_ids, 1, torch.zeros_like(token_ids))
+
+    state = SlotTensors(*(torch.zeros(2, 8, dtype=torch.int32, device="cuda")[:, i].contiguous() for i in range(8)))
+    compile_ahead(torch.device("cuda", 0), [partial(scatter, state)] * 2)
+    assert not state.last_token.any() and not state.num_computed.any()
+    scatter(state)
+    assert state.last_token.tolist() == [7, 0] and state.num_computed.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("eager", [True, False])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.all_reduce import all_reduce_argmax
@@ -156,6 +157,29 @@ def test_two_engines_at_once_on_the_same_gpus(folder: Path, tmp_path: Path) -> N
         results = list(pool.map(lambda place: run_engines(place, plan), folders))
     for (result,) in results:
         assert result["communicator"] == communicators(2, plan)[0] and result["rounds"] == [want, want]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bf16_logits_are_as_near_to_float32_as_transformers(folder: Path, tmp_path: Path, size: int) -> None:
+    batch = prompts((20, 64, 150, 202), seed=2)
+    model = AutoModelForCausalLM.from_pretrained(folder).float().cuda().eval()
+    with torch.inference_mode():
+        tokens = [torch.tensor([prompt], device="cuda") for prompt in batch]
+        exact = torch.cat([model(row).logits[:, -1] for row in tokens]).cpu()
+        model.bfloat16()
+        theirs = torch.cat([model(row).logits[:, -1].float() for row in tokens]).cpu()
+    settings = SETTINGS | {"tensor_parallel_size": size, "dtype": "bfloat16", "enforce_eager": True}
+    params = [SamplingParams(temperature=0, max_tokens=1)] * len(batch)
+    plan = Plan(str(folder), [(settings, False), (settings, True)], batch, params, logits=True)
+    results = run_engines(tmp_path, plan)
+    assert [result["communicator"] for result in results] == communicators(size, plan)
+    for result in results:
+        logits = result["logits"]
+        assert logits is not None
+        width = min(logits.shape[1], SHAPE["vocab_size"])
+        ours, right, torchs = (tensor[:, :width] for tensor in (logits, exact, theirs))
+        assert (ours - right).norm() <= 2 * (torchs - right).norm()
+        assert (ours - right).abs().max() <= 2 * (torchs - right).abs().max()
 
 
 KILLER = """

@@ -31,7 +31,6 @@ from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard, inputs_shard, shard_of, vocab_shard
 from nanovllm.quantization.weight import Stream
 from nanovllm.utils.checks import check_int
-from nanovllm.utils.display import shown
 from nanovllm.utils.folder_faults import read_json
 from nanovllm.utils.hub import resolve_model
 from nanovllm.weights.files import stored_tensors
@@ -187,18 +186,12 @@ class DraftHead(CausalLM):
     @override
     def fill(self, weights: ModelWeights, folder: str) -> None:
         """Load all tensors of the head; others, or a lack of some, are a ValueError."""
-        found = set[WeightTarget]()
-        # In one pass: a pickled file is read as a whole.
-        for name, tensor in self.folder_tensors(folder):
-            if weights.check(name, tensor):
-                weights.write(name, tensor, finds_nans=False)
-                found.update(weights.targets(name))
-        if missing := [self.stored_name(target) for target in self.weight_slices() if target not in found]:
-            names = shown([name.removeprefix("model.") for name in missing])
-            raise ValueError(
-                f"the head in {folder!r} is missing, not whole, or of another kind, and lacks {names}: give a folder "
-                "with all of it, or use method 'ngram' of speculative_config"
-            )
+        try:
+            weights.check_folder(folder, strict=True)
+        except ValueError as error:
+            advice = "give a folder with all of the head, or use method 'ngram' of speculative_config"
+            raise ValueError(f"the head in {folder!r} does not fit: {error}; {advice}") from error
+        weights.write_folder(folder)
 
 
 class Eagle3Layer(nn.Module):

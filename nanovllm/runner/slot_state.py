@@ -100,16 +100,13 @@ class SlotState:
 
     def _count_blocks(self, batch: ScheduledBatch) -> np.ndarray:
         """Write the number of entries of the block tables."""
-        counts = {
-            (request.slot, group): len(table)
-            for request in batch.new_requests
-            for group, table in enumerate(request.block_tables)
-        }
+        for request in batch.new_requests:
+            self._num_blocks[request.slot] = [len(table) for table in request.block_tables]
         for new in batch.new_blocks:
-            key = new.slot, new.group
-            counts[key] = max(counts.get(key, int(self._num_blocks[key])), new.index + 1)
-        slots, groups = np.array(list(counts), dtype=np.int32).T
-        return self._write("num_blocks", slots, groups, np.array(list(counts.values())))
+            self._num_blocks[new.slot, new.group] = max(self._num_blocks[new.slot, new.group], new.index + 1)
+        slots = np.unique([*(request.slot for request in batch.new_requests), *(new.slot for new in batch.new_blocks)])
+        groups = np.arange(self._wide["num_blocks"])
+        return self._write("num_blocks", slots[:, None], groups, self._num_blocks[slots]).reshape(-1)
 
     def _field(self, flat: ArrayT, name: str) -> ArrayT:
         start, width, num_slots = self._starts[name], self._widths[name], self.padding_slot + 1

@@ -248,7 +248,7 @@ class ModelWeights:
 
     def check_whole(self, written: set[WeightTarget]) -> None:
         """Raise a `ValueError` if targets are missing."""
-        if missing := [str(target) for target in self._slices if target not in written]:
+        if missing := [self._model.stored_name(target) for target in self._slices if target not in written]:
             raise ValueError(f"{len(missing)} of {len(self._slices)} tensors are missing: {shown(missing)}")
 
     def write_folder(self, folder: str) -> None:

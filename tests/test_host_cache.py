@@ -303,7 +303,7 @@ def test_documents_that_only_load_save_what_they_overwrite(depth: int) -> None:
     engine, runner = make_engine(pipeline_depth=depth, block_size=4, num_blocks=40, num_host_slots=99, max_model_len=64)
     runner.num_ready_slots, host = 99, engine.block_manager.host
     assert host is not None
-    # A step saves a block, or the number that it takes.
+    # A step saves a block, or two for each one that it takes.
     host._memory = replace(host._memory, block_bytes=_STEP_BYTES)
     documents = [[i] * 33 for i in range(10)]
     for number in range(3):
@@ -313,7 +313,7 @@ def test_documents_that_only_load_save_what_they_overwrite(depth: int) -> None:
         assert host.num_lost == 0 and host.num_loaded == 80 * number
 
 
-def test_a_step_saves_the_number_of_blocks_that_it_takes_or_one() -> None:
+def test_a_step_saves_two_blocks_for_each_one_that_it_takes_or_one() -> None:
     engine, runner = make_engine(pipeline_depth=0, block_size=4, num_blocks=16, num_host_slots=60, max_model_len=64)
     host = engine.block_manager.host
     assert host is not None
@@ -324,7 +324,7 @@ def test_a_step_saves_the_number_of_blocks_that_it_takes_or_one() -> None:
     engine.add_request([2] * 9, greedy(4))
     run(engine)
     saves = [sum(move.kind == "save" for move in batch.transfers) for batch in runner.batches[begun:]]
-    assert saves == [3, 1, 1, 1]
+    assert saves == [6, 1, 1, 1]
 
 
 def hybrid_engine(*states: StateCache) -> tuple[LLMEngine, MockRunner, HostCache]:
@@ -466,12 +466,12 @@ def host_cache(
     return HostCache(HostMemory(num_slots, num_ready_slots, lambda: has_all_slots, block_bytes))
 
 
-def test_a_step_saves_a_quarter_of_a_gib_or_the_number_of_blocks_that_it_takes() -> None:
+def test_a_step_saves_a_quarter_of_a_gib_or_twice_what_it_takes() -> None:
     cache, tokens = host_cache(20, lambda: 20, 2**26), list(range(400))
     blocks = cached_blocks(tokens)
     # Blocks that are not computed yet are not saved.
     assert [save.source for save in cache.plan_saves(blocks, {0}, 0)] == [4, 8, 12, 16]
-    for num_taken, count in ((1, 4), (6, 6), (99, 20)):
+    for num_taken, count in ((1, 4), (3, 6), (99, 20)):
         assert len(cache.plan_saves(blocks, set(), num_taken)) == count
     assert len(host_cache(20, lambda: 20).plan_saves(blocks, set(), 0)) == 1
 

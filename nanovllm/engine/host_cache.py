@@ -83,8 +83,8 @@ class HostCache:
             num_taken: free blocks that the step takes.
         """
         saves: list[BlockTransfer] = []
-        # Results queue after saves on the link, and the next step waits for them.
-        most = min(self._memory.num_slots, max(1, _STEP_BYTES // self._memory.block_bytes, num_taken))
+        # Results queue after saves on the link, and the next step waits for them; but saves overtake evictions.
+        most = min(self._memory.num_slots, max(1, _STEP_BYTES // self._memory.block_bytes, 2 * num_taken))
         for block in blocks:
             if block.key is None or not self.lacks(block) or block.block_id in unconfirmed:
                 continue

@@ -74,8 +74,8 @@ class ForcedDrafter(HeadDrafter):
         device = next(self.head.parameters()).device
         self.known = NgramDrafter(config, SETTINGS["max_num_seqs"], SETTINGS["max_model_len"], device)
 
-    def add(self, slot: int, cached_token_ids: array[int]) -> None:
-        self.known.add(slot, cached_token_ids)
+    def add(self, slot: int, token_ids: array[int]) -> None:
+        self.known.add(slot, token_ids)
 
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
         self.sums.clear()
@@ -399,7 +399,7 @@ def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[
             shapes.append((step.shape.num_decodes, step.shape.num_drafts, step.shape.drafts))
             inputs = gather(step)
             # All drafts are there to be verified.
-            assert inputs.token_slots is not None and (inputs.token_slots < slots.padding_slot).all()
+            assert (inputs.metadata.slot_mappings[0] >= 0).all()
             return inputs
 
         runner.batch_builder.gather = noted  # type: ignore[method-assign]

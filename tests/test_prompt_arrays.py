@@ -55,7 +55,7 @@ def test_padding_alone_and_nothing_at_all() -> None:
     layout = PromptLayout(state, block_size=16)
     arrays = layout.arrays([], 4, 2)
     assert {name: array.tolist() for name, array in arrays._asdict().items()} == {
-        "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4, "token_slots": [],
+        "token_ids": [0] * 4, "positions": [0] * 4, "slot_mapping": [-1] * 4,
         "slots": [2, 2], "seq_lens": [1, 1],
         "cu_seqlens_q": [0, 0, 0], "sample_indices": [0, 0], "sample_slots": [2, 2], "tiles": [-1, -1, 0, 0],
         "sample_tiles": [-1, -1, 0, 0], "successors": [], "state_tiles": [], "state_chunks": [], "kept_states": [],

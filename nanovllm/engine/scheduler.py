@@ -259,7 +259,7 @@ class Scheduler:
             self.stats.num_cached_tokens += seq.num_cached_tokens
             num_matched = seq.num_branch_blocks * self.block_manager.block_size
             self._num_matched_tokens += max(num_matched, seq.num_cached_tokens)
-        batch.new_requests.append(seq.new_request(with_cached=self.steady.num_drafts > 0))
+        batch.new_requests.append(seq.new_request(with_tokens=self.steady.num_drafts > 0))
         return seq
 
     def _next_waiting(self) -> Sequence | None:
@@ -355,11 +355,10 @@ class Scheduler:
         """Take in the number of drafts that the device has for each row after a step."""
         num_rows = len(batch.rows)
         self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch.number)
-        begun = zip(batch.sampled_seq_ids[num_rows:], num_drafts[num_rows:].tolist(), strict=True)
-        found = [(seq.slot, n) for seq_id, n in begun if (seq := self._sequences.get(seq_id)) and seq.rows is not None]
-        if found:
-            slots, counts = np.array(found).T
-            self.steady.note_drafts(slots, counts, batch.number)
+        for seq_id, count in zip(batch.sampled_seq_ids[num_rows:], num_drafts[num_rows:], strict=True):
+            seq = self._sequences.get(seq_id)
+            if seq is not None and seq.rows is not None:
+                self.steady.note_drafts(np.array([seq.slot]), np.array([count]), batch.number)
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
         """Add the tokens of a row, planned to compute `num_new`, to its sequence; return the number that counts."""

@@ -256,7 +256,7 @@ class Sequence:
         """Whether a token known on the host is still to be computed."""
         return self.rows is None and self.num_computed_tokens < self.num_tokens
 
-    def new_request(self, *, with_cached: bool = False) -> NewRequest:
+    def new_request(self, *, with_tokens: bool = False) -> NewRequest:
         """Return the contents of its slot, at admission."""
         params, extra = self.params, None
         if self.has_extra:
@@ -266,8 +266,8 @@ class Sequence:
                 self.constraint is not None,
             )  # fmt: skip
         tables = [table[:] for table in self.block_tables]
-        cached = self.token_ids[: self.num_computed_tokens if with_cached else 0]
-        return NewRequest(self.slot, tables, self.num_prompt_tokens, params.temperature, self.seed, extra, cached)
+        known = self.token_ids[: None if with_tokens else 0]
+        return NewRequest(self.slot, tables, self.num_prompt_tokens, params.temperature, self.seed, extra, known)
 
     def prompt_scores(self, start: int, end: int) -> PromptScores | None:
         """Return which tokens of the prompt are scored by its chunk `start ... end - 1`."""
@@ -455,7 +455,8 @@ class SteadyRows:
         num_tokens = self.num_tokens[slots]
         num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
         num_drafts = np.maximum(np.minimum(num_new, self._capacity[slots] + 1 - num_tokens) - 1, 0)
-        num_drafts *= self._should_verify(slots)
+        # Drafts are verified if they pay, by how far the last ones were right.
+        num_drafts *= self._has_drafts and (self._is_trial or self._pays(slots))
         num_new = np.minimum(num_new, 1)
         # The first rows get the rest of the budget.
         left = budget - int(num_new.sum()) - (num_drafts.cumsum() - num_drafts)
@@ -464,14 +465,6 @@ class SteadyRows:
         runs = np.flatnonzero(num_new)
         num_new, num_computed = (num_new + num_drafts)[runs].astype(np.int32), (num_tokens[runs] - 1).astype(np.int32)
         return Rows(slots[runs], num_new, num_computed), [self._seq_ids[row] for row in runs]
-
-    def _should_verify(self, slots: np.ndarray) -> bool:
-        """Return whether the device has drafts that pay, by how far the last ones were right."""
-        least = self.num_tokens[slots] - self.num_unsure[slots]
-        # A row that is shorter than its drafts would begin before its first token.
-        if not self._has_drafts or (least <= self.num_drafts).any():
-            return False
-        return self._is_trial or self._pays(slots)
 
     def _may_have_drafts(self, slots: np.ndarray) -> np.ndarray:
         takes_drafts: np.ndarray = self._most_new[slots] > 1
@@ -486,7 +479,7 @@ class SteadyRows:
         """Return whether a step should end with drafts; what does not pay is tried again now and then."""
         self._has_drafts = self._is_trial = False
         num_next = len(self.seqs)
-        if not num_next or max(num_rows, num_next) > self.costs.most_rows:
+        if not num_next or max(num_rows, num_next) > max(self.costs.rows, default=0):
             return False
         slots, least_gain = self._all_rows().slots, self.costs.least_gain(num_next)
         self._has_drafts = self.costs.are_free

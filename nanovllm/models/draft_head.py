@@ -49,25 +49,24 @@ _PICKLED = "pytorch_model.bin"
 
 
 @dataclass(frozen=True)
-class DraftHeadConfig:
-    """A head of one layer for one model.
+class Eagle3Config:
+    """An EAGLE-3 head for one model.
 
     Attributes:
         model: hyperparameters of its layer.
-        hidden_states: the model's hidden states that it reads, numbered as in transformers: what layer i takes, or with
-            the number of layers, the last norm's output.
-        draft_vocab_size: tokens that it drafts; others than EAGLE-3 draft all.
+        layer_ids: see `DraftHead`.
+        draft_vocab_size: tokens that it drafts.
         norms_residual: whether the residual stream begins with the norm of the hidden states.
     """
 
     model: ModelConfig
-    hidden_states: tuple[int, ...]
+    layer_ids: tuple[int, ...]
     draft_vocab_size: int
-    norms_residual: bool = False
+    norms_residual: bool
 
     @classmethod
-    def eagle3(cls, folder: str, target: ModelConfig) -> DraftHeadConfig:
-        """Read the config.json of an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) for a model, or a ValueError."""
+    def from_folder(cls, folder: str, target: ModelConfig) -> Eagle3Config:
+        """Read the config.json of a head for a model, or raise a ValueError."""
         stored = read_json(os.path.join(folder, "config.json"))
         name = (stored.get("architectures") or [""])[0]
         if name not in _EAGLE3_NAMES or stored.get("model_type") != "llama":
@@ -89,21 +88,20 @@ class DraftHeadConfig:
             bool(stored.get("norm_before_residual")),
         )
 
-    @classmethod
-    def mtp(cls, target: ModelConfig) -> DraftHeadConfig:
-        """Return the config of a model's own head, `mtp.*` in its checkpoint; without such a family a ValueError."""
-        if target.delta_net is None:
-            raise ValueError(
-                "method 'mtp' of speculative_config needs a model of a family with mtp.* tensors, Qwen3.5, Qwen3.6 or "
-                f"Qwen3-Next, not {target.architecture.name}: use 'ngram', or 'eagle3' with a head for this model"
-            )
-        # What is quantised here is in 16 bits there.
-        is_stored = target.quantization is not None and target.quantization.is_stored
-        attending = [layer for layer in target.layers if not layer.is_linear]
-        architecture = replace(target.architecture, model="draft_head.MTPHead")
-        model = replace(target, architecture=architecture, layers=(attending[-1],))
-        model = model if is_stored else replace(model, quantization=None)
-        return cls(model, (target.num_layers,), target.vocab_size)
+
+def _mtp_config(target: ModelConfig) -> ModelConfig:
+    """Return the config of a model's own head, `mtp.*` in its checkpoint; without such a family a ValueError."""
+    if target.delta_net is None:
+        raise ValueError(
+            "method 'mtp' of speculative_config needs a model of a family with mtp.* tensors, Qwen3.5, Qwen3.6 or "
+            f"Qwen3-Next, not {target.architecture.name}: use 'ngram', or 'eagle3' with a head for this model"
+        )
+    # What is quantised here is in 16 bits there.
+    is_stored = target.quantization is not None and target.quantization.is_stored
+    attending = [layer for layer in target.layers if not layer.is_linear]
+    architecture = replace(target.architecture, model="draft_head.MTPHead")
+    model = replace(target, architecture=architecture, layers=(attending[-1],))
+    return model if is_stored else replace(model, quantization=None)
 
 
 def _check_fits(folder: str, head: ModelConfig, target: ModelConfig) -> None:
@@ -135,7 +133,8 @@ class DraftHead(CausalLM):
     """A drafting head for a target model, which lends it the embedding and the LM head that it has not itself.
 
     Attributes:
-        layer_ids: the target model's hidden states that it reads; see `DraftHeadConfig`.
+        layer_ids: the target model's hidden states that it reads, numbered as in transformers: what layer i takes, or
+            with the number of layers, the last norm's output.
         weights: loaded once; only sleep releases them.
     """
 
@@ -143,9 +142,9 @@ class DraftHead(CausalLM):
     fused_modules_mapping: Mapping[str, tuple[str, ...]] = DecoderForCausalLM.fused_modules_mapping
     weights: ModelWeights
 
-    def __init__(self, config: DraftHeadConfig, target: CausalLM) -> None:
-        super().__init__(config.model, target.communicator)
-        self.layer_ids = config.hidden_states
+    def __init__(self, config: ModelConfig, layer_ids: tuple[int, ...], target: CausalLM) -> None:
+        super().__init__(config, target.communicator)
+        self.layer_ids = layer_ids
         # In a tuple, since their weights are the target model's.
         self._shared: tuple[Any, ParallelLMHead] = target.model.embed_tokens, target.lm_head
 
@@ -197,7 +196,7 @@ class DraftHead(CausalLM):
 class Eagle3Layer(nn.Module):
     """The layer of an EAGLE-3 head, whose attention takes the norms of embedding and hidden state side by side."""
 
-    def __init__(self, config: DraftHeadConfig, head: DraftHead) -> None:
+    def __init__(self, config: Eagle3Config, head: DraftHead) -> None:
         super().__init__()
         model, shard, communicator = config.model, head.shard, head.communicator
         size, eps, self.norms_residual = model.hidden_size, model.rms_norm_eps, config.norms_residual
@@ -229,10 +228,10 @@ class Eagle3Model(nn.Module):
     d2t: what is added to a token of the head's vocabulary to make it one of the target model's.
     """
 
-    def __init__(self, config: DraftHeadConfig, head: DraftHead, names: Collection[str]) -> None:
+    def __init__(self, config: Eagle3Config, head: DraftHead, names: Collection[str]) -> None:
         super().__init__()
         size, eps = config.model.hidden_size, config.model.rms_norm_eps
-        self.fc = _partial_linear(len(config.hidden_states) * size, config.model, head, "fc")
+        self.fc = _partial_linear(len(config.layer_ids) * size, config.model, head, "fc")
         self.midlayer = Eagle3Layer(config, head)
         self.norm = AllReduceRMSNorm(size, eps, head.communicator)
         has_embedding, has_part = "embed_tokens.weight" in names, config.draft_vocab_size < config.model.vocab_size
@@ -249,8 +248,8 @@ class Eagle3Head(DraftHead):
 
     model: Eagle3Model
 
-    def __init__(self, config: DraftHeadConfig, target: CausalLM, names: Collection[str]) -> None:
-        super().__init__(config, target)
+    def __init__(self, config: Eagle3Config, target: CausalLM, names: Collection[str]) -> None:
+        super().__init__(config.model, config.layer_ids, target)
         self.model = Eagle3Model(config, self, names)
         self.vocab = vocab_shard(config.draft_vocab_size, self.communicator.rank, self.communicator.size)
         self.lm_head = ParallelLMHead(self.vocab, config.model.hidden_size, None)
@@ -314,9 +313,9 @@ class MTPHead(DraftHead):
 
     model: MTPModel
 
-    def __init__(self, config: DraftHeadConfig, target: CausalLM) -> None:
-        super().__init__(config, target)
-        self.model = MTPModel(config.model, self)
+    def __init__(self, target: CausalLM) -> None:
+        super().__init__(_mtp_config(target.config), (target.config.num_layers,), target)
+        self.model = MTPModel(self.config, self)
 
     @override
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
@@ -387,13 +386,13 @@ def load_draft_head(
     head: DraftHead
     with torch.device("meta"):
         if speculation.method == "mtp":
-            head = MTPHead(DraftHeadConfig.mtp(target.config), target)
+            head = MTPHead(target)
         else:
             assert speculation.model is not None
             folder = resolve_model(speculation.model, None)
             is_dummy = config.load_format == "dummy"
             names = () if is_dummy else {name for name, _ in eagle3_tensors(folder)}
-            head = Eagle3Head(DraftHeadConfig.eagle3(folder, target.config), target, names)
+            head = Eagle3Head(Eagle3Config.from_folder(folder, target.config), target, names)
     size = target.communicator.size
     own, wanted = ([shard_of(one.config, rank, size).heads for rank in range(size)] for one in (head, target))
     if own != wanted:

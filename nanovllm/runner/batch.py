@@ -61,8 +61,6 @@ class StepInputs:
         sample_indices: [num_samples]; the tokens whose hidden states are sampled from; None for all.
         sample_slots: [num_rows] int32; the slots of decode rows, and of chunks that end a prompt.
         sampling: the sampling parameters of each sample.
-        token_slots: [num_tokens] int32; the slot of each token that exists, and the padding slot for others. None in
-            engines without drafts.
         successors: [num_chunks] int32; the token after each chunk, -1 if none is known. Empty without drafts or chunks.
         drafts: see `StepShape`.
         hidden_states: [num_tokens, size]; of all tokens, for the drafter. None if it reads none.
@@ -74,7 +72,6 @@ class StepInputs:
     sample_indices: torch.Tensor | None
     sample_slots: torch.Tensor
     sampling: SamplingInputs
-    token_slots: torch.Tensor | None = None
     successors: torch.Tensor | None = None
     drafts: bool = False
     hidden_states: torch.Tensor | None = None
@@ -122,7 +119,6 @@ class PromptArrays(NamedTuple):
     Attributes:
         token_ids, positions: [T].
         slot_mapping: [G * T], group after group, `block * block_size + offset`; -1 stores nothing, as for padding.
-        token_slots: [T]; the slot of each token, the padding slot for others. Empty in engines without drafts.
         slots, seq_lens: [C]; a chunk's slot, and the tokens up to its end. Padding has the padding slot, and 1.
         cu_seqlens_q: [C + 1]; where each chunk starts among the tokens.
         sample_indices, sample_slots: [C]; the last tokens of the chunks that end a prompt (padding: 0, its slot).
@@ -136,7 +132,6 @@ class PromptArrays(NamedTuple):
     token_ids: Any
     positions: Any
     slot_mapping: Any
-    token_slots: Any
     slots: Any
     seq_lens: Any
     cu_seqlens_q: Any
@@ -194,7 +189,6 @@ class PromptLayout:
             token_ids=_pad(token_ids, num_tokens, 0),
             positions=_pad(positions, num_tokens, 0),
             slot_mapping=slot_mapping.reshape(-1),
-            token_slots=_pad(np.repeat(slots, lens), num_tokens, padding_slot) if self.has_drafts else NO_ROWS.slots,
             slots=_pad(slots, num_chunks, padding_slot),
             seq_lens=_pad(starts + lens, num_chunks, 1),
             cu_seqlens_q=_pad(cu_seqlens_q, num_chunks + 1, int(cu_seqlens_q[-1])),
@@ -409,16 +403,9 @@ class BatchBuilder:
                 index = torch.cat((per_row, prompts.sample_slots.long()))
             output_index = positions[sample_indices] + 1 - state.num_prompt[index]
             sampling = SamplingInputs(state.temperature[index], state.seed[index], output_index)
-        token_slots = None
-        if self.num_drafts:
-            columns = torch.arange(1 + shape.num_drafts, dtype=torch.int32, device=slots.device)
-            exists = columns < (decodes.seq_lens - state.num_computed[slots]).unsqueeze(1)
-            row_slots = slots.unsqueeze(1).where(exists, self.slots.padding_slot).flatten()
-            token_slots = torch.cat((row_slots, prompts.token_slots))
         return StepInputs(
-            token_ids, positions, metadata, sample_indices, sample_slots, sampling, token_slots, prompts.successors,
-            shape.drafts,
-        )  # fmt: skip
+            token_ids, positions, metadata, sample_indices, sample_slots, sampling, prompts.successors, shape.drafts
+        )
 
     def _metadata(self, step: DeviceStep, decodes: DecodeRows) -> StepMetadata:
         """Return what attention reads: decode rows, then chunks."""

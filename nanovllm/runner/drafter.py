@@ -21,12 +21,12 @@ from nanovllm.runner.batch import StepInputs
 class Drafter(ABC):
     """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not."""
 
-    # Of the model's hidden states that it reads; see `DraftHeadConfig`.
+    # Of the model's hidden states that it reads; see `DraftHead`.
     layer_ids: tuple[int, ...] = ()
 
     @abstractmethod
-    def add(self, slot: int, cached_token_ids: array[int]) -> None:
-        """Begin a sequence in a slot; no step computes the tokens of it that are cached."""
+    def add(self, slot: int, token_ids: array[int]) -> None:
+        """Begin a sequence in a slot, whose tokens so far are these."""
 
     @abstractmethod
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
@@ -50,23 +50,23 @@ class NgramDrafter(Drafter):
         self.history = torch.zeros(size, dtype=torch.int32, device=device)
 
     @override
-    def add(self, slot: int, cached_token_ids: array[int]) -> None:
-        if cached_token_ids:
-            tokens = torch.from_numpy(np.array(cached_token_ids, dtype=np.int32))
-            if self.history.is_cuda:
-                tokens = tokens.pin_memory()
-            self.history[slot, : len(tokens)].copy_(tokens, non_blocking=True)
+    def add(self, slot: int, token_ids: array[int]) -> None:
+        tokens = torch.from_numpy(np.array(token_ids, dtype=np.int32))
+        if self.history.is_cuda:
+            tokens = tokens.pin_memory()
+        self.history[slot, : len(tokens)].copy_(tokens, non_blocking=True)
 
     @override
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
-        assert inputs.token_slots is not None
-        # What is not new has the slot of padding.
-        slots, positions = inputs.token_slots.long(), inputs.positions.long()
-        self.history[slots, positions] = inputs.token_ids
+        slots, positions, metadata = inputs.sample_slots.long(), inputs.positions.long(), inputs.metadata
         if inputs.sample_indices is not None:
-            num_chunks = len(sampled) - inputs.metadata.num_row_tokens
-            slots = torch.cat((slots[: inputs.metadata.num_row_tokens], inputs.sample_slots[-num_chunks:].long()))
             positions = positions[inputs.sample_indices]
+        if metadata.row_positions is not None:
+            # Tokens that do not exist have the position of the one before them; they go to the slot of padding.
+            places = metadata.row_positions.view(metadata.num_decodes, metadata.num_queries)
+            exists = places.diff(dim=1, prepend=places[:, :1] - 1) > 0
+            own, padding = slots[: metadata.num_decodes, None], len(state.last_token) - 1
+            slots = torch.cat((own.where(exists, padding).flatten(), slots[metadata.num_decodes :]))
         # Behind the accepted drafts these are wrong, and not read before they are written again.
         self.history[slots, positions + 1] = sampled.int()
         if inputs.drafts:
@@ -90,8 +90,8 @@ class HeadDrafter(Drafter):
         self._variant = backend.plan_host(one, one, one.reshape(1, 1)).variant
 
     @override
-    def add(self, slot: int, cached_token_ids: array[int]) -> None:
-        """The head's keys of cached tokens are cached, too."""
+    def add(self, slot: int, token_ids: array[int]) -> None:
+        """The head's keys are cached with the model's."""
 
     @override
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:

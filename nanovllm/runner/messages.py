@@ -30,8 +30,8 @@ class NewRequest:
     seed: int
     # None if temperature is its only option.
     extra: SamplingExtra | None = None
-    # The tokens that are cached, for runners that draft from them; empty for others.
-    cached_token_ids: array[int] = field(default_factory=lambda: array("i"))
+    # All tokens known so far, for runners that draft from them; empty for others.
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(frozen=True)
@@ -286,11 +286,6 @@ class DraftCosts:
     rows: tuple[int, ...] = ()
     ratios: tuple[float, ...] = ()
     are_free: bool = False
-
-    @property
-    def most_rows(self) -> int:
-        """The most rows of a step with drafts."""
-        return self.rows[-1] if self.rows else 0
 
     def least_gain(self, num_rows: int) -> float:
         """Return the drafts of each row, on average, that must be right in a step to be worth its time."""

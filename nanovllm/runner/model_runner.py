@@ -308,7 +308,7 @@ class ModelRunner:
         for request in batch.new_requests:
             self.sampling.add(request.slot, request.extra)
             if self.drafter is not None:
-                self.drafter.add(request.slot, request.cached_token_ids)
+                self.drafter.add(request.slot, request.token_ids)
         self.kv_cache.begin_step(batch)
         exact, plan = self.batch_builder.plan(batch)
         padded = self.capture_sizes.fit(exact)

@@ -175,8 +175,8 @@ class Config:
         speculation: Any = self.speculative_config
         if isinstance(speculation, Mapping):
             # The caller may change its mapping, or have one that does not pickle.
-            speculation = SpeculativeConfig(**{"method": None, "num_speculative_tokens": None, **speculation})
-            object.__setattr__(self, "speculative_config", speculation)
+            given = {"method": None, "num_speculative_tokens": None} | {str(k): v for k, v in speculation.items()}
+            object.__setattr__(self, "speculative_config", speculation := SpeculativeConfig(**given))
         if not isinstance(speculation, SpeculativeConfig | None):
             example = {"method": "ngram", "num_speculative_tokens": 4}
             raise ValueError(f"speculative_config must be a mapping such as {example}, not {speculation!r:.80}")

@@ -82,6 +82,7 @@ def test_settings_of_speculation() -> None:
         ({}, "method of speculative_config must be one of ngram, eagle3, mtp, not None"),
         ({"method": "eagle3"}, "'eagle3' of speculative_config needs model"),
         (NGRAM | {"num_spec_tokens": 4}, "argument num_spec_tokens; SpeculativeConfig takes method, num_speculative_"),
+        (NGRAM | {5: 4}, "unknown argument 5; SpeculativeConfig takes method, num_speculative_tokens"),
         ({"method": "ngram"}, "num_speculative_tokens of speculative_config must be an integer in 1 ... 15, not None"),
         (NGRAM | {"num_speculative_tokens": 0}, "must be in 1 ... 15, not 0"),
         (NGRAM | {"num_speculative_tokens": 16}, "must be in 1 ... 15, not 16"),

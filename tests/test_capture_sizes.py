@@ -118,7 +118,8 @@ def test_few_sizes_and_none_have_samples() -> None:
     assert make_capture_sizes(1, 64, False).representatives() and not CaptureSizes([]).representatives()
 
 
-def test_steps_with_drafts_have_sizes_of_their_own() -> None:
+@pytest.mark.parametrize(("most_drafts", "most_rows"), [(4, 51), (15, 16)])
+def test_steps_with_drafts_have_sizes_of_their_own(most_drafts: int, most_rows: int) -> None:
     """Rows verify drafts, the step makes some, or both."""
     variants = [CaptureVariant(DecodeVariant(way), is_coarse=way) for way in (False, True)]
     backend: Any = SimpleNamespace(
@@ -126,13 +127,13 @@ def test_steps_with_drafts_have_sizes_of_their_own() -> None:
         plan_host=lambda *_: HostPlan(DecodeVariant(), np.empty(0, np.int32)),
     )  # fmt: skip
     model: Any = SimpleNamespace(kernel_rows=(), kernel_tokens=())
-    speculative_config = {"method": "ngram", "num_speculative_tokens": 4}
+    speculative_config = {"method": "ngram", "num_speculative_tokens": most_drafts}
     config = Config(BUNDLED_MODEL, max_num_seqs=256, speculative_config=speculative_config)
     capture_sizes = cuda_graph.make_capture_sizes(config, backend, model, is_cuda=True)
     most = cuda_graph.max_draft_rows(config)
-    assert most == 51
-    for rows, (num_tokens, num_chunks), drafts in product(range(1, most + 1), ((0, 0), (100, 3)), (False, True)):
-        for num_drafts, way in ((4, False), (0, False), (0, True)):
+    assert most == most_rows
+    for rows, (num_tokens, num_chunks), drafts in product(range(1, most + 1), ((0, 0), (100, 32)), (False, True)):
+        for num_drafts, way in ((most_drafts, False), (0, False), (0, True)):
             shape = StepShape(rows, num_tokens, num_chunks, DecodeVariant(way), num_drafts, drafts)
             size = capture_sizes.fit(shape)
             assert size is not None and (size.num_drafts, size.drafts) == (num_drafts, drafts), shape
@@ -142,7 +143,7 @@ def test_steps_with_drafts_have_sizes_of_their_own() -> None:
             assert num_drafts or size == replace(plain, num_decodes=num_decodes, drafts=drafts)
     assert capture_sizes.fit(StepShape(most + 1, variant=DecodeVariant(), drafts=True)) is None
     found = capture_sizes.representatives()
-    assert {(shape.num_drafts, shape.drafts) for shape in found} == {(0, False), (4, True)}
+    assert {(shape.num_drafts, shape.drafts) for shape in found} == {(0, False), (most_drafts, True)}
 
 
 class FakeGraph:

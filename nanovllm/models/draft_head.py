@@ -183,6 +183,10 @@ class DraftHead(CausalLM):
         return self.communicator.all_reduce_argmax(*found)
 
     @override
+    def stored_name(self, target: WeightTarget) -> str:
+        return super().stored_name(target).removeprefix("model.")
+
+    @override
     def fill(self, weights: ModelWeights, folder: str) -> None:
         """Load all tensors of the head; others, or a lack of some, are a ValueError."""
         try:

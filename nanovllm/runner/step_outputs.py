@@ -116,7 +116,9 @@ class PendingStep:
         if shape.num_drafts:
             counts, ready = ready[:rows], ready[shape.num_decodes :]
             offsets = np.concatenate(([0], counts, np.ones(self.num_samples, np.int64))).cumsum()
-            is_taken = self._is_taken(counts)
+            gained = (np.arange(1 + shape.num_drafts) < counts[:, None]).reshape(-1)
+            padding = np.zeros(shape.num_row_tokens - len(gained), dtype=bool)
+            is_taken = np.concatenate((gained, padding, np.ones(self.num_samples, dtype=bool)))
             described = [i for i, row in enumerate(self.logprob_rows) if is_taken[row]]
             places = is_taken.cumsum() - 1
             logprob_rows = [int(places[self.logprob_rows[i]]) for i in described]
@@ -138,14 +140,6 @@ class PendingStep:
         """Return a copy of the values of decode rows, one each, and of the chunks that are sampled."""
         first = self.shape.num_decodes
         return np.concatenate((values[: self.num_rows], values[first : first + self.num_samples]))
-
-    def _is_taken(self, counts: np.ndarray) -> np.ndarray:
-        """Return which tokens count, a bool for each row of logits: the first `counts` of each decode row."""
-        shape, per_row = self.shape, 1 + self.shape.num_drafts
-        is_taken = np.zeros(shape.num_row_tokens + self.num_samples, dtype=bool)
-        is_taken[: self.num_rows * per_row] = (np.arange(per_row) < counts[:, None]).reshape(-1)
-        is_taken[shape.num_row_tokens :] = True
-        return is_taken
 
 
 class OutputBuffers:

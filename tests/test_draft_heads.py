@@ -7,8 +7,10 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -43,7 +45,7 @@ from tests.hybrid_models import make_model
 from tests.reference import reference_model, set_depth
 from tests.test_fp8 import write
 from tests.test_hybrid_fp8 import SIZES, blocks
-from tests.test_speculation import FEW_BLOCKS, SETTINGS, answers, generate, ids, logprobs
+from tests.test_speculation import FEW_BLOCKS, SETTINGS, answers, generate, ids, logprobs, plain_answers
 
 NUM_DRAFTS = 3
 Reference = Callable[[list[int]], list[tuple[int, float]]]
@@ -188,21 +190,30 @@ def test_mtp_drafts_what_it_does_over_the_whole_text(mtp: tuple[Path, Reference]
     check_drafts(forced.drafted, reference)
 
 
+def greedy_texts(llm: LLM) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS, SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0), use_tqdm=False)
+    return [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs]
+
+
+@cache
+def plain_texts(model: Path, device: str) -> list[list[int]]:
+    with LLM(model, **SETTINGS, device=device) as llm:
+        return greedy_texts(llm)
+
+
 def check_greedy(
     model: Path, speculative_config: dict[str, Any], settings: dict[str, Any], depth: int, forced: type[ForcedDrafter]
 ) -> None:
     """Assert that greedy answers after a sleep are the ones without speculation, computed, then with prefix hits."""
-    params, texts = SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0), []
-    for config in (None, speculative_config):
-        with LLM(model, **{"device": "cpu"} | settings, speculative_config=config) as llm:
-            set_depth(llm, depth)
-            llm.sleep()
-            llm.wake_up()
-            outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
-            check_blocks(llm.llm_engine.block_manager)
-            texts.append([[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs])
-            forced.texts, stats = texts[0], llm.stats()
-    assert texts[0] == texts[1]
+    forced.texts = plain_texts(model, settings.get("device", "cpu"))
+    with LLM(model, **{"device": "cpu"} | settings, speculative_config=speculative_config) as llm:
+        set_depth(llm, depth)
+        llm.sleep()
+        llm.wake_up()
+        for _ in range(2):
+            assert greedy_texts(llm) == forced.texts
+        check_blocks(llm.llm_engine.block_manager)
+        stats = llm.stats()
     assert stats["num_accepted_tokens"] > 50
     if settings["num_kvcache_blocks"] == FEW_BLOCKS["num_kvcache_blocks"]:
         assert stats["num_preemptions"] > 0
@@ -213,7 +224,7 @@ def test_tokens_are_the_ones_without_a_head(
     depth: int, eagle3: tuple[dict[str, Any], Reference], forced: type[ForcedDrafter]
 ) -> None:
     """With all kinds of parameters, several outputs, masks and stops."""
-    wanted, plain = generate(depth, device="cpu")
+    wanted, plain = plain_answers("cpu")
     forced.texts = [[*one.prompt_token_ids, *item.token_ids] for one in wanted for item in one.outputs]
     outputs, stats = generate(depth, device="cpu", speculative_config=eagle3[0])
     assert answers(outputs) == answers(wanted)
@@ -229,7 +240,7 @@ def test_a_gpu_drafts_what_a_plain_pass_does(
     config, reference = eagle3
     # What is measured may say that a tiny model need not draft.
     monkeypatch.setattr(ModelRunner, "_step_seconds", lambda _, rows, drafts: 1.25 if drafts else 1.0)
-    wanted, _ = generate(1, device="cuda")
+    wanted, _ = plain_answers("cuda")
     counts = []
     for settings in ({"enforce_eager": True}, {}):
         outputs, stats = generate(1, device="cuda", speculative_config=config, **settings)
@@ -386,7 +397,9 @@ def test_a_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
         LLM(tmp_path, **SETTINGS, device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 1})
 
 
-def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[str, Any], Reference]) -> None:
+def test_steps_are_timed_in_slots_that_are_left_as_they_were(
+    eagle3: tuple[dict[str, Any], Reference], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GPU times them at its start."""
     with LLM(BUNDLED_MODEL, **SETTINGS, device="cpu", speculative_config=eagle3[0]) as llm:
         runner = llm.llm_engine._runner
@@ -406,8 +419,11 @@ def test_steps_are_timed_in_slots_that_are_left_as_they_were(eagle3: tuple[dict[
         runner.is_cuda, runner.synchronize = True, lambda: None  # type: ignore[method-assign]
         runner._device_guard = nullcontext  # type: ignore[method-assign]
         random_state = torch.get_rng_state()
+        # A step with drafts takes four seconds, others one.
+        seconds = lambda: float(sum(1 + num_drafts for _, num_drafts, _ in shapes))  # noqa: E731
+        monkeypatch.setattr(model_runner, "time", SimpleNamespace(perf_counter=seconds))
         costs = runner._measure_drafts()
         assert torch.equal(torch.get_rng_state(), random_state)
-        assert costs.rows == (1, 4) and all(0.5 < ratio < 50 for ratio in costs.ratios)
+        assert costs.rows == (1, 4) and costs.ratios == (4.0, 4.0)
         assert {*shapes} == {(rows, *kind) for rows in (1, 4) for kind in ((0, False), (NUM_DRAFTS, True))}
         assert torch.equal(slots._flat, before)

@@ -330,7 +330,9 @@ class Scheduler:
         else:
             self._take_ragged(batch, output, output.offsets, changes)
         if output.num_drafts is not None:
-            self._note_drafts(batch, output.num_drafts)
+            chunks = np.array([chunk.slot for chunk in batch.chunks if chunk.samples], dtype=np.int32)
+            slots = np.concatenate((batch.rows.slots, chunks))
+            self.steady.note_drafts(slots, output.num_drafts, batch.number)
         self.stats.num_output_tokens += len(changes.token_ids) - len(changes.dropped)
         self.stats.num_clipped_kv = output.num_clipped_kv
         self.block_manager.confirm_step()
@@ -350,15 +352,6 @@ class Scheduler:
             parts.append(output.token_ids[first : first + count])
         changes.token_ids = np.concatenate(parts)
         changes.dropped.clear()
-
-    def _note_drafts(self, batch: ScheduledBatch, num_drafts: np.ndarray) -> None:
-        """Take in the number of drafts that the device has for each row after a step."""
-        num_rows = len(batch.rows)
-        self.steady.note_drafts(batch.rows.slots, num_drafts[:num_rows], batch.number)
-        for seq_id, count in zip(batch.sampled_seq_ids[num_rows:], num_drafts[num_rows:], strict=True):
-            seq = self._sequences.get(seq_id)
-            if seq is not None and seq.rows is not None:
-                self.steady.note_drafts(np.array([seq.slot]), np.array([count]), batch.number)
 
     def _take_tokens(self, seq_id: int, token_ids: list[int], num_new: int, changes: StepChanges) -> int:
         """Add the tokens of a row, planned to compute `num_new`, to its sequence; return the number that counts."""

@@ -148,9 +148,9 @@ class DraftHead(CausalLM):
         # In a tuple, since their weights are the target model's.
         self._shared: tuple[Any, ParallelLMHead] = target.model.embed_tokens, target.lm_head
 
-    @abstractmethod
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what `advance` takes of the target model's hidden states, [num_tokens, states * hidden_size]."""
+        return hidden
 
     @abstractmethod
     def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
@@ -326,10 +326,6 @@ class MTPHead(DraftHead):
         for _, name, tensor in stored_tensors(folder):
             if name.startswith("mtp."):
                 yield name.removeprefix("mtp."), tensor
-
-    @override
-    def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden
 
     @override
     def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:

@@ -151,12 +151,9 @@ def _next_token_ids(inputs: StepInputs, sampled: torch.Tensor, padding_slot: int
 def _newest_rows(inputs: StepInputs, num_computed: torch.Tensor) -> torch.Tensor:
     """Return the tokens of a step whose successors are now the newest of their sequences, [num_samples] int64."""
     metadata = inputs.metadata
-    if metadata.row_positions is None:
-        every = torch.arange(len(num_computed), device=num_computed.device)
-        return every if inputs.sample_indices is None else inputs.sample_indices
     starts = torch.arange(0, metadata.num_row_tokens, metadata.num_queries, device=num_computed.device)
     # Padding computes nothing.
-    rows = starts + (num_computed[: metadata.num_decodes] - metadata.row_positions[starts] - 1).clamp(min=0)
+    rows = starts + (num_computed[: metadata.num_decodes] - inputs.positions[starts] - 1).clamp(min=0)
     if inputs.sample_indices is None:
         return rows
     return torch.cat((rows, inputs.sample_indices[metadata.num_row_tokens :]))

@@ -44,18 +44,22 @@ class StateTensor:
 
     def read(self, table: torch.Tensor) -> torch.Tensor:
         """Return the tensor in a state; table: its blocks, [blocks_per_state]."""
-        return self.pool.view(-1)[self._offsets(table)]
+        blocks, own = self._cover(table)
+        return self.pool[:, blocks].transpose(0, 1).flatten()[own].view(self.shape)
 
     def write(self, values: torch.Tensor, table: torch.Tensor) -> None:
         """Overwrite the tensor in a state."""
-        self.pool.view(-1)[self._offsets(table)] = values
+        blocks, own = self._cover(table)
+        elements = self.pool[:, blocks].transpose(0, 1).flatten()
+        elements[own] = values.flatten()
+        self.pool[:, blocks] = elements.view(len(blocks), len(self.pool), -1).transpose(0, 1)
 
-    def _offsets(self, table: torch.Tensor) -> torch.Tensor:
-        """Return where the tensor's elements are in the pool, int64, of its shape."""
-        parts, num_blocks, part_size = self.pool.shape
-        index = torch.arange(self.first, self.first + math.prod(self.shape), device=table.device).view(self.shape)
-        block, part = index // (parts * part_size), index // part_size % parts
-        return (part * num_blocks + table.long()[block]) * part_size + index % part_size
+    def _cover(self, table: torch.Tensor) -> tuple[torch.Tensor, slice]:
+        """Return the blocks that hold the tensor, and its elements among theirs."""
+        parts, _, part_size = self.pool.shape
+        end, size = self.first + math.prod(self.shape), parts * part_size
+        before = self.first // size
+        return table[before : -(-end // size)].long(), slice(self.first - before * size, end - before * size)
 
 
 @dataclass

@@ -13,24 +13,21 @@ _LOOKUP_TOKENS = 1024
 
 def ngram_drafts_ref(state: SlotTensors, history: torch.Tensor, slots: torch.Tensor, lookup: tuple[int, int]) -> None:
     """Plain torch form of `ngram_drafts`."""
-    shortest, longest = lookup
-    num_drafts = state.drafts.shape[1]
-    for slot in slots.tolist():
-        end = int(state.num_computed[slot]) + 1
-        text = history[slot, :end]
-        place, most = -1, shortest - 1
-        for start in range(end - 1):
-            length = 0
-            while length < min(longest, start + 1) and text[start - length] == text[end - 1 - length]:
-                length += 1
-            if length >= max(most, shortest):
-                place, most = start, length
-        if place < 0:
-            state.drafts[slot] = -1
-        else:
-            # What follows the newest tokens is taken to be what follows the match, and then the match again.
-            ahead = torch.arange(num_drafts, device=text.device) % (end - 1 - place)
-            state.drafts[slot] = text[place + 1 + ahead]
+    slots, (shortest, longest) = slots.long(), lookup
+    ends = state.num_computed[slots, None] + 1
+    text = history[slots, : ends.max()]
+    starts = torch.arange(text.shape[1], device=text.device)
+    matches, lengths = starts < ends - 1, torch.zeros_like(text, dtype=torch.int64)
+    for back in range(longest):
+        newest = text.gather(1, (ends - 1 - back).clamp(min=0).long())
+        matches = matches & (starts >= back) & (text.roll(back, 1) == newest)
+        lengths += matches
+    # The longest, and of equal ones the last.
+    found, place = (lengths * (lengths >= shortest) * len(starts) + starts).max(1, keepdim=True)
+    # What follows the newest tokens is taken to be what follows the match, and then the match again.
+    ahead = torch.arange(state.drafts.shape[1], device=text.device) % (ends - 1 - place).clamp(min=1)
+    drafts = text.gather(1, (place + 1 + ahead).clamp(max=len(starts) - 1))
+    state.drafts[slots] = drafts.where(found >= len(starts), -1)
 
 
 @jit
@@ -51,7 +48,6 @@ def _ngram_drafts_kernel(
             tokens = tl.load(text_ptr + starts - back, mask=matches & (starts >= back), other=-2)
             matches = matches & (tokens == newest)
             length += matches.to(tl.int32)
-        # The longest, and of equal ones the last.
         score = (length.to(tl.int64) << 32) | starts.to(tl.int64)
         best = tl.maximum(best, tl.where(length >= SHORTEST, score, -1))
     found = tl.max(best, axis=0)

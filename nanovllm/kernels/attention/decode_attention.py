@@ -219,36 +219,18 @@ def _fold_rows(partial_ptr, lse_ptr, rows, mask, dims, acc, row_max, row_sum, VA
 
 
 @jit
-def _own_kv_head(KV_HEADS: tl.constexpr, HAS_PARTS: tl.constexpr):
-    """Return the program's KV head; HAS_PARTS: several programs divide a row's queries."""
-    head = tl.program_id(0)
-    if HAS_PARTS:
-        head = head % KV_HEADS
-    return head
-
-
-@jit
 def _locate_queries(
-    seq, head, positions_ptr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):  # fmt: skip
+    seq, head, positions_ptr, GROUP: tl.constexpr, PADDED: tl.constexpr, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr
+):
     """Return of a program's queries their token in the row, its position, their head, and a mask; head: of keys."""
     group = tl.arange(0, PADDED)
     if QUERIES == 1:
-        number, own, mask, heads = group, group, group < GROUP, head * GROUP + group
+        number, own, mask, heads = tl.zeros_like(group), group, group < GROUP, head * GROUP + group
     else:
-        number = tl.program_id(0) // KV_HEADS * AT_ONCE + group // GROUP
+        number = tl.program_id(2) * AT_ONCE + group // GROUP
         mask, heads = (group < AT_ONCE * GROUP) & (number < QUERIES), head * GROUP + group % GROUP
         own = tl.load(positions_ptr + seq * QUERIES + number, mask=mask, other=0)
     return number, own, heads, mask
-
-
-@jit
-def _of_token(x, seq, number, stride, QUERIES: tl.constexpr):
-    """Return what x, of row `seq` of one token, is where rows have QUERIES tokens, of number `number` in it."""
-    if QUERIES > 1:
-        x += (seq * (QUERIES - 1) + number) * stride
-    return x
 
 
 @jit
@@ -276,7 +258,7 @@ def _decode_kernel(
     k_scale_ptr=None, v_scale_ptr=None, NATIVE: tl.constexpr = False,
     QUERIES: tl.constexpr = 1, AT_ONCE: tl.constexpr = 1,
 ):  # fmt: skip
-    head, split = _own_kv_head(KV_HEADS, QUERIES > AT_ONCE), tl.program_id(1)
+    head, split = tl.program_id(0), tl.program_id(1)
     scale = by_head(scale, k_scale_ptr, head) if cap_scale is None else scale
     cap_scale = None if cap_scale is None else by_head(cap_scale, k_scale_ptr, head)
     split_ptr = splits_ptr + 4 * split
@@ -295,12 +277,10 @@ def _decode_kernel(
         end = first_key + tl.where(is_last, old_len + 1, tiles_end)
         # Some program has a split, so the kernel cannot end before the previous one, although others do not wait.
         wait_for_previous(PDL)
-        number, own, heads, mask = _locate_queries(
-            seq, head, positions_ptr, KV_HEADS, GROUP, GROUP_PADDED, QUERIES, AT_ONCE
-        )
+        number, own, heads, mask = _locate_queries(seq, head, positions_ptr, GROUP, GROUP_PADDED, QUERIES, AT_ONCE)
         key_dims, dims = tl.arange(0, KEY_PADDED), tl.arange(0, VALUE_PADDED)
-        query_ptrs = q_ptr + seq * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
-        query_ptrs = _of_token(query_ptrs, seq, number[:, None], q_stride, QUERIES)
+        tokens = (seq * QUERIES + number)[:, None]
+        query_ptrs = q_ptr + tokens * q_stride + heads[:, None] * KEY_DIM + key_dims[None, :]
         query = beside_keys(load_heads(query_ptrs, mask[:, None], key_dims[None, :], KEY_DIM, KEY_PADDED), k_ptr)
         acc = tl.zeros([GROUP_PADDED, VALUE_PADDED], dtype=tl.float32)
         row_max = tl.full([GROUP_PADDED], -float("inf"), dtype=tl.float32)
@@ -328,7 +308,7 @@ def _decode_kernel(
             # A query may see no token of a split.
             row_sum = tl.where(row_sum > 0, row_sum, 1.0)
         out = by_head(acc / row_sum[:, None], v_scale_ptr, head)
-        rows = _of_token(heads, 0, number, KV_HEADS * GROUP, QUERIES)
+        rows = number * (KV_HEADS * GROUP) + heads
         places = rows[:, None] * VALUE_DIM + dims[None, :]
         out_mask = mask[:, None]
         if VALUE_DIM != VALUE_PADDED:
@@ -367,7 +347,7 @@ def decode_attention(
         prefix_rows, prefix_partial, prefix_lse = prefix.shared.rows, prefix.partial, prefix.lse
     cap_scale, scale = options.score_scales(scale)
     k_cache, v_cache = pages.stored
-    _decode_kernel[(num_kv_heads * triton.cdiv(num_queries, at_once), len(splits))](
+    _decode_kernel[(num_kv_heads, len(splits), triton.cdiv(num_queries, at_once))](
         query, k_cache, v_cache, out, partial, lse, block_tables, splits,
         plan.positions, prefix_rows, prefix_partial, prefix_lse,
         options.sinks, cap_scale, scale, options.window,

@@ -284,13 +284,13 @@ def run_ranks(
         # What a GPU's start measured, with tokens at random.
         ForcedDrafter.drafted.clear()
         params = SamplingParams(0, max_tokens=40, ignore_eos=True)
-        outputs = [out for _ in range(2) for out in llm.generate(PROMPTS, params, use_tqdm=False)]
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         stats, runner = llm.stats(), llm.llm_engine._runner
         if isinstance(runner, ParallelRunner):
             slots = runner.call(slots_of)
             assert len(slots) == size and all(slot == slots[0] for slot in slots)
     counts = [stats[name] for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens")]
-    assert counts[1] > 500
+    assert counts[1] > 250
     return ([out.outputs[0].token_ids for out in outputs], counts), ForcedDrafter.drafted
 
 
@@ -321,7 +321,7 @@ def likely_eagle3(folder: Path) -> dict[str, Any]:
 def test_ranks_draft_alike(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
     """With three ranks the last has few of the tokens that are drafted, and one more heads; a text reaches the end."""
     _, counts = check_ranks(Path(BUNDLED_MODEL), likely_eagle3(tmp_path), size, **settings)
-    assert counts[2] > 10
+    assert counts[2] > 5
 
 
 # A sum that is rounded otherwise may be on the other side of a boundary of e4m3.

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from nanovllm.layers.linear import ColumnParallelLinear
-from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard
 from nanovllm.quantization import make_weight
 from nanovllm.quantization.weight import DenseWeight, MatrixShard
@@ -18,20 +17,15 @@ if TYPE_CHECKING:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of one row a token. A communicator adds up the ranks' parts; None leaves that to the next norm."""
+    """A table of one row a token."""
 
-    def __init__(self, vocab: Shard, hidden_size: int, communicator: Communicator | None = None) -> None:
+    def __init__(self, vocab: Shard, hidden_size: int) -> None:
         super().__init__()
-        self.vocab, self.communicator = vocab, communicator
+        self.vocab = vocab
         self.weight = DenseWeight(MatrixShard({None: vocab}, Shard.whole(hidden_size)))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """token_ids: [num_tokens] -> [num_tokens, hidden_size]; without a communicator see `part`."""
-        part = self.part(token_ids)
-        return part if self.communicator is None else self.communicator.all_reduce_rows(part)
-
-    def part(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part, zeros for the others' tokens; the sum of the ranks' parts is the embedding."""
+        """token_ids: [num_tokens] -> [num_tokens, hidden_size], this rank's part of a sum: zeros for others' tokens."""
         if self.vocab.is_whole:
             return self.weight.embed(token_ids)
         rows = token_ids - self.vocab.start

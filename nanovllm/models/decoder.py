@@ -176,8 +176,9 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, shard: ModelShard, communicator: Communicator) -> None:
         super().__init__()
         is_post_norm = config.architecture.norms == "after"
-        reducer = communicator if is_post_norm else None
-        self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size, reducer)
+        self.embed_tokens = VocabParallelEmbedding(shard.vocab, config.hidden_size)
+        # Otherwise the next norm adds up the ranks' parts.
+        self.reducer = communicator if is_post_norm else Communicator()
         ropes = {layer.rope for layer in config.layers if layer.attends}
         rotaries = {rope: RotaryEmbedding(config.head_dim, rope) for rope in ropes}
         self.layers = nn.ModuleList()
@@ -198,7 +199,7 @@ class Decoder(nn.Module):
 
         hidden_states: by layer, to be filled with the layer's input, x + residual.
         """
-        x, residual = self.embed_tokens(token_ids), None
+        x, residual = self.reducer.all_reduce_rows(self.embed_tokens(token_ids)), None
         if self.multiplier != 1:
             x = x * self.multiplier
         dtype = x.dtype

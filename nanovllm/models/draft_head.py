@@ -168,7 +168,7 @@ class DraftHead(CausalLM):
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size]; of several ranks each returns its part of a sum."""
-        embeds: torch.Tensor = self._shared[0].part(token_ids)
+        embeds: torch.Tensor = self._shared[0](token_ids)
         return embeds
 
     def draft(self, states: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ class Eagle3Head(DraftHead):
 
     @override
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(token_ids) if self.model.embed_tokens is None else self.model.embed_tokens.part(token_ids)
+        return super().embed(token_ids) if self.model.embed_tokens is None else self.model.embed_tokens(token_ids)
 
     @override
     def draft(self, states: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ V_PROJ = "model.layers.0.self_attn.v_proj.weight"
 DAMAGE: list[tuple[dict[str, Any], str]] = [
     (
         {"model.layers.1.self_attn.k_proj.weight": None, "model.norm.weight": None},
-        r"missing \['model.layers.1.self_attn.qkv_proj.weight\[k\]', 'model.norm.w",
+        r"missing \['model.layers.1.self_attn.k_proj.weight', 'model.norm.w",
     ),
     ({"model.layers.7.mlp.up_proj.weight": torch.zeros(2, 2)}, r"left over \['model.layers.7.mlp.up_proj.weight'\]"),
     # Projections one by one, and stacked.

@@ -229,7 +229,7 @@ def test_an_expert_that_is_missing_is_named_before_weights_are_read(
     del weights["model.layers.1.block_sparse_moe.experts.3.w2.weight"]
     save_file(weights, folder / "model.safetensors")
     monkeypatch.setattr(WeightSlice, "store", None)
-    with pytest.raises(ValueError, match=r"missing \['model.layers.1.mlp.experts.down_proj.weight\[3\]'\], left over"):
+    with pytest.raises(ValueError, match=r"missing \['model.layers.1.mlp.experts.3.down_proj.weight'\], left over"):
         make_llm(folder)
 
 

@@ -56,13 +56,9 @@ class CausalLM(WeightedModel):
         if config.load_format == "dummy":
             weights.draw(config.seed or 0)
         else:
-            self.fill(weights, folder)
+            weights.load_folder(folder)
         self.tabulate_rope(max_model_len, device)
         return weights
-
-    def fill(self, weights: ModelWeights, folder: str) -> None:
-        """Load all weights from a folder."""
-        weights.load_folder(folder)
 
     @property
     def attention_layers(self) -> list[CachedAttention]:

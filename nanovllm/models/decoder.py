@@ -103,9 +103,13 @@ class SelfAttention(nn.Module):
             residual = residual[rows]
         return self.o_proj(out, residual)
 
-    def store(self, x: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store the keys and values of x, which is normed, [num_tokens, in_features], and compute nothing else."""
+    def store(
+        self, x: torch.Tensor, norm: AllReduceRMSNorm | None, residual: torch.Tensor | None, positions: torch.Tensor
+    ) -> None:
+        """Store the keys and values of `norm(x + residual)`, and compute nothing else."""
         assert self.normalize is None
+        if norm is not None:
+            x, _ = norm(x, residual)
         self.attn.store(x, self.qkv_proj.weight, self.attn.rope(*self.head_norms), positions)
 
 
@@ -223,9 +227,9 @@ class Decoder(nn.Module):
 
 def make_layer(
     config: ModelConfig, shard: ModelShard, communicator: Communicator, layer: LayerConfig,
-    rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str,
+    rotaries: dict[RopeConfig | None, RotaryEmbedding], prefix: str, in_features: int | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Return a decoder layer; prefix: its name in the checkpoint."""
+    """Return a decoder layer; prefix: its name in the checkpoint; in_features: see `SelfAttention`."""
     is_single = config.architecture.has_single_blocks
     mixer: Mixer | None = None
     if layer.is_linear:
@@ -235,7 +239,7 @@ def make_layer(
     if layer.attends:
         rotary, options = rotaries[layer.rope], AttentionOptions(window=layer.window)
         name = f"{prefix}.{'mixer' if is_single else 'self_attn'}"
-        attention = SelfAttention(config, shard, communicator, rotary, options, name)
+        attention = SelfAttention(config, shard, communicator, rotary, options, name, in_features=in_features)
         mixer = attention if mixer is None else ParallelMixer(attention, mixer)
     if is_single and mixer is not None:
         return SingleDecoderLayer(config, communicator, mixer, mixes=True)

@@ -9,27 +9,25 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
 from typing_extensions import override
 
-from nanovllm.configs.model import Architecture, ModelConfig
+from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels import ops
-from nanovllm.kernels.attention.options import AttentionOptions
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import AllReduceRMSNorm
-from nanovllm.layers.linear import MLP, RowParallelLinear
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.models.base import CausalLM
-from nanovllm.models.decoder import DecoderForCausalLM, SelfAttention, make_layer
+from nanovllm.models.decoder import DecoderForCausalLM, make_layer
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.parallel.shard import Shard, inputs_shard, shard_of, vocab_shard
-from nanovllm.quantization.weight import Stream
 from nanovllm.utils.checks import check_int
 from nanovllm.utils.folder_faults import read_json
 from nanovllm.utils.hub import resolve_model
@@ -40,93 +38,11 @@ from nanovllm.weights.slices import LoadableVector, WeightTarget
 if TYPE_CHECKING:
     from nanovllm.config import Config
 
-_EAGLE3 = Architecture("LlamaForCausalLMEagle3", windows="none", model="draft_head.Eagle3Head")
-_EAGLE3_NAMES = (_EAGLE3.name, "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+LayerInput: TypeAlias = tuple[torch.Tensor, AllReduceRMSNorm | None, torch.Tensor | None]
+"""What attention takes: x, the norm before it, None if x is normed, and residual. See `SelfAttention`."""
+_EAGLE3_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 """Names of the architecture in the config.json of published heads."""
-_LEAST_LAYERS = 6
-"""Of a model whose hidden states EAGLE-3 reads at its usual layers, which are then three."""
 _PICKLED = "pytorch_model.bin"
-
-
-@dataclass(frozen=True)
-class Eagle3Config:
-    """An EAGLE-3 head for one model.
-
-    Attributes:
-        model: hyperparameters of its layer.
-        layer_ids: see `DraftHead`.
-        draft_vocab_size: tokens that it drafts.
-        norms_residual: whether the residual stream begins with the norm of the hidden states.
-    """
-
-    model: ModelConfig
-    layer_ids: tuple[int, ...]
-    draft_vocab_size: int
-    norms_residual: bool
-
-    @classmethod
-    def from_folder(cls, folder: str, target: ModelConfig) -> Eagle3Config:
-        """Read the config.json of a head for a model, or raise a ValueError."""
-        stored = read_json(os.path.join(folder, "config.json"))
-        name = (stored.get("architectures") or [""])[0]
-        if name not in _EAGLE3_NAMES or stored.get("model_type") != "llama":
-            raise ValueError(
-                f"the head in {folder!r} has architecture {name!r} and model_type {stored.get('model_type')!r}, which "
-                f"is not supported: only 'llama' and {', '.join(_EAGLE3_NAMES)}"
-            )
-        from transformers import LlamaConfig  # noqa: PLC0415
-
-        model = ModelConfig.from_hf(LlamaConfig(**(stored | {"architectures": ["LlamaForCausalLM"]})))
-        _check_fits(folder, model, target)
-        if model.quantization is not None:
-            raise ValueError(f"the head in {folder!r} is quantised, which is not supported: use one of 16 bits")
-        draft_vocab_size = stored.get("draft_vocab_size") or model.vocab_size
-        return cls(
-            replace(model, architecture=_EAGLE3, tie_word_embeddings=False),
-            _tapped(stored, target.num_layers),
-            check_int("draft_vocab_size", draft_vocab_size, 1, model.vocab_size),
-            bool(stored.get("norm_before_residual")),
-        )
-
-
-def _mtp_config(target: ModelConfig) -> ModelConfig:
-    """Return the config of a model's own head, `mtp.*` in its checkpoint; without such a family a ValueError."""
-    if target.delta_net is None:
-        raise ValueError(
-            "method 'mtp' of speculative_config needs a model of a family with mtp.* tensors, Qwen3.5, Qwen3.6 or "
-            f"Qwen3-Next, not {target.architecture.name}: use 'ngram', or 'eagle3' with a head for this model"
-        )
-    # What is quantised here is in 16 bits there.
-    is_stored = target.quantization is not None and target.quantization.is_stored
-    attending = [layer for layer in target.layers if not layer.is_linear]
-    architecture = replace(target.architecture, model="draft_head.MTPHead")
-    model = replace(target, architecture=architecture, layers=(attending[-1],))
-    return model if is_stored else replace(model, quantization=None)
-
-
-def _check_fits(folder: str, head: ModelConfig, target: ModelConfig) -> None:
-    for name in ("hidden_size", "vocab_size", "num_heads"):
-        own, wanted = getattr(head, name), getattr(target, name)
-        if own != wanted:
-            raise ValueError(
-                f"the head in {folder!r} has {name}={own}, the model {wanted}: a head drafts only for the model that "
-                "it was trained for"
-            )
-    if head.num_layers != 1:
-        raise ValueError(f"the head in {folder!r} has num_hidden_layers={head.num_layers}: only 1 is supported")
-
-
-def _tapped(stored: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the numbers of the hidden states that an EAGLE-3 head reads in a model of `num_layers`."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    nested = (stored.get("eagle_config") or {}).get(name)
-    # The nested ones name layers whose outputs are read, the next layer's inputs.
-    numbers = stored.get(name) or [number + 1 for number in nested or ()]
-    if not numbers:
-        if num_layers < _LEAST_LAYERS:
-            raise ValueError(f"an EAGLE-3 head without {name} needs a model of {_LEAST_LAYERS} layers or more")
-        numbers = [2, num_layers // 2, num_layers - 3]
-    return tuple(check_int(f"{name} of the head", number, 0, num_layers - 1) for number in numbers)
 
 
 class DraftHead(CausalLM):
@@ -140,23 +56,49 @@ class DraftHead(CausalLM):
 
     packed_modules_mapping: ClassVar = DecoderForCausalLM.packed_modules_mapping
     fused_modules_mapping: Mapping[str, tuple[str, ...]] = DecoderForCausalLM.fused_modules_mapping
+    feeds_normed: ClassVar[bool]
+    """Whether the hidden state for the next draft is the last norm's output, or its input."""
     weights: ModelWeights
 
-    def __init__(self, config: ModelConfig, layer_ids: tuple[int, ...], target: CausalLM) -> None:
+    def __init__(
+        self, config: ModelConfig, layer_ids: tuple[int, ...], target: CausalLM, *, fc_inputs: int, layer_inputs: int
+    ) -> None:
+        """fc_inputs, layer_inputs: elements of the input of `fc`, a product that both kinds have, and of the layer."""
         super().__init__(config, target.communicator)
-        self.layer_ids = layer_ids
-        # In a tuple, since their weights are the target model's.
-        self._shared: tuple[Any, ParallelLMHead] = target.model.embed_tokens, target.lm_head
+        self.layer_ids, rope = layer_ids, config.layers[0].rope
+        inputs = inputs_shard(config, fc_inputs, self.communicator.rank, self.communicator.size)
+        self.fc = RowParallelLinear(inputs, config.hidden_size, quant_config=config.quantization, prefix="mtp.fc")
+        self.norm = self.make_norm(self.communicator)
+        layer: Any = make_layer(
+            config, self.shard, self.communicator, config.layers[0], {rope: RotaryEmbedding(config.head_dim, rope)},
+            "mtp.layers.0", layer_inputs,
+        )  # fmt: skip
+        embedding: Any = target.model.embed_tokens
+        # Layer, embedding and LM head; in a tuple, since their names are others, or their weights the target model's.
+        self.parts = layer, embedding, target.lm_head
+        self.d2t: LoadableVector | None = None
+
+    def make_norm(self, communicator: Communicator) -> AllReduceRMSNorm:
+        """Return a norm of hidden states; a single rank's communicator if they are whole on every rank."""
+        config = self.config
+        return AllReduceRMSNorm(config.hidden_size, config.rms_norm_eps, communicator, config.architecture.norm_offset)
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what `advance` takes of the target model's hidden states, [num_tokens, states * hidden_size]."""
         return hidden
 
     @abstractmethod
+    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> LayerInput:
+        """Return what the layer's attention takes; see `advance`."""
+
+    def multiply_part(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the product `fc` of x, [num_tokens, all inputs], which every rank has."""
+        return self.fc(x[:, self.fc.inputs.start : self.fc.inputs.stop].contiguous())[0]
+
     def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
         """Store the layer's keys and values of each token, and compute nothing else; see `advance`."""
+        self.parts[0].self_attn.store(*self.join(embeds, hidden), positions)
 
-    @abstractmethod
     def advance(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,210 +107,167 @@ class DraftHead(CausalLM):
         embeds, hidden: [num_tokens, hidden_size], embeds from `embed`; positions: see `CausalLM.forward`. Returns what
         `draft` takes, and the hidden state for the next draft, [num_tokens, hidden_size] each.
         """
+        layer = self.parts[0]
+        x, residual = layer.self_attn(*self.join(embeds, hidden), positions, None)
+        states, total = self.norm(*layer.mlp(x, layer.post_attention_layernorm, residual))
+        return states, states if self.feeds_normed else total
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size]; of several ranks each returns its part of a sum."""
-        embeds: torch.Tensor = self._shared[0](token_ids)
+        embeds: torch.Tensor = self.parts[1](token_ids)
         return embeds
 
     def draft(self, states: torch.Tensor) -> torch.Tensor:
         """Return the likeliest tokens after states from `advance`, [num_rows] int64, the same on every rank."""
-        return self._likeliest(states, self._shared[1], self.shard.vocab)
-
-    def _likeliest(self, states: torch.Tensor, lm_head: ParallelLMHead, vocab: Shard) -> torch.Tensor:
+        lm_head = self.parts[2]
+        vocab = lm_head.weight.shard.outputs[None]
         # Before the product, see `ops.sample`.
         zeros = torch.zeros(len(states) + 1, dtype=torch.int32, device=states.device)
         none, seeds, logits = zeros[:-1], zeros[:2].expand(len(states), 2), lm_head(states)[0]
         found = ops.sample(logits, none.view(torch.float32), seeds, none, vocab.start, vocab.num_present)
-        return self.communicator.all_reduce_argmax(*found)
+        drafted = self.communicator.all_reduce_argmax(*found)
+        return drafted if self.d2t is None else drafted + self.d2t.values[drafted]
 
     @override
-    def stored_name(self, target: WeightTarget) -> str:
-        return super().stored_name(target).removeprefix("model.")
-
-    @override
-    def fill(self, weights: ModelWeights, folder: str) -> None:
-        """Load all tensors of the head; others, or a lack of some, are a ValueError."""
-        try:
-            weights.check_folder(folder, strict=True)
-        except ValueError as error:
-            advice = "give a folder with all of the head, or use method 'ngram' of speculative_config"
-            raise ValueError(f"the head in {folder!r} does not fit: {error}; {advice}") from error
-        weights.write_folder(folder)
-
-
-class Eagle3Layer(nn.Module):
-    """The layer of an EAGLE-3 head, whose attention takes the norms of embedding and hidden state side by side."""
-
-    def __init__(self, config: Eagle3Config, head: DraftHead) -> None:
-        super().__init__()
-        model, shard, communicator = config.model, head.shard, head.communicator
-        size, eps, self.norms_residual = model.hidden_size, model.rms_norm_eps, config.norms_residual
-        # Hidden states are whole on every rank.
-        self.hidden_norm = AllReduceRMSNorm(size, eps, Communicator())
-        self.input_layernorm = AllReduceRMSNorm(size, eps, communicator)
-        self.post_attention_layernorm = AllReduceRMSNorm(size, eps, communicator)
-        rotary = RotaryEmbedding(model.head_dim, model.layers[0].rope)
-        self.self_attn = SelfAttention(
-            model, shard, communicator, rotary, AttentionOptions(), "midlayer.self_attn", in_features=2 * size
-        )
-        self.mlp = MLP(model, shard.intermediate, "midlayer.mlp")
-
-    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what attention takes, [num_tokens, 2 * hidden_size], and the norm of the hidden states."""
-        normed, _ = self.hidden_norm(hidden)
-        return torch.cat((self.input_layernorm(embeds)[0], normed), 1), normed
-
-    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> Stream:
-        """Return x and residual, [num_tokens, hidden_size], after the layer; see `DraftHead.advance`."""
-        both, normed = self.join(embeds, hidden)
-        x, residual = self.self_attn(both, None, normed if self.norms_residual else hidden, positions, None)
-        return self.mlp(x, self.post_attention_layernorm, residual)
-
-
-class Eagle3Model(nn.Module):
-    """All of an EAGLE-3 head but its LM head. It may have an embedding, and a part of the vocabulary.
-
-    d2t: what is added to a token of the head's vocabulary to make it one of the target model's.
-    """
-
-    def __init__(self, config: Eagle3Config, head: DraftHead, names: Collection[str]) -> None:
-        super().__init__()
-        size, eps = config.model.hidden_size, config.model.rms_norm_eps
-        self.fc = _partial_linear(len(config.layer_ids) * size, config.model, head, "fc")
-        self.midlayer = Eagle3Layer(config, head)
-        self.norm = AllReduceRMSNorm(size, eps, head.communicator)
-        has_embedding, has_part = "embed_tokens.weight" in names, config.draft_vocab_size < config.model.vocab_size
-        self.embed_tokens = VocabParallelEmbedding(head.shard.vocab, size) if has_embedding else None
-        tokens = Shard.whole(config.draft_vocab_size)
-        self.d2t = LoadableVector(tokens, torch.int64) if has_part or "d2t" in names else None
+    def weight_targets(self, name: str) -> list[WeightTarget]:
+        return [target._replace(param=target.param.removeprefix("model.")) for target in super().weight_targets(name)]
 
 
 class Eagle3Head(DraftHead):
     """An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840), which reads several layers' hidden states.
 
+    It may have an embedding, and a part of the vocabulary: d2t is what is added to a token of that part to make it one
+    of the target model's. Its attention takes the norms of embedding and hidden state side by side.
+
     names: of the tensors that are stored; none for random weights.
     """
 
-    model: Eagle3Model
+    feeds_normed: ClassVar = False
 
-    def __init__(self, config: Eagle3Config, target: CausalLM, names: Collection[str]) -> None:
-        super().__init__(config.model, config.layer_ids, target)
-        self.model = Eagle3Model(config, self, names)
-        self.vocab = vocab_shard(config.draft_vocab_size, self.communicator.rank, self.communicator.size)
-        self.lm_head = ParallelLMHead(self.vocab, config.model.hidden_size, None)
+    def __init__(self, folder: str, target: CausalLM, names: Collection[str]) -> None:
+        stored, config = _eagle3_config(folder, target.config)
+        layer_ids, size = _tapped(stored, target.config.num_layers), config.hidden_size
+        super().__init__(config, layer_ids, target, fc_inputs=len(layer_ids) * size, layer_inputs=2 * size)
+        self.midlayer, embedding, _ = self.parts
+        self.midlayer.hidden_norm = self.make_norm(Communicator())
+        # Whether the residual stream begins with the norm of the hidden states.
+        self.norms_residual = bool(stored.get("norm_before_residual"))
+        vocab_size = stored.get("draft_vocab_size") or config.vocab_size
+        vocab_size = check_int("draft_vocab_size", vocab_size, 1, config.vocab_size)
+        vocab = vocab_shard(vocab_size, self.communicator.rank, self.communicator.size)
+        self.lm_head = ParallelLMHead(vocab, size, None)
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = embedding = VocabParallelEmbedding(self.shard.vocab, size)
+        self.parts = self.midlayer, embedding, self.lm_head
+        if vocab_size < config.vocab_size or "d2t" in names:
+            self.d2t = LoadableVector(Shard.whole(vocab_size), torch.int64)
 
     @override
-    def weight_targets(self, name: str) -> list[WeightTarget]:
-        # The inverse of `d2t`.
-        return [] if name == "t2d" else super().weight_targets(name)
-
-    @override
-    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, str, Any]]:
         return eagle3_tensors(folder)
 
     @override
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.communicator.all_reduce_rows(_multiply_part(hidden, self.model.fc))
+        return self.communicator.all_reduce_rows(self.multiply_part(hidden))
 
     @override
-    def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
-        layer = self.model.midlayer
-        layer.self_attn.store(layer.join(embeds, hidden)[0], positions)
-
-    @override
-    def advance(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.model.norm(*self.model.midlayer(embeds, hidden, positions))
-
-    @override
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return super().embed(token_ids) if self.model.embed_tokens is None else self.model.embed_tokens(token_ids)
-
-    @override
-    def draft(self, states: torch.Tensor) -> torch.Tensor:
-        drafted = self._likeliest(states, self.lm_head, self.vocab)
-        return drafted if self.model.d2t is None else drafted + self.model.d2t.values[drafted]
+    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> LayerInput:
+        normed, _ = self.midlayer.hidden_norm(hidden)
+        both = torch.cat((self.midlayer.input_layernorm(embeds)[0], normed), 1)
+        return both, None, normed if self.norms_residual else hidden
 
 
-class MTPModel(nn.Module):
-    """The layer that Qwen3.5 and Qwen3-Next were trained with to predict the token after the next."""
+def _eagle3_config(folder: str, target: ModelConfig) -> tuple[dict[str, Any], ModelConfig]:
+    """Return the config.json of an EAGLE-3 head for a model, and the hyperparameters of its layer, or a ValueError."""
+    stored = read_json(os.path.join(folder, "config.json"))
+    name = (stored.get("architectures") or [""])[0]
+    if name not in _EAGLE3_NAMES or stored.get("model_type") != "llama":
+        raise ValueError(
+            f"the head in {folder!r} has architecture {name!r} and model_type {stored.get('model_type')!r}, which "
+            f"is not supported: only 'llama' and {', '.join(_EAGLE3_NAMES)}"
+        )
+    from transformers import LlamaConfig  # noqa: PLC0415
 
-    def __init__(self, config: ModelConfig, head: DraftHead) -> None:
-        super().__init__()
-        size, eps, offset = config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset
-        self.fc = _partial_linear(2 * size, config, head, "mtp.fc")
-        self.pre_fc_norm_embedding = AllReduceRMSNorm(size, eps, head.communicator, offset)
-        self.pre_fc_norm_hidden = AllReduceRMSNorm(size, eps, Communicator(), offset)
-        layer, shard = config.layers[0], head.shard
-        rotaries = {layer.rope: RotaryEmbedding(config.head_dim, layer.rope)}
-        self.layers = nn.ModuleList([make_layer(config, shard, head.communicator, layer, rotaries, "mtp.layers.0")])
-        self.norm = AllReduceRMSNorm(size, eps, head.communicator, offset)
+    config = ModelConfig.from_hf(LlamaConfig(**(stored | {"architectures": ["LlamaForCausalLM"]})))
+    for name in ("hidden_size", "vocab_size", "num_heads"):
+        own, wanted = getattr(config, name), getattr(target, name)
+        if own != wanted:
+            raise ValueError(
+                f"the head in {folder!r} has {name}={own}, the model {wanted}: a head drafts only for the model that "
+                "it was trained for"
+            )
+    if config.num_layers != 1:
+        raise ValueError(f"the head in {folder!r} has num_hidden_layers={config.num_layers}: only 1 is supported")
+    if config.quantization is not None:
+        raise ValueError(f"the head in {folder!r} is quantised, which is not supported: use one of 16 bits")
+    return stored, replace(config, tie_word_embeddings=False)
 
-    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the layer's input, [num_tokens, hidden_size]; with several ranks, this rank's part of the sum."""
-        both = torch.cat((self.pre_fc_norm_embedding(embeds)[0], self.pre_fc_norm_hidden(hidden)[0]), 1)
-        return _multiply_part(both, self.fc)
+
+def _tapped(stored: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the numbers of the hidden states that an EAGLE-3 head reads in a model of `num_layers`."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    nested = (stored.get("eagle_config") or {}).get(name)
+    # The nested ones name layers whose outputs are read, the next layer's inputs.
+    numbers = stored.get(name) or [number + 1 for number in nested or ()] or [2, num_layers // 2, num_layers - 3]
+    return tuple(check_int(f"{name} of the head", number, 0, num_layers - 1) for number in numbers)
 
 
 class MTPHead(DraftHead):
-    """The head in a model's own checkpoint, `mtp.*` (multi-token prediction); it reads and feeds normed states."""
+    """The layer that Qwen3.5 and Qwen3-Next were trained with to predict the token after the next.
 
-    model: MTPModel
+    It is `mtp.*` (multi-token prediction) in a model's own checkpoint, and reads and feeds normed states.
+    """
+
+    feeds_normed: ClassVar = True
 
     def __init__(self, target: CausalLM) -> None:
-        super().__init__(_mtp_config(target.config), (target.config.num_layers,), target)
-        self.model = MTPModel(self.config, self)
+        config, size = _mtp_config(target.config), target.config.hidden_size
+        super().__init__(config, (target.config.num_layers,), target, fc_inputs=2 * size, layer_inputs=size)
+        self.pre_fc_norm_embedding = self.make_norm(self.communicator)
+        self.pre_fc_norm_hidden = self.make_norm(Communicator())
+        self.layers = nn.ModuleList(self.parts[:1])
 
     @override
-    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
-        for _, name, tensor in stored_tensors(folder):
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, str, Any]]:
+        for file, name, tensor in stored_tensors(folder):
             if name.startswith("mtp."):
-                yield name.removeprefix("mtp."), tensor
+                yield file, name.removeprefix("mtp."), tensor
 
     @override
-    def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
-        layer: Any = self.model.layers[0]
-        normed, _ = layer.input_layernorm(self.model.join(embeds, hidden))
-        layer.self_attn.store(normed, positions)
-
-    @override
-    def advance(
-        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        model = self.model
-        states, _ = model.norm(*model.layers[0](model.join(embeds, hidden), None, positions, None))
-        return states, states
+    def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> LayerInput:
+        both = torch.cat((self.pre_fc_norm_embedding(embeds)[0], self.pre_fc_norm_hidden(hidden)[0]), 1)
+        return self.multiply_part(both), self.parts[0].input_layernorm, None
 
 
-def _partial_linear(in_features: int, config: ModelConfig, head: DraftHead, prefix: str) -> RowParallelLinear:
-    """Return a product whose inputs are divided among the ranks."""
-    inputs = inputs_shard(config, in_features, head.communicator.rank, head.communicator.size)
-    return RowParallelLinear(inputs, config.hidden_size, quant_config=config.quantization, prefix=prefix)
+def _mtp_config(target: ModelConfig) -> ModelConfig:
+    """Return the config of a model's own head, `mtp.*` in its checkpoint; without such a family a ValueError."""
+    if target.delta_net is None:
+        raise ValueError(
+            "method 'mtp' of speculative_config needs a model of a family with mtp.* tensors, Qwen3.5, Qwen3.6 or "
+            f"Qwen3-Next, not {target.architecture.name}: use 'ngram', or 'eagle3' with a head for this model"
+        )
+    # What is quantised here is in 16 bits there.
+    is_stored = target.quantization is not None and target.quantization.is_stored
+    attending = [layer for layer in target.layers if not layer.is_linear]
+    return replace(target, layers=(attending[-1],), quantization=target.quantization if is_stored else None)
 
 
-def _multiply_part(x: torch.Tensor, linear: RowParallelLinear) -> torch.Tensor:
-    """Return this rank's part of a product with x, [num_tokens, all inputs], which every rank has."""
-    return linear(x[:, linear.inputs.start : linear.inputs.stop].contiguous())[0]
-
-
-def eagle3_tensors(folder: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of an EAGLE-3 head, in safetensors or a file of torch's, by the names of the first ones.
+def eagle3_tensors(folder: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the tensors of an EAGLE-3 head as `stored_tensors` does, also of a file of torch's, by their usual names.
 
     ValueError if there are none, or a file is damaged.
     """
-    path = os.path.join(folder, _PICKLED)
-    stored: Iterable[tuple[str, Any]]
+    path, stored = os.path.join(folder, _PICKLED), stored_tensors(folder)
     if os.path.isfile(path) and not any(name.endswith(".safetensors") for name in os.listdir(folder)):
         try:
-            stored = torch.load(path, map_location="cpu", weights_only=True).items()
+            pickled = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, UnpicklingError) as error:
             raise ValueError(f"{path!r} is damaged: {error}") from error
-    else:
-        stored = ((name, tensor) for _, name, tensor in stored_tensors(folder))
-    for name, tensor in stored:
-        yield name.removeprefix("model.").replace("layers.0.", "midlayer."), tensor
+        stored = ((path, name, tensor) for name, tensor in pickled.items())
+    for file, name, tensor in stored:
+        # The inverse of `d2t`.
+        if not name.endswith("t2d"):
+            yield file, name.removeprefix("model.").replace("layers.0.", "midlayer."), tensor
 
 
 def load_draft_head(
@@ -390,9 +289,8 @@ def load_draft_head(
         else:
             assert speculation.model is not None
             folder = resolve_model(speculation.model, None)
-            is_dummy = config.load_format == "dummy"
-            names = () if is_dummy else {name for name, _ in eagle3_tensors(folder)}
-            head = Eagle3Head(Eagle3Config.from_folder(folder, target.config), target, names)
+            names = () if config.load_format == "dummy" else {name for _, name, _ in eagle3_tensors(folder)}
+            head = Eagle3Head(folder, target, names)
     size = target.communicator.size
     own, wanted = ([shard_of(one.config, rank, size).heads for rank in range(size)] for one in (head, target))
     if own != wanted:
@@ -400,5 +298,9 @@ def load_draft_head(
             f"the head in {folder!r} has {head.config.num_kv_heads} KV heads, the model {target.config.num_kv_heads}: "
             f"tensor_parallel_size={size} would give their ranks other heads; use another size"
         )
-    head.weights = head.load(config, folder, max_model_len + config.num_drafts, dtype, device)
+    try:
+        head.weights = head.load(config, folder, max_model_len + config.num_drafts, dtype, device)
+    except ValueError as error:
+        advice = "give a folder with all of the head, or use method 'ngram' of speculative_config"
+        raise ValueError(f"the head in {folder!r}: {error}; {advice}") from error
     return head

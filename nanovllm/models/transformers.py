@@ -95,10 +95,10 @@ class TransformersForCausalLM(CausalLM):
         return self._sources.targets(name)
 
     @override
-    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, str, Any]]:
         """Read a folder by transformers' code, which converts tensors stored in another form."""
         for name, parameter in self._read(folder, self._dtype).named_parameters():
-            yield name, WholeTensor(parameter.detach())
+            yield folder, name, WholeTensor(parameter.detach())
 
     def _divide(self) -> dict[str, tuple[slice, ...]]:
         try:

@@ -21,7 +21,7 @@ import torch
 from nanovllm.parallel.communicator import Communicator
 from nanovllm.utils.display import loading_bar, shown
 from nanovllm.weights.adapter import is_adapter, read_adapter
-from nanovllm.weights.files import misfit, stored_tensors, weight_pair
+from nanovllm.weights.files import misfit, weight_pair
 from nanovllm.weights.names import WeightedModel
 from nanovllm.weights.report import LoadedWeights, LoadFailedError, MissingWeights
 from nanovllm.weights.slices import WeightSlice, WeightTarget
@@ -203,7 +203,7 @@ class ModelWeights:
         self._check_names(folder)
         num_bytes = sum(part.region.nbytes for part in self._slices.values())
         with loading_bar("Loading weights", num_bytes, "B", self._communicator.rank) as bar:
-            for name, tensor in self._model.folder_tensors(folder):
+            for _, name, tensor in self._model.folder_tensors(folder):
                 self.check(name, tensor)
                 self.write(name, tensor, finds_nans=False)
                 for _, part in self._parts[name]:
@@ -212,14 +212,14 @@ class ModelWeights:
     def _check_names(self, folder: str) -> None:
         """Reject, before reading any, tensors that are missing, left over, or duplicated."""
         found, surplus = set[WeightTarget](), []
-        for file, name, _ in stored_tensors(folder):
+        for file, name, _ in self._model.folder_tensors(folder):
             for target in self._model.weight_targets(name):
                 if target in found:
                     raise ValueError(f"tensor {name!r} is there twice, the second time in {file!r}")
                 found.add(target)
                 if target not in self._slices:
                     surplus.append(name)
-        missing = [str(target) for target in self._slices if target not in found]
+        missing = [self._model.stored_name(target) for target in self._slices if target not in found]
         if surplus or missing:
             raise ValueError(misfit(folder, missing, surplus))
 
@@ -238,7 +238,7 @@ class ModelWeights:
     def check_folder(self, folder: str, strict: bool) -> tuple[int, set[WeightTarget]]:
         """Return the number of needed tensors in a folder, and their targets; ValueError if one does not fit."""
         num_needed, found = 0, set[WeightTarget]()
-        for name, tensor in self._model.folder_tensors(folder):
+        for _, name, tensor in self._model.folder_tensors(folder):
             num_needed += self.check(name, tensor)
             self.check_values(name, tensor)
             found.update(self.targets(name))
@@ -253,7 +253,7 @@ class ModelWeights:
 
     def write_folder(self, folder: str) -> None:
         """Write the tensors of a folder, which `check_folder` has passed."""
-        for name, tensor in self._model.folder_tensors(folder):
+        for _, name, tensor in self._model.folder_tensors(folder):
             if self.check(name, tensor):
                 self.write(name, tensor)
 

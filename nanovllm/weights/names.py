@@ -53,11 +53,11 @@ class WeightedModel(nn.Module):
         # Buffers are scales.
         return [*self.parameters(), *self.buffers()]
 
-    def folder_tensors(self, folder: str) -> Iterator[tuple[str, Any]]:
-        """Return the tensors of a folder, by name, as `ModelWeights` expects them; see `stored_tensors`."""
+    def folder_tensors(self, folder: str) -> Iterator[tuple[str, str, Any]]:
+        """Return the tensors of a folder as `ModelWeights` expects them, with file and name; see `stored_tensors`."""
         from nanovllm.weights.files import stored_tensors  # noqa: PLC0415
 
-        return ((name, tensor) for _, name, tensor in stored_tensors(folder))
+        return stored_tensors(folder)
 
     def weight_targets(self, name: str) -> list[WeightTarget]:
         """Map a checkpoint tensor to its targets, which may not exist: consecutive rows; none if it is not needed."""
@@ -98,8 +98,9 @@ class WeightedModel(nn.Module):
 
     def stored_name(self, target: WeightTarget) -> str:
         """Return the checkpoint name of a target's tensor."""
-        *path, module, name = target.param.split(".")
+        *path, name = target.param.split(".")
         if target.part is not None:
             packed = self.packed_modules_mapping.items()
-            module = next((there for there, here in packed if here == (module, target.part)), module)
-        return ".".join([*path, *([] if target.expert is None else [str(target.expert)]), module, name])
+            path[-1] = next((there for there, here in packed if here == (path[-1], target.part)), path[-1])
+        path[-1:-1] = [] if target.expert is None else [str(target.expert)]
+        return ".".join([*path, name])

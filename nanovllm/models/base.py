@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -113,29 +113,20 @@ class CausalLM(WeightedModel):
             if isinstance(module, RotaryEmbedding):
                 module.tabulate(max_position, device)
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None) -> Stream:
+    def forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None,
+        hidden_states: dict[int, Any] | None = None,
+    ) -> Stream:  # fmt: skip
         """Run the model up to its last norm; return x and residual, [num_rows, hidden_size], see `layers.layernorm`.
 
         Args:
             token_ids, positions: [num_tokens] int32.
             rows: indices of the tokens whose states are needed: few prompt tokens are sampled from. None for all.
+            hidden_states: by layer, to be filled with its input of all tokens, [num_tokens, hidden_size]. Only native
+                decoders have them.
         """
-        states: Stream = self.model(token_ids, positions, rows)
+        states: Stream = self.model(token_ids, positions, rows, hidden_states or {})
         return states
-
-    def forward_tapped(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, layer_ids: Collection[int],
-    ) -> tuple[Stream, dict[int, torch.Tensor]]:  # fmt: skip
-        """Return what `forward` does, and inputs of layers, [num_tokens, hidden_size], by layer, of all tokens.
-
-        Only native decoders have them.
-        """
-        decoder: Any = self.model
-        # There are fewer layers while kernels are compiled.
-        last = len(decoder.layers) - 1
-        found: dict[int, Any] = {min(number, last): None for number in layer_ids}
-        states: Stream = decoder(token_ids, positions, rows, found)
-        return states, {number: found[min(number, last)] for number in layer_ids}
 
     def hidden_states(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Return the states after the last norm, [num_rows, hidden_size]; x, residual: from `forward`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -196,33 +196,23 @@ class Decoder(nn.Module):
         self.multiplier = 1.0 if config.multipliers is None else config.multipliers.embedding
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None,
-        hidden_states: dict[int, torch.Tensor | None] | None = None,
-    ) -> Stream:  # fmt: skip
-        """token_ids, positions: [num_tokens] -> x and residual before the last norm, of `rows` or of all tokens.
-
-        hidden_states: by layer, to be filled with the layer's input, x + residual.
-        """
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None, hidden_states: dict[int, Any]
+    ) -> Stream:
+        """Return x and residual before the last norm, of `rows` or of all tokens; see `CausalLM.forward`."""
         x, residual = self.reducer.all_reduce_rows(self.embed_tokens(token_ids)), None
         if self.multiplier != 1:
             x = x * self.multiplier
-        dtype = x.dtype
+        dtype, last = x.dtype, len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            if hidden_states is not None and i in hidden_states:
-                hidden_states[i] = self._total(x, residual).to(dtype)
+            # There are fewer layers while kernels are compiled.
+            if tapped := [number for number in hidden_states if min(number, last) == i]:
+                # A norm computes the sum as well, but it is then overwritten.
+                total = self.norm.communicator.all_reduce(x.sum(0) if x.dim() == 3 else x.clone())
+                total = total if residual is None else total + residual
+                hidden_states |= dict.fromkeys(tapped, total.to(dtype))
             # After the last layer's attention only the rows to sample from are needed.
-            x, residual = layer(x, residual, positions, rows if i + 1 == len(self.layers) else None)
+            x, residual = layer(x, residual, positions, rows if i == last else None)
         return x, residual
-
-    def _total(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """Return x + residual, which a norm computes as well, but which is then overwritten."""
-        communicator = self.norm.communicator
-        if x.dim() == 3:
-            x = x.sum(0)
-        elif residual is None or communicator.size > 1:
-            x = x.clone()
-        total = communicator.all_reduce(x)
-        return total if residual is None else total + residual
 
 
 def make_layer(

@@ -267,8 +267,9 @@ class TransformersForCausalLM(CausalLM):
             self._run(positions, positions)
 
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor | None = None,
+        hidden_states: dict[int, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Run the model including its last norm, unlike other models."""
         with step_positions(positions):
             states = self._run(token_ids.long(), positions.long()).last_hidden_state[0]

@@ -368,15 +368,12 @@ class ModelRunner:
         layer what it takes, and by the number of layers those after the last norm.
         """
         model, last, rows = self.model, self.model_config.num_layers, inputs.sample_indices
-        drafter_ids = () if self.drafter is None else self.drafter.layer_ids
-        asked, found = {*layer_ids, *drafter_ids}, dict[int, torch.Tensor]()
+        drafter_ids = () if self.head is None else self.head.layer_ids
+        asked = {*layer_ids, *drafter_ids}
+        found: dict[int, Any] = dict.fromkeys(asked - {last})
         self.backend.plan(inputs.metadata)
         with set_step_metadata(inputs.metadata):
-            needed = None if last in asked else rows
-            if asked <= {last}:
-                x, residual = model(inputs.token_ids, inputs.positions, needed)
-            else:
-                (x, residual), found = model.forward_tapped(inputs.token_ids, inputs.positions, needed, asked - {last})
+            x, residual = model(inputs.token_ids, inputs.positions, None if last in asked else rows, found)
         if last in asked:
             hidden = found[last] = model.hidden_states(x, residual)
             logits = model.project_logits(hidden if rows is None else hidden[rows])

@@ -109,7 +109,11 @@ class Attention(CachedAttention):
 
     def store(self, x: torch.Tensor, weight: Weight, rope: NormRope, positions: torch.Tensor) -> None:
         """Compute and store keys and values alone; x, weight, rope, positions: see `project`."""
-        kv = weight.multiply_last(x, 2 * self.num_kv_heads * self.head_dim)
+        size = 2 * self.num_kv_heads * self.head_dim
+        if isinstance(weight, DenseWeight) and weight.bias is None:
+            kv = ops.norm_linear(x, weight.values[-size:], policy=weight.policy)[0]
+        else:
+            kv = weight.multiply(x)[0][:, -size:]
         heads = kv.view(len(positions), -1, self.head_dim)
         ops.qkv_rope_store(heads, rope, positions, self.layer.pages, self._slot_mapping)
 

@@ -139,10 +139,6 @@ class Weight(LoadableModule, ABC):
         assert isinstance(x, torch.Tensor)
         return ops.norm_linear(x, self.matrix, self.bias, norm, residual, gated, policy=self.policy)
 
-    def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
-        """Return the last outputs of `multiply` alone, [num_rows, num_outputs]; rows may have a stride."""
-        return self.multiply(x)[0][:, -num_outputs:]
-
     def multiply_into(self, x: torch.Tensor, residual: torch.Tensor) -> Stream:
         """Return the x and the residual of the norm that follows: their sum is `multiply(x) + residual`.
 
@@ -189,8 +185,3 @@ class DenseWeight(Weight):
     @override
     def kernel_sizes(self) -> tuple[Collection[int], Collection[int]]:
         return self.policy.dense_rows, self.policy.dense_tokens
-
-    @override
-    def multiply_last(self, x: torch.Tensor, num_outputs: int) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias[-num_outputs:]
-        return ops.norm_linear(x, self.values[-num_outputs:], bias, policy=self.policy)[0]

@@ -16,13 +16,11 @@ from nanovllm.kernels.drafts import ngram_drafts
 from nanovllm.kernels.slot_tensors import SlotTensors, gather_decode_rows
 from nanovllm.models.draft_head import DraftHead
 from nanovllm.runner.batch import StepInputs
+from nanovllm.utils.device import to_device
 
 
 class Drafter(ABC):
     """Fills `SlotTensors.drafts`, with -1 from the first draft on that it has not."""
-
-    # Of the model's hidden states that it reads; see `DraftHead`.
-    layer_ids: tuple[int, ...] = ()
 
     @abstractmethod
     def add(self, slot: int, token_ids: array[int]) -> None:
@@ -48,27 +46,22 @@ class NgramDrafter(Drafter):
         self.lookup = config.prompt_lookup_min, config.prompt_lookup_max
         size = num_slots + 1, max_model_len + config.num_speculative_tokens + 1
         self.history = torch.zeros(size, dtype=torch.int32, device=device)
+        self._ahead = torch.arange(1, config.num_speculative_tokens + 2, device=device)
 
     @override
     def add(self, slot: int, token_ids: array[int]) -> None:
         tokens = torch.from_numpy(np.array(token_ids, dtype=np.int32))
-        if self.history.is_cuda:
-            tokens = tokens.pin_memory()
-        self.history[slot, : len(tokens)].copy_(tokens, non_blocking=True)
+        self.history[slot, : len(tokens)] = to_device(tokens, self.history.device)
 
     @override
     def propose(self, state: SlotTensors, inputs: StepInputs, sampled: torch.Tensor) -> None:
         slots, positions, metadata = inputs.sample_slots.long(), inputs.positions.long(), inputs.metadata
-        if inputs.sample_indices is not None:
-            positions = positions[inputs.sample_indices]
-        if metadata.row_positions is not None:
-            # Tokens that do not exist have the position of the one before them; they go to the slot of padding.
-            places = metadata.row_positions.view(metadata.num_decodes, metadata.num_queries)
-            exists = places.diff(dim=1, prepend=places[:, :1] - 1) > 0
-            own, padding = slots[: metadata.num_decodes, None], len(state.last_token) - 1
-            slots = torch.cat((own.where(exists, padding).flatten(), slots[metadata.num_decodes :]))
+        rows, count, per_row = metadata.num_decodes, metadata.num_row_tokens, metadata.num_queries
         # Behind the accepted drafts these are wrong, and not read before they are written again.
-        self.history[slots, positions + 1] = sampled.int()
+        places = positions[:count:per_row, None] + self._ahead[:per_row]
+        self.history[slots[:rows, None], places] = sampled[:count].view(rows, per_row).int()
+        if inputs.sample_indices is not None:
+            self.history[slots[rows:], positions[inputs.sample_indices[count:]] + 1] = sampled[count:].int()
         if inputs.drafts:
             ngram_drafts(state, self.history, inputs.sample_slots, self.lookup)
 
@@ -83,8 +76,7 @@ class HeadDrafter(Drafter):
     """
 
     def __init__(self, head: DraftHead, backend: AttentionBackend, *, block_size: int, num_drafts: int) -> None:
-        self.head, self.layer_ids, self.backend = head, head.layer_ids, backend
-        self.block_size, self.num_drafts = block_size, num_drafts
+        self.head, self.backend, self.block_size, self.num_drafts = head, backend, block_size, num_drafts
         # The plan of a single row divides its context, which may be long.
         one = np.zeros(1, dtype=np.int32)
         self._variant = backend.plan_host(one, one, one.reshape(1, 1)).variant

@@ -225,13 +225,12 @@ class SamplingParams:
         """Check lists and dicts; an empty one becomes None, except `allowed_token_ids`."""
         self.stop = check_strings("stop", [self.stop] if isinstance(self.stop, str) else self.stop) or None
         self.bad_words = check_strings("bad_words", self.bad_words) or None
-        for name in ("stop_token_ids", "allowed_token_ids", "hidden_states"):
-            one, kind = ("a layer", "layers") if name == "hidden_states" else ("an id", "token ids")
+        for name, kind in (("stop_token_ids", "token"), ("allowed_token_ids", "token"), ("hidden_states", "layer")):
             ids = token_list(getattr(self, name))
             if ids is not None:
                 if not isinstance(ids, (list, tuple, set, frozenset)):
-                    raise ValueError(f"{name} must be a list of {kind}, not {ids!r:.80}")
-                setattr(self, name, [check_int(f"{one} of {name}", number, 0) for number in ids])
+                    raise ValueError(f"{name} must be a list of {kind} ids, not {ids!r:.80}")
+                setattr(self, name, [check_int(f"an id of {name}", number, 0) for number in ids])
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids is empty: nothing could be generated")
         if self.logit_bias is not None:

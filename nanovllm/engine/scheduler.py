@@ -377,11 +377,7 @@ class Scheduler:
                 self.finish(seq, "abort")
                 changes.failed.append((seq, error))
                 return count
-            if seq.status is SequenceStatus.ENDING:
-                has_all = not seq.num_in_flight
-            else:
-                has_all = bool(self.steady.num_drafts) and len(seq.token_ids) >= seq.most_tokens
-            if ends or has_all:
+            if ends or len(seq.token_ids) >= seq.most_tokens:
                 self.finish(seq, "stop" if ends else "length")
                 changes.finished.append(seq)
                 return count

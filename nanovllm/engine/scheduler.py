@@ -172,8 +172,8 @@ class Scheduler:
 
     def _schedule_steady(self, batch: ScheduledBatch) -> list[Sequence]:
         """Plan a row for every sequence that has caught up; return the sequences that it finishes."""
-        for seq in self.steady.without_room():
-            self._make_room(seq)
+        for seq, num_new in self.steady.without_room():
+            self._make_room(seq, num_new)
         budget = self._budget
         if self.steady.num_drafts and (self._behind or (self.waiting and self._free_slots)):
             # Prompts get the other half of what rows of one token leave.
@@ -182,10 +182,9 @@ class Scheduler:
         self._budget -= int(batch.rows.num_new.sum()) if self.steady.num_drafts else len(self.steady)
         return ending
 
-    def _make_room(self, seq: Sequence) -> None:
+    def _make_room(self, seq: Sequence, num_new: int) -> None:
         """Give a running sequence blocks for its next token, preempting if needed, and free ones for drafts."""
-        num_new = self.steady.most_new(seq) if seq.status is SequenceStatus.RUNNING else 0
-        if not num_new:
+        if seq.status is not SequenceStatus.RUNNING:
             return
         manager = self.block_manager
         manager.release_outside_window(seq)

@@ -410,20 +410,17 @@ class SteadyRows:
         self._num_noted[slots] = num_drafts
         self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
 
-    def without_room(self) -> list[Sequence]:
-        """Return the sequences that may lack a block of their own for their next tokens."""
+    def without_room(self) -> list[tuple[Sequence, int]]:
+        """Return the sequences that may lack a block of their own for their next tokens, and the most of these."""
         if self._num_quiet_steps:
             return []
         slots = self._all_rows().slots
         num_tokens = self.num_tokens[slots]
-        num_stored = num_tokens + 2 * (self._most_new[slots] - 1) if self.num_drafts else num_tokens
+        num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
+        lacks_room = num_tokens + 2 * (num_new - 1) > self._capacity[slots]
         is_shared = num_tokens - self.num_unsure[slots] <= self._num_shared[slots]
-        rows = np.flatnonzero((num_stored > self._capacity[slots]) | is_shared)
-        return [self.seqs[row] for row in rows]
-
-    def most_new(self, seq: Sequence) -> int:
-        """Return the most tokens that a sequence may compute in the next step; 0 if enough are in flight."""
-        return int(min(self._most_new[seq.slot], self._most_tokens[seq.slot] - self.num_tokens[seq.slot]))
+        rows = np.flatnonzero((lacks_room | is_shared) & (num_new > 0))
+        return [(self.seqs[row], int(num_new[row])) for row in rows]
 
     def plan(self, budget: int) -> tuple[Rows, list[int], list[Sequence]]:
         """Return the rows, of at most `budget` tokens, the ids of their sequences, and the sequences that end."""

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from typing_extensions import Unpack, override
 
 from nanovllm.client.messages import CallEngine, Enqueue, Order, StepReport
@@ -326,8 +327,9 @@ class ReplicatedEngine(Engine):
             with suppress(RuntimeError):
                 self.call(LLMEngine.is_finished)
         total: dict[str, Any] = {}
-        for replica in self._replicas:
-            add_stats(total, replica.stats)
+        for name, value in (item for replica in self._replicas for item in replica.stats.items()):
+            # Lists are added position by position.
+            total[name] = np.add(total.get(name, 0), value).tolist()
         return total
 
     def __del__(self) -> None:
@@ -412,12 +414,3 @@ class ReplicatedEngine(Engine):
         for request_id in left:
             self._end(request_id)
         self._results.fail(StepError(cause, left, RuntimeError(cause)))
-
-
-def add_stats(total: dict[str, Any], stats: Mapping[str, Any]) -> None:
-    """Add an engine's counters to a total; lists are added position by position."""
-    for name, value in stats.items():
-        if isinstance(value, list):
-            total[name] = [a + b for a, b in zip(total.get(name, [0] * len(value)), value, strict=True)]
-        else:
-            total[name] = total.get(name, 0) + value

@@ -92,13 +92,13 @@ class BlockManager:
         max_chunk: most tokens of a sequence in one step.
         host: keeps evicted blocks, for a cache of one group that keeps all tokens, and states; None to drop them.
         num_clean_blocks: free blocks, next to be evicted, that `host` should already have a copy of.
-        keeps_decoded_states: whether states of outputs can be cached, too.
+        num_drafts: most drafts of a sequence in one step; with any, states of outputs are stored late, and not cached.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
         *, kinds: typing.Sequence[CacheKind] = (PagedCache(),), max_chunk: int = 1, host: HostCache | None = None,
-        num_clean_blocks: int = 0, keeps_decoded_states: bool = True,
+        num_clean_blocks: int = 0, num_drafts: int = 0,
     ) -> None:  # fmt: skip
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -110,7 +110,7 @@ class BlockManager:
         # Blocks freed or registered so far; each brings a waiting sequence at most one block closer to fitting.
         self._num_gained = 0
         self.host = host
-        self._num_clean_blocks, self._keeps_decoded_states = num_clean_blocks, keeps_decoded_states
+        self._num_clean_blocks, self._num_drafts = num_clean_blocks, num_drafts
         # Of the step being planned: blocks given to running sequences; loads from host memory, by destination; counts
         # of blocks loaded, and taken from the free ones; copies within the device; keys of states that it computes, and
         # the blocks of states that it keeps.
@@ -122,6 +122,8 @@ class BlockManager:
         self._kept_blocks: list[int] = []
         # Of steps without a result yet, oldest step first.
         self._unconfirmed: deque[_Unconfirmed] = deque()
+        # Drafts of two steps may be in flight.
+        max_chunk += 2 * num_drafts
         self.policies: list[CachePolicy] = [
             StatePolicy(kind, block_size) if isinstance(kind, StateCache) else PagedPolicy(kind, block_size, max_chunk)
             for kind in kinds
@@ -620,7 +622,7 @@ class BlockManager:
         prefix = self._hash(seq, num_blocks)
         is_prompt = num_blocks * self.block_size < seq.num_prompt_tokens
         if not is_prompt:
-            if not self._keeps_decoded_states:
+            if self._num_drafts:
                 return
             if seq.decode_state is not None:
                 self._replace(seq.decode_state)

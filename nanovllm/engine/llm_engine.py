@@ -85,13 +85,11 @@ class LLMEngine(Engine):
             config.kvcache_block_size,
             config.enable_prefix_caching,
             kinds=runner.cache_kinds,
-            # Drafts of two steps may be in flight.
-            max_chunk=config.max_num_batched_tokens + 2 * runner.num_drafts,
+            max_chunk=config.max_num_batched_tokens,
             host=None if memory is None else HostCache(memory),
             # With states, twice the number: for new ones, and what prompts keep.
             num_clean_blocks=-(-4 * config.max_num_batched_tokens // config.kvcache_block_size) * (2 if states else 1),
-            # With drafts they are stored late.
-            keeps_decoded_states=not runner.num_drafts,
+            num_drafts=runner.num_drafts,
         )
         self.scheduler = Scheduler(
             self.block_manager,

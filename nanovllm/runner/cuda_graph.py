@@ -65,8 +65,6 @@ def max_draft_rows(config: Config) -> int:
 
 def drafted_sizes(config: Config, backend: AttentionBackend, undrafted: list[StepShape]) -> list[StepShape]:
     """Sizes of steps that make drafts, or whose rows compute some; `undrafted` are the sizes that do neither."""
-    if not config.num_drafts:
-        return []
     most, chunks = max_draft_rows(config), min(_MIXED_CHUNKS, config.max_num_running)
     variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots[None]).variant
     usual = next(item for item in backend.variants() if item.variant == variant)
@@ -146,7 +144,7 @@ def make_capture_sizes(config: Config, backend: AttentionBackend, model: CausalL
         shapes += decode_sizes(config.max_num_running, variant)
         if backend.supports_mixed_graph:
             shapes += mixed_sizes(config.max_num_running, config.max_num_batched_tokens, variant)
-    if shapes:
+    if shapes and config.num_drafts:
         shapes += drafted_sizes(config, backend, shapes)
     return CaptureSizes(shapes, variants, backend.kernel_rows, model.kernel_rows, model.kernel_tokens)
 

@@ -266,22 +266,19 @@ class ModelRunner:
         rows = Rows(slots, np.full_like(slots, 1 + num_drafts), np.full_like(slots, length))
         batch, state = ScheduledBatch(rows=rows, drafts=num_drafts > 0), self.batch_builder.slots.tensors
         # Tokens that differ are sent to different experts.
-        size, generator = (num_rows, 1 + self.num_drafts), torch.Generator()
-        tokens = torch.randint(self.model_config.vocab_size, size, dtype=torch.int32, generator=generator)
-        tokens, began = tokens.to(self.device), 0.0
+        vocab_size, size, ends = self.model_config.vocab_size, (num_rows, 1 + self.num_drafts), list[float]()
+        tokens = torch.randint(vocab_size, size, generator=torch.Generator()).to(self.device)
         fields = [getattr(state, name)[:num_rows] for name in ("last_token", "drafts", "num_computed", "num_blocks")]
-        for number in range(_WARM_STEPS + _TIMED_STEPS):
-            if number == _WARM_STEPS:
-                self.synchronize()
-                began = time.perf_counter()
-            for field, values in zip(fields, (tokens[:, 0], tokens[:, 1:], length, self.max_blocks), strict=True):
-                field[:] = values
-            self.sample(self.forward(batch))
-        self.synchronize()
-        seconds = (time.perf_counter() - began) / _TIMED_STEPS
+        for count in (_WARM_STEPS, _TIMED_STEPS):
+            for _ in range(count):
+                for field, values in zip(fields, (tokens[:, 0], tokens[:, 1:], length, self.max_blocks), strict=True):
+                    field[:] = values
+                self.sample(self.forward(batch))
+            self.synchronize()
+            ends.append(time.perf_counter())
         for field in fields:
             field.zero_()
-        return seconds
+        return (ends[1] - ends[0]) / _TIMED_STEPS
 
     def _drop_graphs(self) -> None:
         if self.graphs is not None:
@@ -315,12 +312,10 @@ class ModelRunner:
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _extra_rows(self, step: DeviceStep) -> ExtraRows | None:
-        batch, slots, per_row = step.batch, self.batch_builder.slots, 1 + step.shape.num_drafts
-        sampled = batch.rows.slots.tolist()
-        if per_row > 1:
-            # What is not new in a row is padding.
-            num_new = zip(sampled, batch.rows.num_new.tolist(), strict=True)
-            sampled = [slot if i < n else slots.padding_slot for slot, n in num_new for i in range(per_row)]
+        batch, slots, columns = step.batch, self.batch_builder.slots, np.arange(1 + step.shape.num_drafts)
+        # What is not new in a row is padding.
+        is_new = columns < batch.rows.num_new[:, None]
+        sampled = np.where(is_new, batch.rows.slots[:, None], slots.padding_slot).flatten().tolist()
         sampled += [slots.padding_slot] * (step.shape.num_row_tokens - len(sampled))
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)

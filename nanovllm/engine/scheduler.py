@@ -29,8 +29,6 @@ from nanovllm.runner.messages import NO_DRAFTS, Chunk, DraftCosts, ScheduledBatc
 
 _MOST_PASSED_OVER = 64
 """Waiting sequences that a step passes over at most, since each is looked up in the prefix cache."""
-_SPECULATION_STATS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_per_position")
-"""The fields of `SchedulerStats` that only an engine that speculates reports."""
 
 
 @dataclass
@@ -64,10 +62,6 @@ class SchedulerStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_clipped_kv: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_accepted_per_position: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -88,7 +82,7 @@ class Scheduler:
         self._is_held = False
         # The running sequences that have caught up.
         self.steady = SteadyRows(max_num_running, block_manager.block_size, num_drafts, draft_costs)
-        self.stats = SchedulerStats(num_accepted_per_position=[0] * num_drafts)
+        self.stats = SchedulerStats()
         self._num_matched_tokens = 0
         self._free_slots = list(reversed(range(max_num_running)))
         self._sequences: dict[int, Sequence] = {}
@@ -360,12 +354,7 @@ class Scheduler:
             changes.dropped.add(seq_id)
             return 0
         if num_new > 1:
-            num_drafts, stats = self.steady.settle(seq, num_new, len(token_ids)), self.stats
-            stats.num_drafts += num_drafts > 0
-            stats.num_draft_tokens += num_drafts
-            stats.num_accepted_tokens += len(token_ids) - 1
-            for position in range(len(token_ids) - 1):
-                stats.num_accepted_per_position[position] += 1
+            self.steady.settle(seq, num_new, len(token_ids))
         for count, token_id in enumerate(token_ids, 1):
             seq.append(token_id)
             try:
@@ -468,9 +457,10 @@ class Scheduler:
             "num_free_blocks": manager.num_free_blocks,
             **({} if manager.host is None else manager.host.counters()),
         }
-        if not self.steady.num_drafts:
-            for name in _SPECULATION_STATS:
-                del counters[name]
+        if self.steady.num_drafts:
+            verified, accepted = self.steady.num_verified.tolist(), self.steady.num_accepted.tolist()
+            counters |= {"num_drafts": verified[0], "num_draft_tokens": sum(verified)}
+            counters |= {"num_accepted_tokens": sum(accepted), "num_accepted_per_position": accepted}
         if manager.has_states:
             # Every running sequence has one.
             counters["num_used_states"] = len(self.running)

@@ -328,6 +328,7 @@ class SteadyRows:
         seqs: the sequences, one per row.
         num_tokens: [num_slots]; see `Sequence`. The newest of them is computed next.
         num_unsure: [num_slots]; see `Sequence`; zero without drafts.
+        num_verified, num_accepted: [num_drafts]; drafts so far, by position among a row's drafts.
     """
 
     def __init__(self, num_slots: int, block_size: int, num_drafts: int = 0, costs: DraftCosts = NO_DRAFTS) -> None:
@@ -344,6 +345,7 @@ class SteadyRows:
         self._capacity, self._num_shared = np.zeros((2, num_slots), dtype=np.int64)
         # Number of tokens at which it ends, and the most that one step computes.
         self._most_tokens, self._most_new = np.zeros((2, num_slots), dtype=np.int64)
+        self.num_verified, self.num_accepted = np.zeros((2, self.num_drafts), dtype=np.int64)
         # Drafts that the device had when last known, steps since it had any, and tokens that drafts gained a step, on
         # the average of the steps counted.
         self._num_noted, self._num_without, self._num_gains = np.zeros((3, num_slots), dtype=np.int64)
@@ -489,22 +491,24 @@ class SteadyRows:
                 self._num_gains[slots] = 1
         return self._has_drafts
 
-    def settle(self, seq: Sequence, num_new: int, num_returned: int) -> int:
-        """Take back tokens that a row planned and did not return, preempted or not; return the drafts it had."""
+    def settle(self, seq: Sequence, num_new: int, num_returned: int) -> None:
+        """Take back tokens that a row planned and did not return, preempted or not, and count the drafts it had."""
+        num_drafts = gain = num_returned - 1
         if seq.rows is None:
             seq.num_tokens -= num_new - num_returned
-            return num_returned - 1
-        slot = seq.slot
-        self.num_tokens[slot] -= num_new - num_returned
-        self.num_unsure[slot] -= num_new - 1
-        # What was noted after the step before.
-        num_drafts = int(min(num_new - 1, self._num_noted[slot]))
-        if num_drafts:
-            gain, self._num_gains[slot] = num_returned - 1, min(self._num_gains[slot] + 1, _FEW_GAINS)
-            self._gain[slot] += (gain - self._gain[slot]) / self._num_gains[slot]
-            if not self.costs.are_free:
-                self._usual_gain += (gain - self._usual_gain) / _MANY_GAINS
-        return num_drafts
+        else:
+            slot = seq.slot
+            self.num_tokens[slot] -= num_new - num_returned
+            self.num_unsure[slot] -= num_new - 1
+            # What was noted after the step before.
+            num_drafts = int(min(num_new - 1, self._num_noted[slot]))
+            if num_drafts:
+                self._num_gains[slot] = min(self._num_gains[slot] + 1, _FEW_GAINS)
+                self._gain[slot] += (gain - self._gain[slot]) / self._num_gains[slot]
+                if not self.costs.are_free:
+                    self._usual_gain += (gain - self._usual_gain) / _MANY_GAINS
+        self.num_verified[:num_drafts] += 1
+        self.num_accepted[:gain] += 1
 
     def take(self, slots: np.ndarray, token_ids: np.ndarray, step: int) -> np.ndarray:
         """Store a token per row, int64; return the rows that the scheduler must check, and whose tokens it adds."""

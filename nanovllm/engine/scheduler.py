@@ -279,9 +279,9 @@ class Scheduler:
         seq.num_computed_tokens = end
         kept = self.block_manager.register_chunk(seq, start)
         successor = -1 if samples else seq.token_ids[end]
-        chunk = Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept, successor, layers)
-        batch.chunks.append(chunk)
-        batch.scored_seq_ids += [(seq.seq_id, seq.num_admissions)] * chunk.num_outputs
+        batch.chunks.append(Chunk(seq.slot, start, token_ids, store, samples, scores, pooling, kept, successor, layers))
+        num_outputs = (scores is not None) + (pooling is not None) + bool(layers)
+        batch.scored_seq_ids += [(seq.seq_id, seq.num_admissions)] * num_outputs
 
     def _begin_steady(self, seq: Sequence, first_step: int) -> None:
         """Count the token that this step samples for a sequence that has caught up."""

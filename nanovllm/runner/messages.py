@@ -111,11 +111,6 @@ class Chunk:
     successor: int = -1
     hidden_states: tuple[int, ...] = ()
 
-    @property
-    def num_outputs(self) -> int:
-        """The number of outputs besides a token."""
-        return (self.scores is not None) + (self.pooling is not None) + bool(self.hidden_states)
-
 
 @dataclass(frozen=True)
 class Rows:

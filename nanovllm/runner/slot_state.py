@@ -74,7 +74,11 @@ class SlotState:
             slots, columns, blocks = np.array(entries, dtype=np.int32).T
             changed.append(self._write("block_tables", slots, columns, blocks))
             if self._wide["num_blocks"]:
-                changed.append(self._count_blocks(batch))
+                self._num_blocks[[request.slot for request in batch.new_requests]] = 0
+                groups, indices = np.divmod(columns, width)
+                np.maximum.at(self._num_blocks, (slots, groups), indices + 1)
+                slots, groups = np.unique(slots)[:, None], np.arange(self._wide["num_blocks"])
+                changed.append(self._write("num_blocks", slots, groups, self._num_blocks[slots, groups]).flatten())
         if batch.chunks:
             ends = np.array([chunk.start + len(chunk.token_ids) for chunk in batch.chunks])
             changed.append(self._write("num_computed", [chunk.slot for chunk in batch.chunks], 0, ends))
@@ -97,16 +101,6 @@ class SlotState:
             self._write("seed", slots, 0, np.array(low, dtype=np.uint32).view(np.int32)),
             self._write("seed", slots, 1, np.array(high, dtype=np.uint32).view(np.int32)),
         ]
-
-    def _count_blocks(self, batch: ScheduledBatch) -> np.ndarray:
-        """Write the number of entries of the block tables."""
-        for request in batch.new_requests:
-            self._num_blocks[request.slot] = [len(table) for table in request.block_tables]
-        for new in batch.new_blocks:
-            self._num_blocks[new.slot, new.group] = max(self._num_blocks[new.slot, new.group], new.index + 1)
-        slots = np.unique([*(request.slot for request in batch.new_requests), *(new.slot for new in batch.new_blocks)])
-        groups = np.arange(self._wide["num_blocks"])
-        return self._write("num_blocks", slots[:, None], groups, self._num_blocks[slots]).reshape(-1)
 
     def _field(self, flat: ArrayT, name: str) -> ArrayT:
         start, width, num_slots = self._starts[name], self._widths[name], self.padding_slot + 1

@@ -188,10 +188,8 @@ class Scheduler:
             if last is seq:
                 return
         manager.own_states(seq)
-        if num_new > 1:
-            # The drafter stores keys of the drafts after these tokens.
-            num_tokens = min(num_new, self._budget) + num_new - 1
-            manager.extend(seq, seq.num_computed_tokens + num_tokens)
+        # The drafter stores keys of the drafts after these tokens.
+        manager.extend(seq, seq.num_computed_tokens + min(num_new, self._budget) + num_new - 1)
         self.steady.note_room(seq, manager.capacity(seq))
 
     def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:

@@ -350,8 +350,8 @@ class SteadyRows:
         # the average of the steps counted.
         self._num_noted, self._num_without, self._num_gains = np.zeros((3, num_slots), dtype=np.int64)
         self._gain, self._usual_gain = np.zeros(num_slots), _FIRST_GAIN
-        # Whether the last step ended with drafts; whether to verify them whatever they gain; steps since such a trial.
-        self._has_drafts, self._is_trial, self._num_idle = False, False, 0
+        # The mean gain from which on the last step's drafts are verified, and steps in which drafts did not pay.
+        self._least_gain, self._num_idle = np.inf, 0
         self._end_token_ids = np.full((num_slots, _MAX_END_TOKENS), -1, dtype=np.int64)
         self._is_watched = np.zeros(num_slots, dtype=bool)
         # The first step with this row; tokens of earlier ones belong to another sequence.
@@ -455,7 +455,7 @@ class SteadyRows:
         num_new = np.minimum(self._most_new[slots], self._most_tokens[slots] - num_tokens)
         num_drafts = np.maximum(np.minimum(num_new, self._capacity[slots] + 1 - num_tokens) - 1, 0)
         # Drafts are verified if they pay, by how far the last ones were right.
-        num_drafts *= self._has_drafts and (self._is_trial or self._pays(slots))
+        num_drafts *= self._mean_gain(slots) >= self._least_gain
         num_new = np.minimum(num_new, 1)
         # The first rows get the rest of the budget.
         left = budget - int(num_new.sum()) - (num_drafts.cumsum() - num_drafts)
@@ -465,31 +465,29 @@ class SteadyRows:
         num_new, num_computed = (num_new + num_drafts)[runs].astype(np.int32), (num_tokens[runs] - 1).astype(np.int32)
         return Rows(slots[runs], num_new, num_computed), [self._seq_ids[row] for row in runs]
 
-    def _may_have_drafts(self, slots: np.ndarray) -> np.ndarray:
-        takes_drafts: np.ndarray = self._most_new[slots] > 1
-        return takes_drafts & (self._num_without[slots] < _PATIENCE)
-
-    def _pays(self, slots: np.ndarray) -> bool:
-        """Return whether drafts for these rows are expected to gain more tokens than the time for them would."""
-        gain = float(self._gain[slots] @ self._may_have_drafts(slots))
-        return gain >= self.costs.least_gain(len(slots)) * len(slots)
+    def _mean_gain(self, slots: np.ndarray) -> float:
+        """Return the tokens of each row, on average, that drafts for these rows are expected to gain."""
+        may_have_drafts = (self._most_new[slots] > 1) & (self._num_without[slots] < _PATIENCE)
+        return float(self._gain[slots] @ may_have_drafts) / max(1, len(slots))
 
     def should_draft(self, num_rows: int) -> bool:
         """Return whether a step should end with drafts; what does not pay is tried again now and then."""
-        self._has_drafts = self._is_trial = False
-        num_next = len(self.seqs)
+        self._least_gain, num_next = np.inf, len(self.seqs)
         if not num_next or max(num_rows, num_next) > max(self.costs.rows, default=0):
             return False
         slots, least_gain = self._all_rows().slots, self.costs.least_gain(num_next)
-        self._has_drafts = self.costs.are_free
-        if self._pays(slots):
-            self._has_drafts, self._num_idle = True, 0
-        elif least_gain < self.num_drafts and self._may_have_drafts(slots).any():
+        gain = self._mean_gain(slots)
+        if gain >= least_gain:
+            self._num_idle = 0
+        elif gain and least_gain < self.num_drafts:
             self._num_idle += 1
             if self._num_idle * _TRIAL_SHARE >= least_gain:
-                self._has_drafts, self._is_trial, self._num_idle = True, True, 0
+                # They are verified whatever they gain.
+                least_gain, self._num_idle = 0.0, 0
                 self._num_gains[slots] = 1
-        return self._has_drafts
+        if gain >= least_gain or self.costs.are_free:
+            self._least_gain = least_gain
+        return self._least_gain < np.inf
 
     def settle(self, seq: Sequence, num_new: int, num_returned: int) -> None:
         """Take back tokens that a row planned and did not return, preempted or not, and count the drafts it had."""

@@ -413,7 +413,7 @@ class SteadyRows:
         self._num_without[slots] = np.where(num_drafts > 0, 0, self._num_without[slots] + 1)
 
     def without_room(self) -> list[tuple[Sequence, int]]:
-        """Return the sequences that may lack a block of their own for their next tokens, and the most of these."""
+        """Return sequences that may lack a block of their own for their next tokens, and how many these are at most."""
         if self._num_quiet_steps:
             return []
         slots = self._all_rows().slots

@@ -65,13 +65,10 @@ def max_draft_rows(config: Config) -> int:
 
 def drafted_sizes(config: Config, backend: AttentionBackend, undrafted: list[StepShape]) -> list[StepShape]:
     """Sizes of steps that make drafts, or whose rows compute some; `undrafted` are the sizes that do neither."""
-    most, chunks = max_draft_rows(config), min(_MIXED_CHUNKS, config.max_num_running)
-    variant = backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots[None]).variant
-    usual = next(item for item in backend.variants() if item.variant == variant)
-    sizes = decode_sizes(most, usual) + mixed_sizes(most, config.max_num_batched_tokens, usual)
-    found = [replace(shape, num_drafts=config.num_drafts, num_chunks=shape.num_chunks and chunks) for shape in sizes]
+    most, variant = max_draft_rows(config), backend.plan_host(NO_ROWS.slots, NO_ROWS.slots, NO_ROWS.slots[None]).variant
     # Steps of more rows make no drafts.
     few = dict.fromkeys(replace(shape, num_decodes=min(shape.num_decodes, most)) for shape in undrafted)
+    found = [replace(shape, num_drafts=config.num_drafts) for shape in few if shape.variant == variant]
     return found + [replace(shape, drafts=True) for shape in (*few, *found)]
 
 

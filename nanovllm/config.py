@@ -44,7 +44,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
-    model: str | None = None
+    model: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         known = get_args(SpeculativeMethod)

@@ -121,7 +121,7 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Re
     model = reference_model(BUNDLED_MODEL)
     tensors = eagle3_tensors(model.config, 300)
     folder = write_eagle3(tmp_path_factory.mktemp("eagle3"), model.config, tensors)
-    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": NUM_DRAFTS}
+    config = {"method": "eagle3", "model": folder, "num_speculative_tokens": NUM_DRAFTS}
     return config, lambda text: eagle3_drafts(model, tensors, text, NUM_DRAFTS, [2, 3, 3])
 
 

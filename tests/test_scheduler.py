@@ -296,6 +296,29 @@ def test_drafts_are_made_where_they_pay_at_this_number_of_rows() -> None:
     assert not steady.should_draft(0), "half the rows take no drafts"
 
 
+def test_drafts_are_counted_by_their_position() -> None:
+    steady, seq = SteadyRows(1, 16, 4), make_sequence(0, [1] * 9)
+    seq.slot, seq.most_tokens = 0, 99
+    # Preempted: what it had is not known.
+    steady.settle(seq, 5, 3)
+    steady.add(seq, 99, 1)
+    steady.note_drafts(np.array([0]), np.array([3]), 1)
+    steady.settle(seq, 5, 2)
+    assert steady.num_verified.tolist() == [2, 2, 1, 0]
+    assert steady.num_accepted.tolist() == [2, 1, 0, 0]
+
+
+def test_a_row_whose_last_tokens_are_in_flight_needs_no_block() -> None:
+    """Its prompt's last block may be another output's as well."""
+    steady, seq = SteadyRows(1, 16, 4), make_sequence(0, [1] * 9)
+    seq.slot, seq.siblings = 0, (seq,)
+    for most_tokens, num_new in ((seq.num_tokens + 2, [2]), (seq.num_tokens, [])):
+        seq.most_tokens = most_tokens
+        steady.add(seq, 99, 1)
+        assert [count for _, count in steady.without_room()] == num_new
+        steady.discard(seq)
+
+
 @DEPTHS
 @pytest.mark.parametrize("are_free", [False, True])
 def test_drafts_that_are_wrong_are_tried_again_now_and_then(depth: int, are_free: bool) -> None:

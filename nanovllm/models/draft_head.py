@@ -288,7 +288,7 @@ def load_draft_head(
             head = MTPHead(target)
         else:
             assert speculation.model is not None
-            folder = resolve_model(speculation.model, None)
+            folder = resolve_model(os.fspath(speculation.model), None)
             names = () if config.load_format == "dummy" else {name for _, name, _ in eagle3_tensors(folder)}
             head = Eagle3Head(folder, target, names)
     size = target.communicator.size

@@ -186,16 +186,17 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 41_066,
+    "lines": 40_849,
     "files": 208,
-    "loaded by `import nanovllm.llm`": 9_415,
-    "the core with all that it imports": 7_466,
+    "loaded by `import nanovllm.llm`": 9_384,
+    "the core with all that it imports": 7_407,
 }
 """Lines but for the number of files. A change that raises one lowers it again, or says here why not.
 
 Three features have much of it, counted by the lines that would go with them: models with states 2,860 (nine families,
-three kinds of layers with their kernels, states in blocks of the cache), speculation 1,490 (of it drafting heads 410,
-kernels of rows with drafts 310), and weights in four bits with gpt-oss and GGUF 2,470 (their kernels 1,560).
+three kinds of layers with their kernels, states in blocks of the cache), speculation 1,470 (of it drafting heads 310,
+kernels 340; a tree without it lacks that many), and weights in four bits with gpt-oss and GGUF 2,470 (their kernels
+1,560).
 """
 
 

@@ -188,8 +188,10 @@ class Scheduler:
             if last is seq:
                 return
         manager.own_states(seq)
-        # The drafter stores keys of the drafts after these tokens.
-        manager.extend(seq, seq.num_computed_tokens + min(num_new, self._budget) + num_new - 1)
+        if num_new > 1:
+            # The drafter stores keys of the drafts after these tokens.
+            num_tokens = min(num_new, self._budget) + num_new - 1
+            manager.extend(seq, seq.num_computed_tokens + num_tokens)
         self.steady.note_room(seq, manager.capacity(seq))
 
     def _schedule_behind(self, batch: ScheduledBatch) -> list[Sequence]:
@@ -363,7 +365,11 @@ class Scheduler:
                 self.finish(seq, "abort")
                 changes.failed.append((seq, error))
                 return count
-            if ends or len(seq.token_ids) >= seq.most_tokens:
+            if seq.status is SequenceStatus.ENDING:
+                has_all = not seq.num_in_flight
+            else:
+                has_all = bool(self.steady.num_drafts) and len(seq.token_ids) >= seq.most_tokens
+            if ends or has_all:
                 self.finish(seq, "stop" if ends else "length")
                 changes.finished.append(seq)
                 return count

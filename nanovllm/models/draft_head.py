@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -45,6 +45,14 @@ _EAGLE3_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCa
 _PICKLED = "pytorch_model.bin"
 
 
+class HeadParts(NamedTuple):
+    """What a head runs; a tuple, since these are modules of other names, or of the target model."""
+
+    layer: Any
+    embed_tokens: Any
+    lm_head: ParallelLMHead
+
+
 class DraftHead(CausalLM):
     """A drafting head for a target model, which lends it the embedding and the LM head that it has not itself.
 
@@ -74,8 +82,7 @@ class DraftHead(CausalLM):
             "mtp.layers.0", layer_inputs,
         )  # fmt: skip
         embedding: Any = target.model.embed_tokens
-        # Layer, embedding and LM head; in a tuple, since their names are others, or their weights the target model's.
-        self.parts = layer, embedding, target.lm_head
+        self.parts = HeadParts(layer, embedding, target.lm_head)
         self.d2t: LoadableVector | None = None
 
     def make_norm(self, communicator: Communicator) -> AllReduceRMSNorm:
@@ -97,7 +104,8 @@ class DraftHead(CausalLM):
 
     def store(self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> None:
         """Store the layer's keys and values of each token, and compute nothing else; see `advance`."""
-        self.parts[0].self_attn.store(*self.join(embeds, hidden), positions)
+        x, norm, residual = self.join(embeds, hidden)
+        self.parts.layer.self_attn.store(x, norm, residual, positions)
 
     def advance(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
@@ -107,19 +115,20 @@ class DraftHead(CausalLM):
         embeds, hidden: [num_tokens, hidden_size], embeds from `embed`; positions: see `CausalLM.forward`. Returns what
         `draft` takes, and the hidden state for the next draft, [num_tokens, hidden_size] each.
         """
-        layer = self.parts[0]
-        x, residual = layer.self_attn(*self.join(embeds, hidden), positions, None)
-        states, total = self.norm(*layer.mlp(x, layer.post_attention_layernorm, residual))
+        layer, (x, norm, residual) = self.parts.layer, self.join(embeds, hidden)
+        x, residual = layer.self_attn(x, norm, residual, positions, None)
+        x, residual = layer.mlp(x, layer.post_attention_layernorm, residual)
+        states, total = self.norm(x, residual)
         return states, states if self.feeds_normed else total
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: [num_tokens] -> [num_tokens, hidden_size]; of several ranks each returns its part of a sum."""
-        embeds: torch.Tensor = self.parts[1](token_ids)
+        embeds: torch.Tensor = self.parts.embed_tokens(token_ids)
         return embeds
 
     def draft(self, states: torch.Tensor) -> torch.Tensor:
         """Return the likeliest tokens after states from `advance`, [num_rows] int64, the same on every rank."""
-        lm_head = self.parts[2]
+        lm_head = self.parts.lm_head
         vocab = lm_head.weight.shard.outputs[None]
         # Before the product, see `ops.sample`.
         zeros = torch.zeros(len(states) + 1, dtype=torch.int32, device=states.device)
@@ -158,7 +167,7 @@ class Eagle3Head(DraftHead):
         self.lm_head = ParallelLMHead(vocab, size, None)
         if "embed_tokens.weight" in names:
             self.embed_tokens = embedding = VocabParallelEmbedding(self.shard.vocab, size)
-        self.parts = self.midlayer, embedding, self.lm_head
+        self.parts = HeadParts(self.midlayer, embedding, self.lm_head)
         if vocab_size < config.vocab_size or "d2t" in names:
             self.d2t = LoadableVector(Shard.whole(vocab_size), torch.int64)
 
@@ -225,7 +234,7 @@ class MTPHead(DraftHead):
         super().__init__(config, (target.config.num_layers,), target, fc_inputs=2 * size, layer_inputs=size)
         self.pre_fc_norm_embedding = self.make_norm(self.communicator)
         self.pre_fc_norm_hidden = self.make_norm(Communicator())
-        self.layers = nn.ModuleList(self.parts[:1])
+        self.layers = nn.ModuleList([self.parts.layer])
 
     @override
     def folder_tensors(self, folder: str) -> Iterator[tuple[str, str, Any]]:
@@ -236,7 +245,7 @@ class MTPHead(DraftHead):
     @override
     def join(self, embeds: torch.Tensor, hidden: torch.Tensor) -> LayerInput:
         both = torch.cat((self.pre_fc_norm_embedding(embeds)[0], self.pre_fc_norm_hidden(hidden)[0]), 1)
-        return self.multiply_part(both), self.parts[0].input_layernorm, None
+        return self.multiply_part(both), self.parts.layer.input_layernorm, None
 
 
 def _mtp_config(target: ModelConfig) -> ModelConfig:

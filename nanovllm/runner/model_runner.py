@@ -312,10 +312,12 @@ class ModelRunner:
         return self.batch_builder.send(batch, padded or exact, plan, is_capture_size=padded is not None)
 
     def _extra_rows(self, step: DeviceStep) -> ExtraRows | None:
-        batch, slots, columns = step.batch, self.batch_builder.slots, np.arange(1 + step.shape.num_drafts)
-        # What is not new in a row is padding.
-        is_new = columns < batch.rows.num_new[:, None]
-        sampled = np.where(is_new, batch.rows.slots[:, None], slots.padding_slot).flatten().tolist()
+        batch, slots, own = step.batch, self.batch_builder.slots, step.batch.rows.slots
+        if step.shape.num_drafts:
+            # What is not new in a row is padding.
+            is_new = np.arange(1 + step.shape.num_drafts) < batch.rows.num_new[:, None]
+            own = np.where(is_new, own[:, None], slots.padding_slot).flatten()
+        sampled = own.tolist()
         sampled += [slots.padding_slot] * (step.shape.num_row_tokens - len(sampled))
         sampled += [chunk.slot for chunk in batch.chunks if chunk.samples]
         return self.sampling.rows_of(sampled, slots.num_computed)

@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
 
 LayerInput: TypeAlias = tuple[torch.Tensor, AllReduceRMSNorm | None, torch.Tensor | None]
-"""What attention takes: x, the norm before it, None if x is normed, and residual. See `SelfAttention`."""
+"""The input of attention: x, the norm before it (None if x is normed) and residual; see `SelfAttention`."""
 _EAGLE3_NAMES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 """Names of the architecture in the config.json of published heads."""
 _PICKLED = "pytorch_model.bin"
 
 
 class HeadParts(NamedTuple):
-    """What a head runs; a tuple, since these are modules of other names, or of the target model."""
+    """The modules that a head runs; in a tuple, since some have other names or are the target model's."""
 
     layer: Any
     embed_tokens: Any

@@ -186,7 +186,7 @@ def closure(*names: str) -> dict[str, int]:
 ENGINE = ["engine." + file.stem for file in (ROOT / "engine").glob("*.py")]
 CORE = [*ENGINE, "models.decoder", "attention.sdpa", "sampling.sampler"]
 LIMITS = {
-    "lines": 40_866,
+    "lines": 40_867,
     "files": 208,
     "loaded by `import nanovllm.llm`": 9_390,
     "the core with all that it imports": 7_413,

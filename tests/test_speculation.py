@@ -20,6 +20,8 @@ from nanovllm.attention.kv_cache_spec import Paged
 from nanovllm.config import Config
 from nanovllm.configs.model import ModelConfig
 from nanovllm.kernels import drafts
+from nanovllm.kernels._triton import is_hopper
+from nanovllm.kernels.policy import KernelPolicy, LinearKernel
 from nanovllm.kernels.slot_tensors import (
     SlotTensors,
     gather_decode_rows,
@@ -37,6 +39,7 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.slot_state import SlotState
 from nanovllm.runner.worker import step_limits
 from tests.cache_checks import check_blocks
+from tests.conftest import MakeCheckpoint
 from tests.hybrid_models import make_model
 from tests.reference import set_depth
 from tests.test_kernels import DEVICE
@@ -327,3 +330,61 @@ def test_states_are_kept_up_to_the_last_accepted_draft(
     assert answers(found[1]) == answers(found[0])
     torch.testing.assert_close(logprobs(found[1]), logprobs(found[0]), atol=1e-5, rtol=1e-4)
     assert stats["num_accepted_tokens"] > 100 and stats["num_cached_tokens"] > 0
+
+
+class BatchInvariant(KernelPolicy):
+    """Chooses the same kernels and tiles for any number of rows and of tokens in a row.
+
+    For 16-bit weights without biases on Hopper, with all prompts in one chunk, no windows, and at most 16 query heads
+    of a KV head in all tokens of a row, to which `decode_attention` pads them.
+    """
+
+    uses_cascade = uses_hopper_decode = False
+
+    def linear(self, *_: Any, **__: Any) -> LinearKernel:
+        return LinearKernel.SPLITK_GEMM
+
+    def branch_end(self, *_: Any) -> None:
+        return None
+
+    def projects_qkv(self, *_: Any) -> bool:
+        return False
+
+    def context_shares(self, *_: Any) -> int:
+        return 1
+
+    def has_few_seqs(self, *_: Any) -> bool:
+        return True
+
+
+@pytest.mark.gpu
+def test_bits_are_the_ones_without_speculation(
+    make_checkpoint: MakeCheckpoint, oracle: type[OracleDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, in batches of any size, by lookup and with drafts that are right with some probability."""
+    if not is_hopper(torch.device(DEVICE)):
+        pytest.skip("needs a Hopper GPU")
+    folder = make_checkpoint(
+        hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8, head_dim=128,
+        initializer_range=0.05,
+    )  # fmt: skip
+    monkeypatch.setattr(ModelRunner, "policy", BatchInvariant())
+    prompts = [ids(5 + 2 * i, 1 + i % 3, i) for i in range(80)]
+    params = [SamplingParams(0.8 * (i % 2), seed=i, max_tokens=48, ignore_eos=True, logprobs=0) for i in range(80)]
+    ngram = NGRAM | {"num_speculative_tokens": 3}
+    found, accepted = [], []
+    for max_num_seqs, config, drafter in (
+        (80, None, None), (5, None, None), (20, ngram, NgramDrafter), (4, ngram, OracleDrafter)
+    ):  # fmt: skip
+        monkeypatch.setattr(model_runner, "NgramDrafter", drafter)
+        with LLM(
+            folder, dtype="bfloat16", max_model_len=1024, max_num_seqs=max_num_seqs, num_kvcache_blocks=240, seed=0,
+            enable_prefix_caching=False, speculative_config=config, enforce_eager=drafter is OracleDrafter,
+        ) as llm:  # fmt: skip
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            accepted.append(llm.stats().get("num_accepted_tokens", 0))
+        found.append((answers(outputs), logprobs(outputs)))
+        oracle.texts = [[*one.prompt_token_ids, *one.outputs[0].token_ids] for one in outputs]
+    for wanted, (tokens, values) in zip([found[0]] * 3, found[1:], strict=True):
+        assert tokens == wanted[0] and torch.equal(values, wanted[1])
+    assert accepted[2] > 20 and accepted[3] > 200

@@ -156,7 +156,8 @@ class KernelPolicy:
         dense_rows, fp8_rows, four_bit_rows, attention_rows: numbers of rows at which the choice for weights in 16 bits,
             e4m3 and four bits, and for decode attention changes; one step of each is compiled at the start.
         dense_tokens, fp8_tokens, four_bit_tokens: the same for prompt tokens, beside rows that decode.
-        uses_cascade: whether sequences that share a prefix may attend to it together.
+        uses_cascade, uses_hopper_decode: whether sequences that share a prefix may attend to it together, and rows of
+            one token by `hopper_decode`, which takes no drafts.
     """
 
     dense_rows: tuple[int, ...] = (1, 2, MAX_SKINNY_ROWS + 1, 33, SPLITK_ROWS + 1, 129, 193)
@@ -173,7 +174,7 @@ class KernelPolicy:
     four_bit_tokens: tuple[int, ...] = (MAX_FOUR_BIT_ROWS + 1, 2 * MAX_FOUR_BIT_ROWS + 1)
     # With 8 KV heads, 17 rows launch more programs than an H200 has multiprocessors; with 2 KV heads, 65 do.
     attention_rows: tuple[int, ...] = (1, 17, FEW_SEQS + 1)
-    uses_cascade = True
+    uses_cascade = uses_hopper_decode = True
 
     def linear(self, num_rows: int, weight: torch.Tensor, *, biased: bool, normed: bool, gated: bool) -> LinearKernel:
         """Return the kernel for `num_rows` rows and a weight, [out_features, in_features]."""

@@ -180,7 +180,7 @@ def test_eagle3_drafts_what_it_does_over_the_whole_text(
     check_greedy(Path(BUNDLED_MODEL), speculative_config, SETTINGS | settings, depth, forced)
     check_drafts(forced.drafted, reference)
     changes = sum(one != other for one, other in pairwise(forced.steps))
-    assert (changes > 20) == (ratio > 2) and forced.steps.count(True) > 15
+    assert (changes > 20) == (ratio > 2) and forced.steps.count(True) > 10
 
 
 def test_mtp_drafts_what_it_does_over_the_whole_text(mtp: tuple[Path, Reference], forced: type[ForcedDrafter]) -> None:
@@ -191,7 +191,7 @@ def test_mtp_drafts_what_it_does_over_the_whole_text(mtp: tuple[Path, Reference]
 
 
 def greedy_texts(llm: LLM) -> list[list[int]]:
-    outputs = llm.generate(PROMPTS, SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0), use_tqdm=False)
+    outputs = llm.generate(PROMPTS, SamplingParams(0, max_tokens=24, ignore_eos=True, logprobs=0), use_tqdm=False)
     return [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in outputs]
 
 
@@ -283,14 +283,14 @@ def run_ranks(
         llm.llm_engine.scheduler.steady.costs = DraftCosts((4,), (1.0,), are_free=False)
         # What a GPU's start measured, with tokens at random.
         ForcedDrafter.drafted.clear()
-        params = SamplingParams(0, max_tokens=40, ignore_eos=True)
+        params = SamplingParams(0, max_tokens=24, ignore_eos=True)
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)
         stats, runner = llm.stats(), llm.llm_engine._runner
         if isinstance(runner, ParallelRunner):
             slots = runner.call(slots_of)
             assert len(slots) == size and all(slot == slots[0] for slot in slots)
     counts = [stats[name] for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens")]
-    assert counts[1] > 250
+    assert counts[1] > 150
     return ([out.outputs[0].token_ids for out in outputs], counts), ForcedDrafter.drafted
 
 
@@ -309,7 +309,7 @@ def likely_eagle3(folder: Path) -> dict[str, Any]:
     model_config = reference_model(BUNDLED_MODEL).config
     tensors = eagle3_tensors(model_config, 300)
     with LLM(BUNDLED_MODEL, **SETTINGS, device="cpu") as llm:
-        outputs = llm.generate(PROMPTS, SamplingParams(0, max_tokens=40, ignore_eos=True), use_tqdm=False)
+        outputs = llm.generate(PROMPTS, SamplingParams(0, max_tokens=24, ignore_eos=True), use_tqdm=False)
     usual = Counter(token for out in outputs for token in out.outputs[0].token_ids).most_common(3)
     kept = (tensors["d2t"] + torch.arange(300)).tolist()
     tensors["lm_head.weight"][[kept.index(token) for token, _ in usual if token in kept]] *= 9
@@ -321,7 +321,7 @@ def likely_eagle3(folder: Path) -> dict[str, Any]:
 def test_ranks_draft_alike(size: int, settings: dict[str, Any], tmp_path: Path) -> None:
     """With three ranks the last has few of the tokens that are drafted, and one more heads; a text reaches the end."""
     _, counts = check_ranks(Path(BUNDLED_MODEL), likely_eagle3(tmp_path), size, **settings)
-    assert counts[2] > 5
+    assert counts[2] > 3
 
 
 # A sum that is rounded otherwise may be on the other side of a boundary of e4m3.

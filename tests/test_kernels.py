@@ -624,7 +624,7 @@ def planned(*args: Any, **options: Any) -> DecodePlan:
     ("case", "way", "dtypes"),
     over_dtypes(
         [*PLAIN_CASES, (SMALL, None, False), *UNEVEN],
-        [(1, 1, 32), (1, 7, 64), (1, 100, 16), (2, 1, 32), (3, 20, 16), (5, 20, 16)],
+        [(1, 1, 32), (1, 100, 16), (2, 1, 32), (5, 20, 16), *([(1, 7, 64), (3, 20, 16)] if GPU else [])],
         dtypes=CACHED,
     ),
 )

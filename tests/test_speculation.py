@@ -182,18 +182,18 @@ def ids(length: int, repeats: int, seed: int) -> list[int]:
 
 def requests() -> Iterator[tuple[list[int] | str, SamplingParams]]:
     """Prompts that repeat themselves or not, with each kind of parameters."""
-    yield ids(7, 6, 0), SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=2)
-    yield ids(30, 3, 1), SamplingParams(0.8, seed=3, max_tokens=37, ignore_eos=True, logprobs=0)
-    yield ids(50, 1, 2), SamplingParams(0, max_tokens=50, min_tokens=10, stop_token_ids=[5, 6, 7])
-    yield ids(3, 20, 3), SamplingParams(1.0, seed=5, max_tokens=40, top_k=20, frequency_penalty=1.5, ignore_eos=True)
-    yield ids(120, 2, 4), SamplingParams(0.7, seed=6, n=3, max_tokens=30, top_p=0.9, min_p=0.05, ignore_eos=True)
+    yield ids(7, 6, 0), SamplingParams(0, max_tokens=25, ignore_eos=True, logprobs=2)
+    yield ids(30, 3, 1), SamplingParams(0.8, seed=3, max_tokens=22, ignore_eos=True, logprobs=0)
+    yield ids(50, 1, 2), SamplingParams(0, max_tokens=30, min_tokens=10, stop_token_ids=[5, 6, 7])
+    yield ids(3, 20, 3), SamplingParams(1.0, seed=5, max_tokens=25, top_k=20, frequency_penalty=1.5, ignore_eos=True)
+    yield ids(120, 2, 4), SamplingParams(0.7, seed=6, n=3, max_tokens=18, top_p=0.9, min_p=0.05, ignore_eos=True)
     yield ids(90, 1, 5), SamplingParams(0, max_tokens=20, prompt_logprobs=1, logprobs=1)
-    yield "count to 9", SamplingParams(0, max_tokens=60, stop=[", 4"], bad_words=["ships with"])
+    yield "count to 9", SamplingParams(0, max_tokens=40, stop=[", 4"], bad_words=["ships with"])
     word = StructuredOutputsParams(regex="[a-z]{3,8}")
     yield "a word", SamplingParams(0.8, seed=1, max_tokens=30, structured_outputs=word)
     yield ids(16, 1, 6), SamplingParams(0, max_tokens=1)
     yield ids(17, 1, 7), SamplingParams(0.9, seed=9, max_tokens=2, logit_bias={5: 2.0, 9: -3.0}, logprobs=0)
-    yield "list all prime numbers within 100", SamplingParams(0, max_tokens=100)
+    yield "list all prime numbers within 100", SamplingParams(0, max_tokens=60)
 
 
 def answers(outputs: list[RequestOutput]) -> list[Any]:
@@ -210,7 +210,7 @@ def logprobs(outputs: list[RequestOutput]) -> torch.Tensor:
     return torch.tensor([entry.logprob for row in rows for _, entry in sorted(row.items())])
 
 
-def generate(depth: int, **settings: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
+def generate(depth: int, *, times: int = 2, **settings: Any) -> tuple[list[RequestOutput], dict[str, Any]]:
     """Answer all requests twice, the second time from the prefix cache; return the engine's stats, too."""
     asked, params = zip(*requests(), strict=True)
     with LLM(BUNDLED_MODEL, **SETTINGS | settings) as llm:
@@ -222,7 +222,7 @@ def generate(depth: int, **settings: Any) -> tuple[list[RequestOutput], dict[str
             for layer in runner.attention_layers:
                 for pages in (layer.layer.pages.k_cache, layer.layer.pages.v_cache):
                     pages.fill_(torch.nan)
-        outputs = [output for _ in range(2) for output in llm.generate(list(asked), list(params), use_tqdm=False)]
+        outputs = [output for _ in range(times) for output in llm.generate(list(asked), list(params), use_tqdm=False)]
         check_blocks(llm.llm_engine.block_manager)
         return outputs, llm.stats()
 
@@ -265,13 +265,13 @@ def test_tokens_are_the_ones_without_speculation(
     assert answers(outputs) == answers(wanted)
     torch.testing.assert_close(logprobs(outputs), logprobs(wanted), atol=1e-5, rtol=1e-4)
     if right in {0.8, 1.0}:
-        assert settings or stats["num_steps"] < 0.85 * plain["num_steps"]
+        assert settings or stats["num_steps"] < 0.9 * plain["num_steps"]
         assert sum(stats["num_accepted_per_position"]) == stats["num_accepted_tokens"] > 0.5 * stats["num_drafts"]
     # Of rows whose sequences have ended meanwhile none is counted.
     assert stats["num_draft_tokens"] > 0 and (right is None or stats["num_draft_tokens"] <= sum(verified))
     if right is None:
         # Matches are short: the plan must not wait until it knows of one.
-        assert stats["num_accepted_tokens"] > 30
+        assert stats["num_accepted_tokens"] > 15
     if settings is FEW_BLOCKS:
         assert stats["num_preemptions"] > 0
 
@@ -302,8 +302,8 @@ def test_memory_and_ranks_have_room_for_drafts() -> None:
 
 def test_ranks_accept_the_same_drafts() -> None:
     wanted, _ = plain_answers("cpu")
-    outputs, stats = generate(0, tensor_parallel_size=2, device="cpu", speculative_config=NGRAM)
-    assert answers(outputs) == answers(wanted)
+    outputs, stats = generate(0, times=1, tensor_parallel_size=2, device="cpu", speculative_config=NGRAM)
+    assert answers(outputs) == answers(wanted[: len(wanted) // 2])
     assert stats["num_accepted_tokens"] > 0
 
 
@@ -314,8 +314,8 @@ def test_states_are_kept_up_to_the_last_accepted_draft(
     """With right drafts and wrong ones, chunks, several outputs, and prefix hits."""
     make_model(name).save_pretrained(tmp_path)
     prompts = [ids(150, 1, 0), ids(96, 1, 1), ids(5, 4, 2), ids(70, 1, 3)]
-    params = [SamplingParams(0, max_tokens=40, ignore_eos=True, logprobs=0)] * 3
-    params.append(SamplingParams(0.9, seed=1, n=3, max_tokens=30, ignore_eos=True, logprobs=0))
+    params = [SamplingParams(0, max_tokens=30, ignore_eos=True, logprobs=0)] * 3
+    params.append(SamplingParams(0.9, seed=1, n=3, max_tokens=20, ignore_eos=True, logprobs=0))
     found = []
     for config in (None, NGRAM):
         with LLM(tmp_path, **SETTINGS, device="cpu", speculative_config=config) as llm:

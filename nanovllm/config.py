@@ -110,9 +110,9 @@ class Config:
         max_logprobs: maximum log-probabilities that a request may ask for at each position; -1 allows the whole
             vocabulary.
         seed: seed of dummy weights (0 if None), and of requests without their own seed (random if None).
-        speculative_config: draft tokens and verify several in one step, which changes no output. A mapping with the
-            attributes of `SpeculativeConfig`: `method` ("ngram", "eagle3" or "mtp"), `num_speculative_tokens`, and
-            `model` of a head, or `prompt_lookup_min` and `prompt_lookup_max`.
+        speculative_config: draft tokens and verify several in one step, which changes no output beyond rounding. A
+            mapping with the attributes of `SpeculativeConfig`: `method` ("ngram", "eagle3" or "mtp"),
+            `num_speculative_tokens`, and `model` of a head, or `prompt_lookup_min` and `prompt_lookup_max`.
 
     Raises:
         ValueError: a value is out of range, or a keyword is unknown.

@@ -80,8 +80,8 @@ class TritonBackend(AttentionBackend):
 
             if hopper_prefill.supports(dtype, key_size, BLOCK_SIZE if self._widens else setup.block_size):
                 self._hopper_prefill = hopper_prefill.hopper_prefill_attention
-            takes_rows = hopper_decode.supports(dtype, self.num_heads, num_kv_heads, key_size, setup.block_size)
-            self._hopper_decode = hopper_decode if takes_rows and policy.uses_hopper_decode else None
+            is_supported = hopper_decode.supports(dtype, self.num_heads, num_kv_heads, key_size, setup.block_size)
+            self._hopper_decode = hopper_decode if is_supported and policy.uses_hopper_decode else None
         # Layers with windows take no part in cascade attention.
         shares = setup.shares_prefixes and are_alike and policy.uses_cascade and cascade_attention.supports(key_size)
         shares = shares and any(spec.window is None for spec in self._specs)

@@ -156,8 +156,8 @@ class KernelPolicy:
         dense_rows, fp8_rows, four_bit_rows, attention_rows: numbers of rows at which the choice for weights in 16 bits,
             e4m3 and four bits, and for decode attention changes; one step of each is compiled at the start.
         dense_tokens, fp8_tokens, four_bit_tokens: the same for prompt tokens, beside rows that decode.
-        uses_cascade, uses_hopper_decode: whether sequences that share a prefix may attend to it together, and rows of
-            one token by `hopper_decode`, which takes no drafts.
+        uses_cascade: whether sequences that share a prefix may attend to it together.
+        uses_hopper_decode: whether rows without drafts may attend by `hopper_decode`, as rows with drafts cannot.
     """
 
     dense_rows: tuple[int, ...] = (1, 2, MAX_SKINNY_ROWS + 1, 33, SPLITK_ROWS + 1, 129, 193)
